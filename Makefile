@@ -11,6 +11,7 @@
 #   make check-core   the tests of the C core alone
 #   make asan      the core's and the extension's tests under ASan and UBSan
 #   make tsan      the tests that run threads under TSan
+#   make step-files   count the .c files that an update enters, in a build with coverage
 #   make mutants   put 100 faults into a copy of the tree and see that tests fail: an hour
 #   make cuda      build the CUDA plugin with nvcc and test it, its kernels on the CPU
 #   make cuda-emul, cuda-check   the CUDA kernels on the CPU; on a GPU
@@ -43,7 +44,7 @@ FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c cuda/*.[hc]
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
 .PHONY: install demo test test-all test-python test-engine test-sharding bench lint format ext check-core asan asan-core asan-ext tsan clean
-.PHONY: bench-kernels mutants
+.PHONY: bench-kernels mutants step-files
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
@@ -137,6 +138,12 @@ THREADED := test_bmuf test_codecs test_comm test_hierarchical test_fsdp test_fsd
 tsan:
 	$(MAKE) BUILD=$(BUILD)/tsan SAN="-O1 -g -fsanitize=thread" \
 	  TESTS="$(THREADED:%=$(BUILD)/tsan/%)" check-core
+
+COVERAGE := $(BUILD)/coverage
+step-files:
+	CTRAINER_CUDA=0 CTRAINER_CFLAGS="-O0 --coverage" CTRAINER_LDFLAGS=--coverage \
+	  $(PY) setup.py -q build --build-base $(COVERAGE)/ext --build-lib $(COVERAGE)/lib
+	$(PY) -m tests.support.step_files $(COVERAGE)
 
 # MUTANTS: other options of the script, such as --area bmuf or --only 17.
 mutants: ext

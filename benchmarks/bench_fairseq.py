@@ -3,7 +3,7 @@ fairseq is installed (docs/fairseq_package.md), and against a loop written by ha
 
 All take turns in one process on one thread, over one task, criterion and model each;
 times are of the CPU. The loop does what every trainer has to, the task's forward and
-backward and the update by ctrainer's optimizer: the tax of a trainer is its step less
+backward and the update by ctrainer's optimizer: a trainer's overhead is its step less
 that of the loop. fairseq's logs into its own metrics and reads its config through
 OmegaConf, as fairseq-train has it. Prints JSON lines.
 """
@@ -31,7 +31,7 @@ from ctrainer.fairseq import Trainer, as_config, install, metrics
 
 ELEMS = 256  # of a tensor
 UPDATES = {2: 300, 200: 40}  # a turn, by the number of tensors
-TAX_ALLOWED_US = 60.0
+OVERHEAD_ALLOWED_US = 60.0
 TOTAL_ALLOWED = 1.05  # a whole update, in units of forward and backward
 LONG_RUN = 20_000
 GROWTH_ALLOWED_BYTES = 1.0  # an update: less than any object that is kept
@@ -208,18 +208,18 @@ def line(
 
 
 def report(tensors: int, times: dict[str, float]) -> None:
-    """The tax is at least 1 us: a finer clock is not to be had."""
+    """The overhead is at least 1 us: a finer clock is not to be had."""
     case, update = f"{tensors} tensors of {ELEMS}", times["ctrainer"]
-    tax = max(update - times["loop"], 1.0)
-    name = f"tax of an update of fairseq's Trainer, {case}"
+    overhead = max(update - times["loop"], 1.0)
+    name = f"overhead of an update of fairseq's Trainer, {case}"
     if tensors == min(UPDATES):
-        line(name, "what is allowed", tax, TAX_ALLOWED_US, goal=1.0)
+        line(name, "the overhead allowed", overhead, OVERHEAD_ALLOWED_US, goal=1.0)
     else:
         allowed = TOTAL_ALLOWED * times["forward and backward"]
         whole = f"update of fairseq's Trainer, {case}"
         line(whole, "1.05 x forward and backward", update, allowed, goal=1.0)
     if PEER in times:
-        line(name, PEER, tax, times[PEER] - times["loop"])
+        line(name, PEER, overhead, times[PEER] - times["loop"])
         line(f"update of fairseq's Trainer, {case}", PEER, update, times[PEER])
 
 

@@ -3,7 +3,7 @@ written by hand: what the trainer takes on top of forward, backward and update.
 
 All take turns in one process on one thread and read the same DataLoader; times are of
 the CPU. One loop uses ctrainer's optimizer and schedule, the other torch's fused AdamW,
-clip_grad_norm_ and LambdaLR, as people write it. The tax of a trainer is its step less
+clip_grad_norm_ and LambdaLR, as people write it. A trainer's overhead is its step less
 that of the first loop. Prints JSON lines.
 """
 
@@ -32,7 +32,7 @@ from ctrainer import _C, optim
 
 LEARNING_RATE = 1e-4
 WARM_UP = 5  # updates before the clock is read
-GOAL_TAX, GOAL_TOTAL = 10.0, 1.0
+GOAL_OVERHEAD, GOAL_TOTAL = 10.0, 1.0
 
 
 class Mlp(nn.Module):
@@ -83,7 +83,7 @@ def tokens(vocabulary: int, length: int, labels: bool) -> list[dict[str, torch.T
     return [{"input_ids": r, **({"labels": r} if labels else {})} for r in rows]
 
 
-# Model, data, micro-batches an update, updates a turn. The tax does not depend on the
+# Model, data, micro-batches an update, updates a turn. Overhead does not depend on the
 # size of the batch and is lost in the noise of long steps, so short ones show it.
 Task = tuple[Callable[[], nn.Module], Callable[[], Any], int, int]
 TASKS: dict[str, Task] = {
@@ -218,17 +218,17 @@ def line(name: str, peer: str, ours: float, theirs: float, goal: float | None) -
     print(json.dumps(fields), flush=True)
 
 
-def report(case: str, turns: dict[str, list[list[float]]], tax: bool) -> None:
-    """Totals are the best turn's mean, which other processes disturbed least. The tax
+def report(case: str, turns: dict[str, list[list[float]]], overhead: bool) -> None:
+    """Totals are the mean of the best turn, the least disturbed one. The overhead
     is a difference of quartiles of all single updates, and at least 1 us: a finer clock
     is not to be had."""
     peer = "transformers"
-    if tax:
+    if overhead:
         updates = {name: list(itertools.chain(*turns[name])) for name in turns}
         quartile = {name: statistics.quantiles(updates[name])[0] for name in updates}
         mine, same, _, other = (quartile[name] for name in CONTESTANTS)
         mine, other = max(mine - same, 1.0), other - same
-        line(f"tax of an update, {case}", peer, mine, other, GOAL_TAX)
+        line(f"overhead of an update, {case}", peer, mine, other, GOAL_OVERHEAD)
     best = {name: min(map(statistics.mean, turns[name])) for name in turns}
     ours, _, fused, theirs = (best[name] for name in CONTESTANTS)
     line(f"update, {case}", "loop with torch's fused AdamW", ours, fused, GOAL_TOTAL)

@@ -9,6 +9,7 @@
 #include "core/optim/optim.h"
 #include "core/base/pool.h"
 
+#include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -138,12 +139,15 @@ run_limit(const touch_job *job)
 static void
 run_update(const tensors *t)
 {
-    double norm = 0.0;
-    if (ct_optim_norm(t->optim, NULL, &norm, NULL) != CT_OK ||
-        ct_optim_update(
-            t->optim, NULL,
-            &(ct_optim_pass){.grad_scale = 1.0 / (1.0 + norm), .zero_grads = true},
-            NULL) != CT_OK) {
+    ct_grads *grads;
+    if (ct_optim_grads(t->optim, &grads, NULL) != CT_OK ||
+        ct_grads_sum(grads, NULL, 2.0, false, NULL) != CT_OK) {
+        die("the norm failed");
+    }
+    const double scale = 1.0 / (1.0 + sqrt(*ct_grads_total(grads)));
+    if (ct_optim_update(t->optim, NULL,
+                        &(ct_optim_pass){.grad_scale = scale, .zero_grads = true},
+                        NULL) != CT_OK) {
         die("the update failed");
     }
 }

@@ -12,15 +12,23 @@ __all__ = ["EMA", "SWA", "WeightAverage"]
 
 
 class WeightAverage:
-    """What EMA and SWA share: averages of the tensors of a model, by name.
+    """The base of EMA and SWA: averages of the tensors of a model, by name.
 
     A frozen parameter is no part of it; buffers are, and those that are no floats, such
-    as counters, are copied. The memory is that of the model once more.
+    as counters, are copied. The memory is that of the model once more. `averages` are
+    tensors by the names of state_dict(), of the shapes of the model's; `core` is what a
+    Trainer drives, and counts num_updates and n_averaged.
 
-    averages: dict[str, Tensor]
-        By the names of state_dict(), of the shapes of the model's tensors.
-    core: _C.WeightAverage
-        What a Trainer drives; it counts num_updates and n_averaged.
+    Args:
+        model: Whose weights are averaged; of torch or of ctrainer.adapters.numpy.
+        options (dict[str, Any]): Keywords of ctrainer._C.WeightAverage.
+        fp32 (bool): Keep float32 averages of fp16 or bf16 weights.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer import EMA
+        >>> sorted(EMA(torch.nn.Linear(3, 2)).averages)
+        ['bias', 'weight']
     """
 
     def __init__(self, model: Any, options: dict[str, Any], fp32: bool) -> None:
@@ -58,14 +66,22 @@ class WeightAverage:
         self.core.n_averaged = state["counts"]["averaged"]
 
     def update(self) -> bool:
-        """Count an update of the optimizer; average if that is due, and say whether.
+        """Count an update of the optimizer; average if that is due, and return whether
+        it was.
 
         A Trainer that has this average does so itself, in the optimizer's pass.
         """
         return self.core.update()
 
     def copy_to(self, model: Any) -> None:
-        """Write the averages into a model with tensors of the same names."""
+        """Write the averages into a model with tensors of the same names.
+
+        Args:
+            model: Of torch or of ctrainer.adapters.numpy.
+
+        Raises:
+            ValueError: the model lacks a tensor.
+        """
         targets = self._tools.tensors(model)
         missing = self.averages.keys() - targets.keys()
         if missing:
@@ -75,10 +91,13 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """While it is open the model's weights are the averages.
+        """Let the model's weights be the averages within the block.
 
         Tensors of the model's own dtype are exchanged with it, one at a time; of others
         a copy of the model's is kept. Do not train inside.
+
+        Yields:
+            None.
         """
         kept: dict[str, Any] = {}
         for name, value in self._values.items():
@@ -97,7 +116,7 @@ class WeightAverage:
                     self._tools.exchange(value, self.averages[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts and averages; the tensors are not copied."""
+        """Return counts and averages; the tensors are not copied."""
         return {
             "num_updates": self.core.num_updates,
             "n_averaged": self.core.n_averaged,
@@ -105,7 +124,10 @@ class WeightAverage:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what state_dict() gave.
+        """Load what state_dict() returned.
+
+        Args:
+            state_dict (dict[str, Any]): "averages", "num_updates" and "n_averaged".
 
         Raises:
             ValueError: names or shapes differ; nothing has changed.
@@ -131,13 +153,32 @@ class WeightAverage:
 class EMA(WeightAverage):
     """An exponential moving average: average * decay + weights * (1 - decay).
 
-    decay: in [0, 1]. Before update number start_update the average is a copy of the
-    weights. One update in update_freq is averaged. fp32 keeps float32 averages of
-    16-bit weights, in which small steps are not lost. seed_model, a model of the same
-    tensors, is what the average starts as.
+    Args:
+        model: Whose weights are averaged; of torch or of ctrainer.adapters.numpy.
+        decay (float, default 0.999): In [0, 1].
+        start_update (int, default 0): Before this update the average is a copy of the
+            weights.
+        update_freq (int, default 1): One update in this many is averaged.
+        fp32 (bool, default False): Keep float32 averages of fp16 or bf16 weights, in
+            which small steps are not lost.
+        seed_model (default None): A model of the same tensors, where the average
+            starts; None: `model`.
+
+    Raises:
+        ValueError: a number out of range, or a seed_model with other tensors.
 
     Source: fairseq's EMA (ema_decay, ema_start_update, ema_update_freq, ema_fp32,
     ema_seed_model), and its order of operations.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer import EMA
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> ema = EMA(layer, decay=0.99)
+        >>> ema.update()  # after each update of the weights
+        True
+        >>> with ema.applied():
+        ...     out = layer(torch.ones(1, 3))
     """
 
     def __init__(
@@ -164,11 +205,23 @@ class EMA(WeightAverage):
 
 
 class SWA(WeightAverage):
-    """An equal average of the weights after update start_update and of every
-    update_freq-th update from there on.
+    """An equal average of the weights after some updates.
+
+    Args:
+        model: Whose weights are averaged; of torch or of ctrainer.adapters.numpy.
+        start_update (int, default 0): The first update that is averaged.
+        update_freq (int, default 1): After it, one update in this many.
+        fp32 (bool, default False): Keep float32 averages of fp16 or bf16 weights.
 
     Source: Izmailov et al., "Averaging Weights Leads to Wider Optima and Better
     Generalization", 2018.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer import SWA
+        >>> average = SWA(torch.nn.Linear(3, 2), start_update=1)
+        >>> average.update(), average.state_dict()["n_averaged"]
+        (True, 1)
     """
 
     def __init__(

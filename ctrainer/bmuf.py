@@ -1,4 +1,4 @@
-"""Workers that train apart and meet at the ends of blocks: BMUF, and DiLoCo."""
+"""Local steps, synchronized at the ends of blocks: BMUF, DiLoCo and SlowMo."""
 
 from __future__ import annotations
 
@@ -30,42 +30,58 @@ class _Options:
 
 
 class BMUF(_C.BMUF):
-    """An optimizer whose ranks average how far they have come, block by block.
+    """An optimizer whose ranks run blocks of local steps, then synchronize.
 
     Every rank updates its own model with `optimizer`. At the end of the warm-up all
-    take over the model of rank 0. From then on they meet at each update that
-    global_sync_iter divides: the average of the distances from the global model, times
-    block_lr, goes into a momentum of blocks, and that moves the global model, which all
-    go on from. With block_momentum 0 the models are averaged and nothing else.
-
-    cfg: a dict or an object with FairseqBMUFConfig's fields, each of which may be
-    missing; a dict has no others, of an object only these are read:
-    global_sync_iter=50, block_lr=1, block_momentum=0.875, warmup_iterations=500,
-    use_nbm=False, average_sync=False (average Adam's moments where workers meet, rather
-    than start them anew at the end of the warm-up), delta_bits=32 (8 or 4: distances
-    travel quantized, and what these miss goes with the next block's; block_momentum is
-    above 0), overlap_steps=0 (updates after the end of a block in which its average is
-    taken), distributed_world_size. optimizer:
-    one of ctrainer.optim or torch.optim, or an object with fairseq's interface of an
-    optimizer. communicator: who meets; by default the group of from_environment()
-    where distributed_world_size is above 1. look: "nesterov" takes the outer step of
-    DiLoCo in place of BMUF's, "slowmo" that of SlowMo.
+    take over the model of rank 0. From then on they synchronize at each update that
+    global_sync_iter divides: the average of the parameter deltas from the global model,
+    times block_lr, goes into the block momentum, and that moves the global model, from
+    which all continue. With block_momentum 0 the models are averaged and nothing else.
 
     Parameters are in host memory, of any float dtype. The global model and the momentum
     are float64 for float64 ones and float32 for all others; where the optimizer updates
-    float32 copies of 16-bit parameters, those are what is averaged. What is not here,
-    like backward() and scaler, is the optimizer's.
+    float32 copies of bf16 and fp16 parameters, those are averaged. Other attributes,
+    like backward() and scaler, are the optimizer's.
 
-    Raises ValueError for options that are not known, of another type or out of range,
-    and on all ranks in step() where a first
-    block did not begin with the same parameters on all; RuntimeError in step() when
-    another rank fails or stays away. A NaN or Inf in one rank's parameters is in those
-    of all after the block.
+    Args:
+        cfg (dict | object): FairseqBMUFConfig's fields, each of which may be missing; a
+            dict has no others, of an object only these are read: global_sync_iter=50,
+            block_lr=1, block_momentum=0.875, warmup_iterations=500, use_nbm=False,
+            average_sync=False (average Adam's moments at each synchronization, rather
+            than start them anew at the end of the warm-up), delta_bits=32 (8 or 4:
+            parameter deltas are quantized, and their error-feedback residual goes with
+            the next block's; block_momentum is above 0), overlap_steps=0 (updates after
+            the end of a block in which its average is taken), distributed_world_size.
+        optimizer: One of ctrainer.optim or torch.optim, or an object with fairseq's
+            interface of an optimizer.
+        communicator (_C.Communicator | None, default None): The ranks; None: the group
+            of from_environment() where distributed_world_size is above 1.
+        look (str | None, default None): "nesterov" takes the outer step of DiLoCo in
+            place of BMUF's, "slowmo" that of SlowMo; None: BMUF's.
+
+    Raises:
+        ValueError: options that are not known, of another type or out of range; on all
+            ranks in step(), where a first block did not begin with the same parameters
+            on all.
+        RuntimeError: in step(), another rank fails or stays away. A NaN or Inf in one
+            rank's parameters is in those of all after the block.
 
     Source: Chen and Huo, "Scalable training of deep learning machines by incremental
     block training with intra-block parallel optimization and blockwise model-update
     filtering", 2016; fairseq's optim/bmuf.py. With 2 ranks the parameters are the
     latter's, bit for bit.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer import BMUF
+        >>> from ctrainer.optim import SGD
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> cfg = {"global_sync_iter": 8, "warmup_iterations": 0}
+        >>> optimizer = BMUF(cfg, SGD(layer.parameters(), lr=0.1))
+        >>> layer(torch.ones(1, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.get_num_updates()
+        1
     """
 
     def __init__(
@@ -98,11 +114,24 @@ class BMUF(_C.BMUF):
         delta_bits: int = 32,
         overlap_steps: int = 0,
     ) -> Self:
-        """DiLoCo: AdamW within, SGD with Nesterov momentum between blocks.
+        """Return one of DiLoCo: AdamW within blocks, SGD with Nesterov momentum between
+        them.
+
+        All ranks have to start from the same parameters.
+
+        Args:
+            optimizer: The inner one, AdamW in the paper.
+            communicator (_C.Communicator | None, default None): The ranks; None: the
+                group of from_environment().
+            every (int, default 500): Local steps of a block.
+            lr (float, default 0.7): Learning rate of the outer step.
+            momentum (float, default 0.9): Of the outer step.
+            delta_bits (int, default 32): 32, or 8 or 4 to quantize parameter deltas.
+            overlap_steps (int, default 0): Updates after the end of a block in which
+                its average is taken.
 
         Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of
-        Language Models", 2023; every=500, lr=0.7 and momentum=0.9 are theirs. All ranks
-        have to start from the same parameters.
+        Language Models", 2023, whose numbers are the defaults.
         """
         cfg = _Options(
             global_sync_iter=every,
@@ -127,13 +156,27 @@ class BMUF(_C.BMUF):
         delta_bits: int = 32,
         overlap_steps: int = 0,
     ) -> Self:
-        """SlowMo: the momentum is of the average distance over the optimizer's rate.
+        """Return one of SlowMo: the momentum is of the average parameter delta over the
+        optimizer's learning rate.
 
-        With g the optimizer's lr where a block ends and d the average distance,
-        u = momentum * u + d / g, and the model moves by lr * g * u. g is the first
-        group's: where all groups follow one schedule that is the same as each group's
-        own. All ranks have to start from the same parameters. ValueError in step()
-        where g is 0.
+        With g the optimizer's lr where a block ends and d the average delta, u =
+        momentum * u + d / g, and the model moves by lr * g * u. g is the first group's:
+        where all groups follow one schedule that is the same as each group's own. All
+        ranks have to start from the same parameters.
+
+        Args:
+            optimizer: The inner one.
+            communicator (_C.Communicator | None, default None): The ranks; None: the
+                group of from_environment().
+            every (int, default 48): Local steps of a block.
+            lr (float, default 1.0): Factor of the outer step.
+            momentum (float, default 0.5): Of the outer step.
+            delta_bits (int, default 32): 32, or 8 or 4 to quantize parameter deltas.
+            overlap_steps (int, default 0): Updates after the end of a block in which
+                its average is taken.
+
+        Raises:
+            ValueError: in step(), g is 0.
 
         Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD
         with Slow Momentum", 2020; every and lr are fairscale's defaults.
@@ -155,11 +198,13 @@ class BMUF(_C.BMUF):
         return getattr(self._optimizer, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, and under "bmuf" the updates, model and momentum."""
+        """Return the optimizer's state, and under "bmuf" the updates, model and
+        momentum."""
         return {**self._optimizer.state_dict(), _KEY: self.blocks_state_dict()}
 
     def blocks_state_dict(self) -> dict[str, Any]:
-        """The updates, and with a momentum of blocks the global model and that."""
+        """Return the number of updates, and with a block momentum the global model and
+        that."""
         state: dict[str, Any] = {"num_updates": self.get_num_updates()}
         if self.block_momentum != 0:
             model, momentum = self._blanks(), self._blanks()
@@ -168,25 +213,30 @@ class BMUF(_C.BMUF):
         return {**state, **self.own_state_dict()}
 
     def own_state_dict(self) -> dict[str, Any]:
-        """What of blocks_state_dict() differs between ranks.
+        """Return the part of blocks_state_dict() that differs between ranks.
 
-        "left": the parameters when a block ended whose average is on its way;
-        "residual" and "place": with delta_bits 8 or 4, what codes have missed, and of
-        which rank.
+        "left": the parameters at the end of a block whose average is on its way;
+        "residual" and "place": with delta_bits 8 or 4, the error-feedback residual, and
+        of which rank.
         """
         state: dict[str, Any] = {}
-        if self.is_away:
-            state["left"] = self._blanks()
-            self._save_left(state["left"])
+        if self.is_pending:
+            state["pending"] = self._blanks()
+            self._save_pending(state["pending"])
         if self.delta_bits < 32:
             state["residual"], state["place"] = self._blanks(), self._place()
             self._save_residual(state["residual"])
         return state
 
     def load_blocks_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what blocks_state_dict() gave; from an empty one a block begins
-        with the parameters as they are. What another rank's codes have missed, or those
-        of a group of another size, is not taken over: it is its own."""
+        """Resume from what blocks_state_dict() returned.
+
+        The residual of another rank, or of a group of another size, is not taken over.
+
+        Args:
+            state_dict (dict[str, Any]): The state; from an empty one a block begins
+                with the parameters as they are.
+        """
         self._start()
         updates = state_dict.get("num_updates", self.get_num_updates())
         self.set_num_updates(updates)
@@ -194,16 +244,22 @@ class BMUF(_C.BMUF):
             self._load_blocks(state_dict["model"], state_dict["momentum"])
             if self.delta_bits < 32 and self._is_own(state_dict):
                 self._load_residual(state_dict["residual"])
-        if "left" in state_dict and self.block_momentum != 0:
-            self._load_left(state_dict["left"])
+        # "left" in checkpoints from before the key was renamed
+        pending = state_dict.get("pending", state_dict.get("left"))
+        if pending is not None and self.block_momentum != 0:
+            self._load_pending(pending)
 
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: Any = None
     ) -> None:
-        """Go on from a state; parameters are expected to be loaded already.
+        """Resume from a state; parameters are expected to be loaded already.
 
-        From the state of an optimizer alone, as fairseq saves it, a block begins with
-        the parameters as they are.
+        Args:
+            state_dict (dict[str, Any]): What state_dict() returned; from the state of
+                an optimizer alone, as fairseq saves it, a block begins with the
+                parameters as they are.
+            optimizer_overrides (default None): Passed to the optimizer's
+                load_state_dict, unless None.
         """
         inner = {k: v for k, v in state_dict.items() if k != _KEY}
         if optimizer_overrides is None:
@@ -213,23 +269,29 @@ class BMUF(_C.BMUF):
         self.load_blocks_state_dict(state_dict.get(_KEY, {}))
 
     def roll_call(self, stays: bool = True) -> list[int]:
-        """Which ranks of the group stay in it, in their order; all ranks call this.
+        """Return the ranks of the group that stay in it, in their order; all ranks call
+        this.
 
-        A rank that is about to leave says stays=False, and calls nothing of the group
-        afterwards; the others make a group of those who stay, and go on with regroup().
+        A rank that leaves calls nothing of the group afterwards; the others make a
+        group of those who stay, and continue with regroup().
+
+        Args:
+            stays (bool, default True): False on a rank that is about to leave.
         """
         answers = self.communicator.gather_bytes(b"\1" if stays else b"\0")
         return [rank for rank, answer in enumerate(answers) if answer == b"\1"]
 
     def regroup(self, communicator: _C.Communicator) -> None:
-        """Go on in another group: all ranks of it call this, those who trained before
-        at the end of a block.
+        """Continue in another group; all ranks of it call this at the end of a block.
 
-        All take over the parameters, the momentum of blocks and the number of updates
-        of the rank with the most updates, the first of these. A rank that is new has
+        All take over the parameters, the block momentum and the number of updates of
+        the rank with the most updates, the first of these. A rank that is new has
         moments of its own optimizer that begin at 0, and sets its schedule by
         get_num_updates(). What a rank has learnt since its last block is lost, unless
         it is the one that the others take over.
+
+        Args:
+            communicator (_C.Communicator): The new group.
         """
         counts = communicator.gather_bytes(self.get_num_updates().to_bytes(8, "little"))
         updates = [int.from_bytes(count, "little") for count in counts]
@@ -256,7 +318,7 @@ class BMUF(_C.BMUF):
         self._optimizer.load_state_dict(self.initial_state)
 
     def _after_sync(self) -> None:
-        """Have a foreign optimizer bring its float32 parameters to the model."""
+        """Have a foreign optimizer copy its float32 parameters to the model."""
         sync = getattr(self._optimizer, "_sync_fp32_params_to_fp16", None)
         if sync is not None and _is_foreign(self._optimizer):
             sync()

@@ -32,13 +32,30 @@ Result = TrainerControl | None
 class TrainerCallback:
     """Methods called at the events of a run; override those that you need.
 
-    Each gets `args`, `state` and `control` by position and by keyword `model`,
-    `processing_class`, `optimizer`, `lr_scheduler`, `train_dataloader`,
-    `eval_dataloader`; those that a method does not name or take as **kwargs are left
-    out, and one that names `tokenizer` gets the processing class by that name. A
-    returned control replaces the trainer's; None leaves it.
+    Keywords that a method does not name or take as **kwargs are left out, and one that
+    names `tokenizer` gets the processing class by that name.
+
+    Args of every method:
+        args (TrainingArguments): The run's.
+        state (TrainerState): How far the run is.
+        control (TrainerControl): Flags that the loop acts on.
+        **kwargs: model, processing_class, optimizer, lr_scheduler, train_dataloader,
+            eval_dataloader, and what an event adds: `metrics` or `logs`.
+
+    Returns of every method:
+        A control that replaces the trainer's, or None, which leaves it.
 
     Source: transformers 5.17, trainer_callback.py.
+
+    Example:
+        >>> from ctrainer import TrainerCallback, TrainerControl, TrainerState
+        >>> class StopAtTen(TrainerCallback):
+        ...     def on_step_end(self, args, state, control, **kwargs):
+        ...         control.should_training_stop = state.global_step >= 10
+        >>> control = TrainerControl()
+        >>> StopAtTen().on_step_end(None, TrainerState(global_step=10), control)
+        >>> control.should_training_stop
+        True
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Result:
@@ -93,7 +110,11 @@ class TrainerCallback:
     def on_predict(
         self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any
     ) -> Result:
-        """A prediction is done; `metrics` has its results."""
+        """A prediction is done.
+
+        Args:
+            metrics (dict): Its results by name.
+        """
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Result:
         """A checkpoint has been taken."""
@@ -131,7 +152,25 @@ def is_log_due(args: Any, state: Any, epoch_ends: bool) -> bool:
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Logs, evaluates, saves and stops when the arguments say so."""
+    """Logs, evaluates, saves and stops when the arguments say so.
+
+    Args of every method:
+        args (TrainingArguments): The run's, with the strategies and periods.
+        state (TrainerState): How far the run is.
+        control (TrainerControl): Flags that are raised here.
+        **kwargs: Not read.
+
+    Returns of every method:
+        The control.
+
+    Example:
+        >>> from ctrainer import DefaultFlowCallback, TrainerControl, TrainerState
+        >>> from ctrainer import TrainingArguments
+        >>> args = TrainingArguments(save_steps=2)
+        >>> state = TrainerState(global_step=2, max_steps=4, save_steps=2)
+        >>> DefaultFlowCallback().on_step_end(args, state, TrainerControl()).should_save
+        True
+    """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """By steps, the last step is evaluated and saved, whatever the period."""
@@ -161,11 +200,25 @@ class DefaultFlowCallback(TrainerCallback):
 
 
 class PrinterCallback(TrainerCallback):
-    """Prints each log as a dict."""
+    """Prints each log as a dict.
+
+    Example:
+        >>> from ctrainer import PrinterCallback, TrainerState
+        >>> PrinterCallback().on_log(None, TrainerState(), None, logs={"loss": 0.5})
+        {'loss': '0.5'}
+    """
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
+        """Print the log on the first rank of each machine.
+
+        Args:
+            args, control: Not read.
+            state: The run's state; is_local_process_zero decides.
+            logs (default None): Numbers by name; total_flos is left out.
+            **kwargs: Not read.
+        """
         if state.is_local_process_zero and logs is not None:
             print({k: _short(v) for k, v in logs.items() if k != "total_flos"})
 
@@ -175,11 +228,25 @@ def _short(value: object) -> object:
 
 
 class EarlyStoppingCallback(TrainerCallback, ExportableState):
-    """Stops when `metric_for_best_model` has not improved for `early_stopping_patience`
-    evaluations by more than `early_stopping_threshold`.
+    """Stops when the metric has not improved for some evaluations.
 
-    The count goes into the checkpoint and comes back on resuming. Raises ValueError
-    when training begins without a metric or without evaluations.
+    The metric is `metric_for_best_model`. The count goes into the checkpoint and comes
+    back on resuming.
+
+    Args:
+        early_stopping_patience (int, default 1): Evaluations without improvement after
+            which training stops.
+        early_stopping_threshold (float | None, default 0.0): What an improvement has to
+            exceed; None: 0.
+
+    Raises:
+        ValueError: a value of another type; when training begins, no metric or no
+            evaluations.
+
+    Example:
+        >>> from ctrainer import EarlyStoppingCallback
+        >>> EarlyStoppingCallback(early_stopping_patience=3).early_stopping_patience
+        3
     """
 
     def __init__(
@@ -198,7 +265,15 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def check_metric_value(
         self, args: TrainingArguments, state: Any, control: Any, metric_value: float
     ) -> None:
-        """Count `metric_value` against the best so far; NaN counts as no better."""
+        """Count `metric_value` against the best so far; NaN counts as no better.
+
+        Args:
+            args (TrainingArguments): The run's; greater_is_better says in which
+                direction.
+            state: The run's, with best_metric.
+            control: Not read.
+            metric_value (float): The metric of this evaluation.
+        """
         best = state.best_metric
         gain = 0.0 if best is None else metric_value - best
         if not args.greater_is_better:
@@ -211,6 +286,15 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> None:
+        """Check that there is a metric and that there are evaluations.
+
+        Args:
+            args: The run's.
+            state, control, **kwargs: Not read.
+
+        Raises:
+            ValueError: metric_for_best_model is None, or eval_strategy is "no".
+        """
         if not args.load_best_model_at_end:
             logger.warning(
                 "EarlyStoppingCallback without load_best_model_at_end=True: the last "
@@ -230,6 +314,16 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def on_evaluate(  # type: ignore[override]
         self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any
     ) -> None:
+        """Count the evaluation, and stop the run when patience is at its end.
+
+        Args:
+            args: The run's, with metric_for_best_model.
+            state: The run's, with best_metric.
+            control: Its should_training_stop is raised.
+            metrics (dict): Results of the evaluation; without the metric nothing is
+                counted, with a warning.
+            **kwargs: Not read.
+        """
         name = args.metric_for_best_model
         name = name if name.startswith("eval_") else f"eval_{name}"
         value = metrics.get(name)
@@ -245,6 +339,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             control.should_training_stop = True
 
     def state(self) -> dict[str, Any]:
+        """Return patience and threshold under "args", the count under "attributes"."""
         return {
             "args": {
                 "early_stopping_patience": self.early_stopping_patience,
@@ -269,7 +364,28 @@ class EmptyCacheCallback(TrainerCallback):
 
 
 class CallbackHandler(_C.CallbackHandler):
-    """The callbacks of a trainer. Events are fired in C; this adds and removes."""
+    """The callbacks of a trainer. Events are fired in C; this adds and removes.
+
+    Args:
+        callbacks (Iterable[Any]): Instances, or classes to instantiate, in the order in
+            which they are called.
+        model: Passed to the callbacks, as the following are.
+        processing_class: Tokenizer, image processor or the like.
+        optimizer: The run's.
+        lr_scheduler: The run's.
+
+    Args of events:
+        event (str): Name of the method that is called.
+        args (TrainingArguments): The run's.
+        state (TrainerState): How far the run is.
+        control (TrainerControl): Flags that the loop acts on.
+        *args_, **kwargs: What an event adds, such as metrics or logs.
+
+    Example:
+        >>> from ctrainer.callbacks import CallbackHandler, DefaultFlowCallback
+        >>> CallbackHandler([DefaultFlowCallback], None, None, None, None).callback_list
+        'DefaultFlowCallback'
+    """
 
     def __init__(
         self,
@@ -290,10 +406,13 @@ class CallbackHandler(_C.CallbackHandler):
             )
 
     def add_callback(self, callback: Any) -> None:
-        """Append a callback, given as an instance or as a class to instantiate.
+        """Append a callback; one of a class that is there is added with a warning.
 
-        A display (transformers' progress bar, notebook table or printer, or a
-        subclass of ours) takes the place of the display that was there.
+        A display (transformers' progress bar, notebook table or printer, or a subclass
+        of ours) takes the place of the display that was there.
+
+        Args:
+            callback: An instance, or a class to instantiate.
         """
         added = callback() if isinstance(callback, type) else callback
         if type(added) in [type(cb) for cb in self.callbacks]:
@@ -304,7 +423,11 @@ class CallbackHandler(_C.CallbackHandler):
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove and return the first callback that is, or is an instance of, what is
-        given; None when there is none."""
+        given; None when there is none.
+
+        Args:
+            callback: An instance or a class.
+        """
         for i, cb in enumerate(self.callbacks):
             if _matches(cb, callback):
                 return self.callbacks.pop(i)
@@ -313,7 +436,11 @@ class CallbackHandler(_C.CallbackHandler):
     def remove_callback(self, callback: Any) -> None:
         """Remove the first callback that is, or is an instance of, what is given.
 
-        Raises ValueError when an instance is given that is not there.
+        Args:
+            callback: An instance or a class.
+
+        Raises:
+            ValueError: an instance that is not there.
         """
         if self.pop_callback(callback) is None and not isinstance(callback, type):
             raise ValueError(
@@ -323,6 +450,7 @@ class CallbackHandler(_C.CallbackHandler):
 
     @property
     def callback_list(self) -> str:
+        """Names of the callbacks' classes, one a line."""
         return "\n".join(type(cb).__name__ for cb in self.callbacks)
 
 

@@ -78,7 +78,11 @@ class _Scheduler:
         return list(self._last_lr)
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Go to the next batch, or to the one given, and write its rates."""
+        """Go to the next batch, or to the one given, and write its learning rates.
+
+        Args:
+            batch_iteration (int | None, default None): From 0; None: the next.
+        """
         following = self.last_batch_iteration + 1
         self._go_to(following if batch_iteration is None else batch_iteration)
 
@@ -87,7 +91,11 @@ class _Scheduler:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
-        """Load it; the groups' rates come with the optimizer's state."""
+        """Load a state; the groups' learning rates come with the optimizer's state.
+
+        Args:
+            sd (Mapping[str, Any]): What state_dict() returned.
+        """
         self.last_batch_iteration = sd["last_batch_iteration"]
         self._last_lr = self.get_lr()
 
@@ -96,7 +104,11 @@ class _AfterWarmup(_Scheduler):
     """Those whose step() calls its argument by another name."""
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next batch, or to the one given, and write its rates."""
+        """Go to the next batch, or to the one given, and write its learning rates.
+
+        Args:
+            last_batch_iteration (int | None, default None): From 0; None: the next.
+        """
         super().step(last_batch_iteration)
 
 
@@ -136,10 +148,27 @@ def _each(name: str, value: PerGroup, groups: int) -> Sequence[float]:
 
 
 class LRRangeTest(_Scheduler):
-    """A rate that rises without end, to find where training diverges.
+    """A learning rate that rises without end, to find where training diverges.
+
+    Args:
+        optimizer: Has param_groups with "lr".
+        lr_range_test_min_lr (PerGroup, default 0.001): Where it begins, for all groups
+            or each.
+        lr_range_test_step_size (int, default 2000): Batches of a step.
+        lr_range_test_step_rate (float, default 1.0): A step adds this times the
+            beginning.
+        lr_range_test_staircase (bool, default False): Rise at the ends of steps alone.
+        last_batch_iteration (int, default -1): Batch before the first, to resume.
 
     Source: Smith, "A disciplined approach to neural network hyper-parameters: Part 1",
     arXiv 1803.09820.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.deepspeed_schedules import LRRangeTest
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=0.1)
+        >>> schedule = LRRangeTest(optimizer, lr_range_test_min_lr=0.01)
+        >>> schedule.step()
     """
 
     _name = "LRRangeTest"
@@ -164,10 +193,38 @@ class LRRangeTest(_Scheduler):
 
 
 class OneCycle(_Scheduler):
-    """A rate that rises and falls once while the momentum falls and rises, then decay.
+    """A learning rate that rises and falls once while the momentum falls and rises,
+    then decay.
 
     The momentum is the first of each group's betas; the second becomes 0.99, as in
-    DeepSpeed. Source: as LRRangeTest.
+    DeepSpeed.
+
+    Args:
+        optimizer: Has param_groups with "lr".
+        cycle_min_lr, cycle_max_lr (PerGroup): The ends of the cycle, for all groups or
+            each.
+        decay_lr_rate (float, default 0.0): Of the decay after the cycle.
+        cycle_first_step_size (int, default 2000): Batches of the rise.
+        cycle_second_step_size (int | None, default None): Batches of the fall; None: as
+            many.
+        cycle_first_stair_count (int, default 0): Stairs of the rise; 0: none.
+        cycle_second_stair_count (int | None, default None): Stairs of the fall; None:
+            as many.
+        decay_step_size (int, default 0): Batches of a step of the decay; 0: no decay.
+        cycle_momentum (bool, default True): Change the momentum, too.
+        cycle_min_mom (PerGroup, default 0.8): The least momentum.
+        cycle_max_mom (PerGroup, default 0.9): The greatest.
+        decay_mom_rate (float, default 0.0): Of its decay after the cycle.
+        last_batch_iteration (int, default -1): Batch before the first, to resume.
+
+    Source: as LRRangeTest.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.deepspeed_schedules import OneCycle
+        >>> optimizer = torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
+        >>> schedule = OneCycle(optimizer, cycle_min_lr=0.001, cycle_max_lr=0.01)
+        >>> schedule.step()
     """
 
     _name = "OneCycle"
@@ -237,9 +294,23 @@ def _has_betas(optimizer: Any) -> bool:
 
 
 class WarmupLR(_AfterWarmup):
-    """A rate that rises from warmup_min_lr to warmup_max_lr and stays there.
+    """A learning rate that rises from warmup_min_lr to warmup_max_lr and stays there.
 
-    warmup_max_lr is by default each group's own rate; warmup_type is "log" or "linear".
+    Args:
+        optimizer: Has param_groups with "lr".
+        warmup_min_lr (PerGroup, default 0.0): Where it begins, for all groups or each.
+        warmup_max_lr (PerGroup | None, default None): Where it ends; None: each group's
+            own.
+        warmup_num_steps (int, default 1000): Batches of the rise.
+        warmup_type (str, default 'log'): "log" or "linear".
+        last_batch_iteration (int, default -1): Batch before the first, to resume.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.deepspeed_schedules import WarmupLR
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=0.1)
+        >>> schedule = WarmupLR(optimizer, warmup_num_steps=10, warmup_type="linear")
+        >>> schedule.step()
     """
 
     _name = "WarmupLR"
@@ -268,7 +339,18 @@ class WarmupLR(_AfterWarmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """WarmupLR, then a linear fall to warmup_min_lr at batch total_num_steps."""
+    """WarmupLR, then a linear fall to warmup_min_lr at batch total_num_steps.
+
+    Args:
+        optimizer: Has param_groups with "lr".
+        total_num_steps (int): Batches of the run.
+        warmup_min_lr (PerGroup, default 0.0): Where it begins and ends.
+        warmup_max_lr (PerGroup | None, default 0.001): The greatest; None: each group's
+            own.
+        warmup_num_steps (int, default 1000): Batches of the rise.
+        warmup_type (str, default 'log'): "log" or "linear".
+        last_batch_iteration (int, default -1): Batch before the first, to resume.
+    """
 
     _name = "WarmupDecayLR"
 
@@ -295,9 +377,26 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_AfterWarmup):
-    """Shares of the groups' own rates: a warm-up, then a cosine down to cos_min_ratio.
+    """Parts of the groups' own learning rates: a warm-up, then a cosine down to
+    cos_min_ratio.
 
-    The rate is 0 until the first step, as in DeepSpeed.
+    The learning rate is 0 until the first step, as in DeepSpeed.
+
+    Args:
+        optimizer: Has param_groups with "lr".
+        total_num_steps (int): Batches of the run.
+        warmup_min_ratio (float, default 0.0): Where it begins.
+        warmup_num_steps (int, default 1000): Batches of the rise.
+        cos_min_ratio (float, default 0.0001): Where it ends.
+        warmup_type (str, default 'log'): "log" or "linear".
+        last_batch_iteration (int, default -1): Batch before the first, to resume.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.deepspeed_schedules import WarmupCosineLR
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=0.1)
+        >>> schedule = WarmupCosineLR(optimizer, total_num_steps=2000)
+        >>> schedule.step()
     """
 
     _name = "WarmupCosineLR"

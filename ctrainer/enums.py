@@ -4,6 +4,14 @@ from enum import Enum, StrEnum
 
 
 class _Words(StrEnum):
+    """Words that are equal to their text, as in transformers' enumerations.
+
+    Example:
+        >>> from ctrainer import IntervalStrategy, SchedulerType
+        >>> IntervalStrategy("steps") == "steps", SchedulerType.COSINE.value
+        (True, 'cosine')
+    """
+
     @classmethod
     def _missing_(cls, value: object) -> None:
         words = ", ".join(repr(member.value) for member in cls)
@@ -105,7 +113,13 @@ class OptimizerNames(_Words):
 
 
 class ParallelMode(Enum):
-    """How the devices of a run share the work."""
+    """How the devices of a run share the work.
+
+    Example:
+        >>> from ctrainer import TrainingArguments
+        >>> TrainingArguments().parallel_mode
+        <ParallelMode.NOT_PARALLEL: 'not_parallel'>
+    """
 
     NOT_PARALLEL = "not_parallel"
     NOT_DISTRIBUTED = "not_distributed"

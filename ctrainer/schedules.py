@@ -26,11 +26,22 @@ def get_scheduler(
 ) -> Any:
     """Return a learning-rate scheduler, as transformers.get_scheduler does.
 
-    name is one of transformers' twelve, a str or a member of its SchedulerType;
-    scheduler_specific_kwargs are that schedule's options under transformers' names.
-    Steps that a schedule does not read are ignored: "constant" reads neither count.
-    "reduce_lr_on_plateau" is torch's ReduceLROnPlateau and "greedy" transformers'
-    GreedyLR, for optimizers of torch; both are stepped with a metric.
+    Args:
+        name (str): One of transformers' twelve schedules, a str or a member of its
+            SchedulerType. "reduce_lr_on_plateau" is torch's ReduceLROnPlateau and
+            "greedy" transformers' GreedyLR, for optimizers of torch; both are stepped
+            with a metric.
+        optimizer: Anything whose param_groups is a list of dicts with "lr", a float or
+            a tensor.
+        num_warmup_steps (int | None, default None): Updates of the warm-up. A schedule
+            that has none ignores it.
+        num_training_steps (int | None, default None): Updates of the run. A schedule
+            without an end ignores it: "constant" reads neither count.
+        scheduler_specific_kwargs (Mapping[str, Any] | None, default None): That
+            schedule's options under transformers' names; None: none.
+
+    Returns:
+        An LRScheduler, or the class of torch or transformers named above.
 
     Raises:
         ValueError: the name is unknown, a number of steps or an option that the
@@ -38,6 +49,16 @@ def get_scheduler(
             out of range.
         TypeError: an option is of the wrong type, or the optimizer not one of torch's.
         ImportError: the package that has the schedule is missing or older than it.
+
+    Example:
+        >>> from ctrainer.optim import get_scheduler
+        >>> class Optimizer:
+        ...     param_groups = [{"lr": 1.0}]
+        >>> optimizer = Optimizer()
+        >>> scheduler = get_scheduler("linear", optimizer, 0, num_training_steps=4)
+        >>> scheduler.step()
+        >>> optimizer.param_groups[0]["lr"]
+        0.75
     """
     name = str(getattr(name, "value", name))
     options: dict[str, Any] = plain(dict(scheduler_specific_kwargs or {}))

@@ -13,10 +13,21 @@ DEFAULT_MAX_LENGTH = 20
 class Seq2SeqTrainer(Trainer):
     """Trainer whose evaluation generates where args.predict_with_generate is set.
 
-    Takes what Trainer takes; args are Seq2SeqTrainingArguments, and their
-    generation_config replaces the model's. evaluate() and predict() take generate()'s
-    keywords. The loss weighs each row alike, where transformers counts a last batch
-    that is not full as if it were. Source: transformers 5.17, trainer_seq2seq.py.
+    The loss weighs each row alike, where transformers counts a last batch that is not
+    full as if it were.
+
+    Args:
+        *args, **kwargs: As Trainer's; its args are Seq2SeqTrainingArguments, whose
+            generation_config replaces the model's.
+
+    Source: transformers 5.17, trainer_seq2seq.py.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments
+        >>> args = Seq2SeqTrainingArguments("out", use_cpu=True)
+        >>> Seq2SeqTrainer(torch.nn.Linear(3, 2), args).args.predict_with_generate
+        False
     """
 
     _gen_kwargs: dict[str, Any]
@@ -30,7 +41,11 @@ class Seq2SeqTrainer(Trainer):
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
-        """A checked GenerationConfig from one, a file, a folder, or a model's name."""
+        """Return a checked GenerationConfig.
+
+        Args:
+            gen_config_arg: A GenerationConfig, a file, a folder, or a model's name.
+        """
         from ctrainer.integrations.generation import load_generation_config
 
         return load_generation_config(gen_config_arg)
@@ -42,7 +57,15 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """Evaluate; `gen_kwargs` go to generate()."""
+        """Return the metrics of an evaluation, as Trainer.evaluate.
+
+        Args:
+            eval_dataset (default None): The rows; None: the trainer's.
+            ignore_keys (list[str] | None, default None): Outputs of the model that are
+                dropped.
+            metric_key_prefix (str, default 'eval'): In front of the metrics' names.
+            **gen_kwargs: Keywords of generate().
+        """
         self._gen_kwargs = self._with_lengths(gen_kwargs)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -53,7 +76,15 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> Any:
-        """Predict; `gen_kwargs` go to generate()."""
+        """Return the predictions for a data set, as Trainer.predict.
+
+        Args:
+            test_dataset: The rows.
+            ignore_keys (list[str] | None, default None): Outputs of the model that are
+                dropped.
+            metric_key_prefix (str, default 'test'): In front of the metrics' names.
+            **gen_kwargs: Keywords of generate().
+        """
         self._gen_kwargs = self._with_lengths(gen_kwargs)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
@@ -76,9 +107,19 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """(loss, generated tokens, labels) of a batch, each None where there is none.
+        """Return (loss, generated tokens, labels) of a batch, each None where there is
+        none.
 
         Tokens and labels are padded to the generation's max_length.
+
+        Args:
+            model: The model.
+            inputs (dict[str, Any]): The batch.
+            prediction_loss_only (bool): Compute the loss alone.
+            ignore_keys (list[str] | None, default None): Outputs of the model that are
+                dropped.
+            **gen_kwargs: Keywords of generate(), instead of evaluate()'s and
+                predict()'s.
         """
         if prediction_loss_only or not getattr(
             self.args, "predict_with_generate", False
@@ -139,7 +180,7 @@ class Seq2SeqTrainer(Trainer):
 
 def _for_generating(inputs: dict[str, Any]) -> dict[str, Any]:
     """Without the decoder's inputs where they were made from the labels: the model is
-    to generate freely, not to go on after them."""
+    to generate freely, not to continue after them."""
     labels, made = inputs.get("labels"), inputs.get("decoder_input_ids")
     if labels is None or made is None or labels.shape != made.shape:
         return dict(inputs)

@@ -28,18 +28,30 @@ __all__ = [
 
 
 def atleast_1d(tensor_or_array: Any) -> Any:
-    """A tensor or array as it is, one without dimensions as a row of one."""
+    """Return a tensor or array as it is, and one without dimensions with one.
+
+    Args:
+        tensor_or_array: A tensor, an array or a number.
+    """
     if not hasattr(tensor_or_array, "detach"):
         return np.atleast_1d(tensor_or_array)
     return tensor_or_array if tensor_or_array.ndim else tensor_or_array.reshape(1)
 
 
 def nested_concat(tensors: Any, new_tensors: Any, padding_index: int = -100) -> Any:
-    """The rows of two nested batches of one structure, those of `tensors` first.
+    """Return the rows of two nested batches of one structure, those of `tensors` first.
 
     Where the second dimensions differ the shorter rows are filled on the right with
-    padding_index. For many batches use ctrainer._C.ArrayAccumulator, which copies
-    each row once. Raises TypeError when the structures differ.
+    padding_index. For many batches use ctrainer._C.ArrayAccumulator, which copies each
+    row once.
+
+    Args:
+        tensors: Tensors or arrays in dicts, lists and tuples.
+        new_tensors: The same structure.
+        padding_index (int, default -100): What fills shorter rows.
+
+    Raises:
+        TypeError: the structures differ.
     """
     if type(tensors) is not type(new_tensors):
         raise TypeError(
@@ -81,10 +93,16 @@ def _join(first: Any, second: Any, padding_index: int) -> Any:
 
 
 def nested_gather(tensors: Any, parallel_mode: Any, name: str | None = None) -> Any:
-    """The rows of nested tensors of all ranks, in rank order, under distributed
+    """Return the rows of nested tensors of all ranks, in rank order, under distributed
     training; those of this one, where it is alone. All ranks have to call it.
 
-    Raises what ctrainer._C.nested_gather raises.
+    Args:
+        tensors: Tensors in dicts, lists and tuples.
+        parallel_mode (ParallelMode | str): Of the run; "distributed" gathers.
+        name (str | None, default None): Not read.
+
+    Raises:
+        ValueError, TypeError: as ctrainer._C.nested_gather.
     """
     if getattr(parallel_mode, "value", parallel_mode) != "distributed":
         return tensors
@@ -92,8 +110,13 @@ def nested_gather(tensors: Any, parallel_mode: Any, name: str | None = None) -> 
 
 
 def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> Any:
-    """The rows of nested tensors of all ranks of the run, in rank order; of these the
-    first num_total_examples, where rows were repeated to give all ranks as many."""
+    """Return the rows of nested tensors of all ranks of the run, in rank order.
+
+    Args:
+        tensor: Tensors in dicts, lists and tuples; None gives None.
+        num_total_examples (int | None, default None): Keep the first so many, where
+            rows were repeated so that all ranks had as many.
+    """
     if tensor is None:
         return None
     rows = _C.nested_gather(tensor, world())
@@ -103,7 +126,12 @@ def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> An
 
 
 def nested_truncate(tensors: Any, limit: int) -> Any:
-    """The first `limit` rows of each tensor or array of a nested batch."""
+    """Return the first rows of each tensor or array of a nested batch.
+
+    Args:
+        tensors: Tensors or arrays in dicts, lists and tuples.
+        limit (int): Rows.
+    """
     if isinstance(tensors, Mapping):
         short = {key: nested_truncate(value, limit) for key, value in tensors.items()}
         return type(tensors)(short)  # type: ignore[call-arg]

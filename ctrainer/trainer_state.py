@@ -18,18 +18,27 @@ logger = logging.getLogger(__name__)
 class ExportableState:
     """An object whose state is kept in trainer_state.json.
 
-    `state()` gives {"args": constructor keywords, "attributes": what to set on the
-    new object}, of values that JSON can hold.
+    Example:
+        >>> from ctrainer import EarlyStoppingCallback
+        >>> kept = EarlyStoppingCallback(early_stopping_patience=2).state()
+        >>> EarlyStoppingCallback.from_state(kept).early_stopping_patience
+        2
     """
 
     def state(self) -> dict[str, Any]:
+        """Return {"args": constructor keywords, "attributes": what to set on the new
+        object}, of values that JSON can hold."""
         raise NotImplementedError(
             f"{type(self).__name__} is to be saved, so it must define state()"
         )
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Any:
-        """A new object from what state() gave."""
+        """Return a new object of what state() returned.
+
+        Args:
+            state (dict[str, Any]): "args" and "attributes".
+        """
         made = cls(**state["args"])
         for name, value in state["attributes"].items():
             setattr(made, name, value)
@@ -46,7 +55,20 @@ def is_exportable(callback: Any) -> bool:
 
 @dataclass
 class TrainerControl(ExportableState):
-    """Flags that callbacks raise and the loop acts on and lowers."""
+    """Flags that callbacks raise and the loop acts on and lowers.
+
+    Args:
+        should_training_stop (bool, default False): End the run after this update.
+        should_epoch_stop (bool, default False): End the epoch after this update.
+        should_save (bool, default False): Take a checkpoint.
+        should_evaluate (bool, default False): Evaluate.
+        should_log (bool, default False): Log.
+
+    Example:
+        >>> from ctrainer import TrainerControl
+        >>> TrainerControl(should_save=True).should_log
+        False
+    """
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -66,6 +88,7 @@ class TrainerControl(ExportableState):
         self.should_log = False
 
     def state(self) -> dict[str, Any]:
+        """Return the flags under "args"."""
         return {"args": asdict(self), "attributes": {}}
 
 
@@ -73,8 +96,41 @@ class TrainerControl(ExportableState):
 class TrainerState:
     """How far a run is. Stored as trainer_state.json, which transformers reads too.
 
-    A step is an update of the weights. `log_history` has every log of the run.
+    Args:
+        epoch (float, default 0): Epochs done, with a fraction.
+        global_step (int, default 0): Updates of the weights done.
+        max_steps (int, default 0): Updates of the run.
+        logging_steps (float, default 500): Updates between logs.
+        eval_steps (float, default 500): Updates between evaluations.
+        save_steps (float, default 500): Updates between checkpoints.
+        train_batch_size (int | None, default None): Rows in a micro-batch.
+        num_train_epochs (int, default 0): Epochs of the run, rounded up.
+        num_input_tokens_seen (int, default 0): Tokens of all batches so far, where they
+            are counted.
+        total_flos (float, default 0): Floating-point operations so far, as the model
+            estimates them.
+        log_history (list[dict[str, Any]]): Every log of the run; None: an empty list.
+        best_metric (float | None, default None): The best value of
+            metric_for_best_model so far.
+        best_global_step (int | None, default None): The update of that value.
+        best_model_checkpoint (str | None, default None): The folder of that update.
+        is_local_process_zero (bool, default True): This is the first process of its
+            machine.
+        is_world_process_zero (bool, default True): This is the first process of the
+            run.
+        is_hyper_param_search (bool, default False): The run is a trial of a search.
+        trial_name (str | None, default None): Name of the trial.
+        trial_params (dict[str, Any] | None, default None): Values that the trial tries.
+        stateful_callbacks (default None): Callbacks with a state, or their saved states
+            by name.
+
     Source: transformers 5.17, trainer_callback.py.
+
+    Example:
+        >>> from ctrainer import TrainerState
+        >>> TrainerState(global_step=3).save_to_json("trainer_state.json")
+        >>> TrainerState.load_from_json("trainer_state.json").global_step
+        3
     """
 
     epoch: float = 0
@@ -105,7 +161,11 @@ class TrainerState:
             self.stateful_callbacks = _export(self.stateful_callbacks or [])
 
     def save_to_json(self, json_path: str | os.PathLike[str]) -> None:
-        """Write the state to `json_path`, as a whole or not at all."""
+        """Write the state as a whole or not at all.
+
+        Args:
+            json_path (str | os.PathLike[str]): The file, which is replaced.
+        """
         text = json.dumps(asdict(self), indent=2, sort_keys=True, default=_plain)
         temporary = f"{os.fspath(json_path)}.{os.getpid()}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
@@ -114,9 +174,14 @@ class TrainerState:
 
     @classmethod
     def load_from_json(cls, json_path: str | os.PathLike[str]) -> TrainerState:
-        """Read a state; keys of other releases that are not known here are left out.
+        """Return the state of a file; keys of other releases that are not known here
+        are left out.
 
-        Raises ValueError, naming file and field, when the file is not a state.
+        Args:
+            json_path (str | os.PathLike[str]): The file.
+
+        Raises:
+            ValueError: the file is not a state; the message names file and field.
         """
         content = read_object(json_path)
         check_fields(json_path, content, TRAINER_STATE)
@@ -127,8 +192,14 @@ class TrainerState:
         return cls(**{k: v for k, v in content.items() if k in known})
 
     def compute_steps(self, args: Any, max_steps: int) -> None:
-        """Turn logging_steps, eval_steps and save_steps that are shares of the run
-        (below 1) into steps; the results are put here, `args` stay as given."""
+        """Turn periods that are parts of the run (below 1) into updates.
+
+        logging_steps, eval_steps and save_steps are put here; `args` stay as given.
+
+        Args:
+            args (TrainingArguments): The run's.
+            max_steps (int): Updates of the run.
+        """
         for name in ("logging_steps", "eval_steps", "save_steps"):
             steps = getattr(args, name)
             if steps is not None:
@@ -138,7 +209,14 @@ class TrainerState:
     def init_training_references(
         self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any
     ) -> None:
-        """Take over what a run knows at its start."""
+        """Take over what a run knows at its start.
+
+        Args:
+            trainer: For the name of the trial and for this process's place.
+            max_steps (int): Updates of the run.
+            num_train_epochs (int): Epochs of the run.
+            trial: Of a search, an Optuna trial or a dict; else None.
+        """
         if getattr(trainer, "hp_name", None) is not None:
             current = getattr(trainer, "_trial", None)
             if current is not None:

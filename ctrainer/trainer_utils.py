@@ -56,8 +56,22 @@ _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
 class EvalPrediction:
-    """What compute_metrics gets: predictions and labels; inputs and losses if asked
-    for. Unpacks and indexes like a tuple of those that are there."""
+    """The argument of compute_metrics. Unpacks and indexes like a tuple of the parts
+    that are not None.
+
+    Args:
+        predictions: Outputs of all rows: an array of shape (rows, ...), or a tuple of
+            them.
+        label_ids: Labels of all rows, likewise.
+        inputs (default None): Inputs of all rows, with include_for_metrics=["inputs"].
+        losses (default None): Loss of each batch, with include_for_metrics=["loss"].
+
+    Example:
+        >>> from ctrainer import EvalPrediction
+        >>> predictions, labels = EvalPrediction(predictions=[1, 0], label_ids=[1, 1])
+        >>> labels
+        [1, 1]
+    """
 
     def __init__(
         self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None
@@ -79,7 +93,19 @@ class EvalPrediction:
 
 
 class EvalLoopOutput(NamedTuple):
-    """Of evaluation_loop: outputs and labels of all rows, metrics, number of rows."""
+    """What evaluation_loop returns.
+
+    Args:
+        predictions: Outputs of all rows.
+        label_ids: Labels of all rows; None without.
+        metrics (dict[str, float] | None): Results by name.
+        num_samples (int | None): Rows.
+
+    Example:
+        >>> from ctrainer.trainer_utils import EvalLoopOutput
+        >>> EvalLoopOutput(None, None, {"eval_loss": 0.5}, 8).num_samples
+        8
+    """
 
     predictions: Any
     label_ids: Any
@@ -88,7 +114,18 @@ class EvalLoopOutput(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """Of predict."""
+    """What predict returns.
+
+    Args:
+        predictions: Outputs of all rows.
+        label_ids: Labels of all rows; None without.
+        metrics (dict[str, float] | None): Results by name.
+
+    Example:
+        >>> from ctrainer.trainer_utils import PredictionOutput
+        >>> PredictionOutput([1, 0], None, {"test_loss": 0.5}).metrics
+        {'test_loss': 0.5}
+    """
 
     predictions: Any
     label_ids: Any
@@ -96,7 +133,18 @@ class PredictionOutput(NamedTuple):
 
 
 class TrainOutput(NamedTuple):
-    """Of train: updates done, mean loss over them, metrics of the run."""
+    """What train returns.
+
+    Args:
+        global_step (int): Updates done.
+        training_loss (float): Mean loss over them.
+        metrics (dict[str, float]): Times, rates and totals of the run by name.
+
+    Example:
+        >>> from ctrainer.trainer_utils import TrainOutput
+        >>> TrainOutput(10, 0.25, {}).global_step
+        10
+    """
 
     global_step: int
     training_loss: float
@@ -106,7 +154,19 @@ class TrainOutput(NamedTuple):
 def set_seed(seed: int, deterministic: bool = False) -> None:
     """Seed random, NumPy and, where it is installed, torch (which this imports).
 
-    `deterministic` also has torch use deterministic algorithms alone.
+    Args:
+        seed (int): In [0, 2**32), which is NumPy's range.
+        deterministic (bool, default False): Let torch use deterministic algorithms
+            alone.
+
+    Example:
+        >>> import random
+        >>> from ctrainer import set_seed
+        >>> set_seed(1)
+        >>> first = random.random()
+        >>> set_seed(1)
+        >>> random.random() == first
+        True
     """
     seed_loaded(seed)
     if find_spec("torch") is None:
@@ -119,7 +179,11 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
 
 
 def seed_loaded(seed: int) -> None:
-    """Seed random and NumPy, and torch if it has been imported."""
+    """Seed random and NumPy, and torch if it has been imported.
+
+    Args:
+        seed (int): In [0, 2**32).
+    """
     random.seed(seed)
     np.random.seed(seed)
     if "torch" in sys.modules:
@@ -132,6 +196,11 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
     """Seed, and let torch and CUDA use deterministic algorithms alone.
 
     Sets environment variables that CUDA reads when it starts: call it before.
+
+    Args:
+        seed (int): In [0, 2**32).
+        warn_only (bool, default False): Warn of an operation without a deterministic
+            algorithm instead of raising.
     """
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
@@ -144,14 +213,25 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
 
 
 def seed_worker(worker_id: int, num_workers: int = 0, rank: int = 0) -> None:
-    """Seed a worker of a DataLoader; torch has given each its own initial seed."""
+    """Seed a worker of a DataLoader; torch has given each its own initial seed.
+
+    Args:
+        worker_id (int): Not read: DataLoader passes it.
+        num_workers (int, default 0): Workers of each rank.
+        rank (int, default 0): The rank, so that no two ranks' workers have the same
+            seed.
+    """
     from ctrainer.adapters import torch_process
 
     set_seed(num_workers * rank + torch_process.initial_seed())
 
 
 def has_length(dataset: Any) -> bool:
-    """Has it a length, or does it only say so?"""
+    """Return whether len() of it works.
+
+    Args:
+        dataset: Any object.
+    """
     try:
         return len(dataset) is not None
     except (TypeError, AttributeError):  # Ray's data sets raise the latter
@@ -159,7 +239,11 @@ def has_length(dataset: Any) -> bool:
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The folder checkpoint-N of the highest N in `folder`; None without one."""
+    """Return the folder checkpoint-N of the highest N, whole or not; None without one.
+
+    Args:
+        folder (str | os.PathLike[str]): Where to look.
+    """
     steps = {
         int(match[1]): name
         for name in os.listdir(folder)
@@ -175,7 +259,16 @@ def speed_metrics(
     num_steps: int | None = None,
     num_tokens: int | None = None,
 ) -> dict[str, float]:
-    """Seconds since `start_time` (time.time()) and rates, named `split`_runtime etc."""
+    """Return seconds and rates, named `split`_runtime, `split`_samples_per_second and
+    so on.
+
+    Args:
+        split (str): Prefix of the names, such as "eval".
+        start_time (float): In seconds, as time.time() returned it.
+        num_samples (int | None, default None): Rows since; None: no rate of rows.
+        num_steps (int | None, default None): Updates or batches since; None: no rate.
+        num_tokens (int | None, default None): Tokens since; None: no rate.
+    """
     runtime = time.time() - start_time
     metrics = {f"{split}_runtime": round(runtime, 4)}
     counts = {"samples": num_samples, "steps": num_steps, "tokens": num_tokens}
@@ -186,7 +279,11 @@ def speed_metrics(
 
 
 def denumpify_detensorize(metrics: Any) -> Any:
-    """The same structure with NumPy's and torch's single numbers as Python's."""
+    """Return the same structure with NumPy's and torch's single numbers as Python's.
+
+    Args:
+        metrics: Dicts, lists and tuples, nested as you like.
+    """
     if isinstance(metrics, list | tuple):
         return type(metrics)(denumpify_detensorize(m) for m in metrics)
     if isinstance(metrics, dict):
@@ -200,7 +297,11 @@ def denumpify_detensorize(metrics: Any) -> Any:
 
 
 def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Metrics as people read them: memory in MB, times as h:mm:ss, 4 decimals."""
+    """Return metrics as people read them: memory in MB, times as h:mm:ss, 4 decimals.
+
+    Args:
+        metrics (dict[str, Any]): Numbers by name.
+    """
     return {name: _readable(name, value) for name, value in metrics.items()}
 
 
@@ -221,7 +322,12 @@ def _clock(seconds: float) -> str:
 
 
 def print_metrics(split: str, metrics: dict[str, Any]) -> None:
-    """Print metrics as an aligned list under the name of the split."""
+    """Print metrics as an aligned list under the name of the split.
+
+    Args:
+        split (str): "train", "eval" and so on.
+        metrics (dict[str, Any]): Numbers by name.
+    """
     shown = {name: str(value) for name, value in metrics_format(metrics).items()}
     widest = max(map(len, shown), default=0)
     rightmost = max(map(len, shown.values()), default=0)
@@ -236,7 +342,14 @@ def write_metrics(
     metrics: dict[str, Any],
     combined: bool = True,
 ) -> None:
-    """Write `split`_results.json; `combined` also adds to all_results.json."""
+    """Write `split`_results.json.
+
+    Args:
+        output_dir (str | os.PathLike[str]): Folder, which is made where it is missing.
+        split (str): "train", "eval" and so on.
+        metrics (dict[str, Any]): Numbers by name.
+        combined (bool, default True): Also add them to all_results.json.
+    """
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     _write_json(Path(output_dir, f"{split}_results.json"), metrics)
     if combined:

@@ -12,10 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ctrainer.arguments import accelerator, checks, table
+from ctrainer.arguments.docstrings import (
+    Argument,
+    compose,
+    values_of,
+)
+from ctrainer.arguments.docstrings import (
+    default_of as default_text,
+)
 from ctrainer.arguments.fields import arg
 from ctrainer.arguments.fsdp import sharding_of
 from ctrainer.arguments.older_fields import ALIASES, default_of, take_shadowed
@@ -63,12 +72,20 @@ class TrainingArguments(Setters):
     """Settings of a run.
 
     The fields of transformers 5.17 in its order, then, by keyword only, those of
-    earlier releases and ctrainer's own; docs/arguments.md says what becomes of each.
-    Subclass it as a dataclass to add fields. Making one imports neither torch nor
-    transformers; `device` imports torch.
+    earlier releases and ctrainer's own. Subclass it as a dataclass to add fields.
+    Making one imports neither torch nor transformers; `device` imports torch.
 
-    Raises ValueError for a value that is rejected or contradicts another, RuntimeError
-    where accelerate launch asks for DeepSpeed.
+    Raises:
+        TypeError: a keyword that is no argument; the message has the nearest.
+        ValueError: a value of the wrong type, that is rejected, or that contradicts
+            another.
+        RuntimeError: accelerate launch asks for DeepSpeed or another engine.
+
+    Example:
+        >>> from ctrainer import TrainingArguments
+        >>> args = TrainingArguments("out", learning_rate="1e-4", max_steps=100)
+        >>> args.learning_rate
+        0.0001
     """
 
     deepspeed_plugin: ClassVar[None] = None
@@ -80,7 +97,7 @@ class TrainingArguments(Setters):
         checks.derive(self)
         checks.validate(self)
         table.check(self, self._default_of)
-        table.tell(self, self._default_of)
+        table.warn_without_effect(self, self._default_of)
         self._ready = True
 
     @classmethod
@@ -111,15 +128,16 @@ class TrainingArguments(Setters):
         return {**shown, **secret}
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as values that JSON can hold; tokens are left out."""
+        """Return the fields as values that JSON can hold; tokens are left out."""
         return {name: _plain(value) for name, value in self._shown().items()}
 
     def to_json_string(self) -> str:
-        """The fields as JSON."""
+        """Return the fields as JSON; tokens are left out."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """The fields as values that trackers can show: numbers, bools and strings."""
+        """Return the fields as values that trackers can show: numbers, bools and
+        strings."""
         values = {
             **self.to_dict(),
             "train_batch_size": self.train_batch_size,
@@ -145,6 +163,7 @@ class TrainingArguments(Setters):
 
     @property
     def ddp_timeout_delta(self) -> timedelta:
+        """ddp_timeout, which is in seconds, as a timedelta."""
         return timedelta(seconds=self.ddp_timeout)
 
     @property
@@ -152,7 +171,7 @@ class TrainingArguments(Setters):
         """Where the model is trained: a GPU where one is visible, that of the process's
         index on its machine, unless use_cpu.
 
-        Imports torch, and sets TF32 there as `tf32` says.
+        Imports torch, and applies `tf32` there.
         """
         if accelerator.config_of(self.accelerator_config).use_configured_state:
             from ctrainer.integrations import configured_state
@@ -173,17 +192,17 @@ class TrainingArguments(Setters):
 
     @property
     def world_size(self) -> int:
-        """Processes of the run, as its launcher says; nothing is joined for it."""
+        """Processes of the run, from the launcher's variables, without a collective."""
         return run.place().world_size
 
     @property
     def process_index(self) -> int:
-        """This process among them, from 0."""
+        """Rank of this process, from 0."""
         return run.place().rank
 
     @property
     def local_process_index(self) -> int:
-        """This process among those of its machine, from 0."""
+        """Rank of this process on its machine, from 0."""
         return run.place().local_rank
 
     @property
@@ -210,7 +229,7 @@ class TrainingArguments(Setters):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """A subclass may say False to keep the model where it is; None: the trainer
+        """A subclass may return False to keep the model where it is; None: the trainer
         decides."""
         return None
 
@@ -218,7 +237,7 @@ class TrainingArguments(Setters):
     def distributed_state(self) -> Any:
         """accelerate's PartialState in a run of several processes, else None.
 
-        Asking for it initialises torch.distributed, with gloo on the CPU: scripts and
+        Reading it initialises torch.distributed, with gloo on the CPU: scripts and
         trainers use it, ctrainer does not. Raises ImportError without accelerate.
         """
         if self.world_size == 1:
@@ -228,7 +247,7 @@ class TrainingArguments(Setters):
         return partial_state(self)
 
     def get_process_log_level(self) -> int:
-        """Level of the logging module for this process."""
+        """Return the level of the logging module for this process."""
         name = self.log_level if self.should_log else self.log_level_replica
         return _LEVELS.get(name, checks.current_log_level())
 
@@ -238,8 +257,15 @@ class TrainingArguments(Setters):
     ) -> Iterator[None]:
         """Run the block on the main process before the others.
 
-        local: on the first process of each machine; else on the first of all. It joins
-        the group of the run, so all processes have to come here.
+        It calls a barrier of the run's group, so all processes have to call it.
+
+        Args:
+            local (bool, default True): The first process of each machine goes first;
+                else the first of all.
+            desc (str, default 'work'): What the block does, for the log.
+
+        Yields:
+            None; the other processes' blocks begin when the first block has ended.
         """
         index = self.local_process_index if local else self.process_index
         if self.world_size == 1:
@@ -256,7 +282,12 @@ class TrainingArguments(Setters):
                 group.barrier()
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Updates to warm up in."""
+        """Return the number of warm-up updates.
+
+        Args:
+            num_training_steps (int): Updates of the run; warmup_steps below 1 is a
+                fraction of them.
+        """
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
@@ -279,27 +310,60 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class Seq2SeqTrainingArguments(TrainingArguments):
-    """TrainingArguments for models that are evaluated by generating."""
+    """TrainingArguments for models that are evaluated by generating.
+
+    Example:
+        >>> from ctrainer import Seq2SeqTrainingArguments
+        >>> Seq2SeqTrainingArguments(predict_with_generate=True).generation_max_length
+    """
 
     sortish_sampler: bool = arg(False, "Order of transformers' old example scripts.")
-    predict_with_generate: bool = arg(False, "Evaluate on what the model generates.")
+    predict_with_generate: bool = arg(False, "Evaluate on generated sequences.")
     generation_max_length: int | None = arg(
-        None, "max_length while evaluating; None: the model's."
+        None, "max_length in evaluation; None: the model's."
     )
     generation_num_beams: int | None = arg(
-        None, "num_beams while evaluating; None: the model's."
+        None, "num_beams in evaluation; None: the model's."
     )
     generation_config: str | Path | None = arg(
-        None, "GenerationConfig, or the folder of one, to evaluate with."
+        None, "GenerationConfig for evaluation, or its folder."
     )
+
+
+def _arguments(cls: type) -> Iterator[Argument]:
+    """The arguments of TrainingArguments, or of a subclass here, with their status."""
+    known = checks.read_table(cls)
+    for option in fields(cls):
+        if option.name in ALIASES:
+            text = f"The old name of {ALIASES[option.name].successor}."
+            yield Argument(option.name, "", default_text(option), text)
+        elif option.init:
+            spec, hint = known.get(option.name, (option, Any))
+            status, note = table.status_of(option.name)
+            supported = f"Supported: {note}." if note else ""
+            more = supported if status == "supported" else f"{status}: {note}."
+            text = f"{option.metadata.get('help', '')} {more[:1].upper()}{more[1:]}"
+            yield Argument(
+                option.name, values_of(spec, hint), default_text(option), text.strip()
+            )
+
+
+for _cls in (TrainingArguments, Seq2SeqTrainingArguments):
+    compose(_cls, partial(_arguments, _cls))
 
 
 def adopt(args: Any) -> Any:
     """Check training arguments, ours or transformers', and return the same object.
 
-    A foreign object gets the fields that it lacks, at ctrainer's defaults; nothing
-    that is there is changed. Raises TypeError for an object of another kind, ValueError
-    for a value that is rejected.
+    A foreign object gets the fields that it lacks, at ctrainer's defaults; its own
+    fields are not changed.
+
+    Args:
+        args: TrainingArguments of ctrainer or transformers.
+
+    Raises:
+        TypeError: an object of another kind.
+        ValueError: a value that is rejected, or save_strategy="best" without a metric.
     """
     table.check_environment()
     if not isinstance(args, TrainingArguments):
@@ -318,11 +382,14 @@ def adopt(args: Any) -> Any:
 
 
 def set_log_level(args: Any) -> None:
-    """Let ctrainer, and transformers where it is loaded, log from args.log_level on;
-    on ranks that do not log, from args.log_level_replica on.
+    """Set the log level of ctrainer, and of transformers where it is loaded.
 
-    'passive' leaves the levels as they are. Below warnings, messages go to stderr
-    where the program has no handler for them.
+    'passive' does not change the levels. Below warnings, messages go to stderr where
+    the program has no handler for them.
+
+    Args:
+        args (TrainingArguments): log_level holds; on ranks that do not log,
+            log_level_replica.
     """
     if (args.log_level if args.should_log else args.log_level_replica) == "passive":
         return

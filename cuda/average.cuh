@@ -1,4 +1,4 @@
-/* One element of an average, for the kernels that work on one. */
+/* The average of an element, for several kernels. */
 #ifndef CT_CUDA_AVERAGE_CUH
 #define CT_CUDA_AVERAGE_CUH
 

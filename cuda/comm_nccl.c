@@ -1,54 +1,252 @@
-/* Collectives by NCCL on one stream. After an error the communicator is aborted, and
- * every later call fails at once. */
+/* Communicators over NCCL: collectives are enqueued on one stream.
+ *
+ * The host never blocks in NCCL: the communicator is non-blocking, and a wait
+ * polls the event and the communicator in turn. A rank that died shows as an error of
+ * the communicator while the stream stays busy for ever; a rank that does not come
+ * shows as nothing at all until the time-out. After an error the communicator is
+ * aborted, and every later call fails at once. */
 #include "comm_nccl.h"
 
 #include "core/base/alloc.h"
-#include "nccl_member.h"
+#include "core/base/wait.h"
+#include "nccl.h"
+#include "status.h"
+
+#include <limits.h>
+#include <sched.h>
+#include <string.h>
 
 struct ct_work {
     cudaEvent_t done;
     const char *what;
 };
 
-/* ---- NCCL's numbers ----------------------------------------------------------------
- */
+/* Memory of the device that grows as needed: copies of spans in host memory. */
+typedef struct staging {
+    char *memory;
+    size_t room;
+} staging;
+
+typedef struct member {
+    ct_comm base; /* first: a ct_comm * of ours is a member * */
+    const ct_nccl *nccl;
+    ct_nccl_handle handle; /* NULL after an error */
+    cudaStream_t stream;
+    double timeout_seconds;
+    staging staging;
+    float *token; /* one element of the device's memory, for barrier */
+} member;
+
+/* ---- waiting; every failure names the collective `what` and the rank ------------- */
+
+/* CT_ECOMM with NCCL's message, unless the call succeeded or is in progress. */
+static ct_status
+check_on(const member *comm, ct_nccl_result result, const char *what, ct_error *err)
+{
+    if (result == 0 || result == CT_NCCL_IN_PROGRESS) {
+        return CT_OK;
+    }
+    return ct_fail(err, CT_ECOMM, "%s on rank %d of %d: NCCL says %s", what,
+                   comm->base.rank, comm->base.world_size,
+                   comm->nccl->error_string(result));
+}
+
+/* Aborting frees the handle and whatever waits on the other ranks. */
+static ct_status
+give_up(member *comm, ct_status status)
+{
+    if (comm->handle != NULL) {
+        (void)comm->nccl->abort(comm->handle);
+    }
+    comm->handle = NULL;
+    return status;
+}
+
+static ct_status
+fail_broken(const member *comm, const char *what, ct_error *err)
+{
+    return ct_fail(err, CT_ECOMM,
+                   "%s on rank %d of %d: the group broke at an earlier error", what,
+                   comm->base.rank, comm->base.world_size);
+}
+
+/* Whether NCCL has accepted the last call and, with an event, the stream has reached
+ * the event. */
+static ct_status
+look(const member *comm, const cudaEvent_t *done, const char *what, bool *ended,
+     ct_error *err)
+{
+    ct_nccl_result result = 0;
+    ct_status status =
+        check_on(comm, comm->nccl->async_error(comm->handle, &result), what, err);
+    if (status == CT_OK) {
+        status = check_on(comm, result, what, err);
+    }
+    *ended = result != CT_NCCL_IN_PROGRESS;
+    if (status != CT_OK || !*ended || done == NULL) {
+        return status;
+    }
+    const cudaError_t busy = cudaEventQuery(*done);
+    *ended = busy == cudaSuccess;
+    return busy == cudaErrorNotReady ? CT_OK : ct_cuda_check(busy, what, err);
+}
+
+/* Waits for NCCL to accept the last call and, with `done`, for the stream to reach the
+ * event; aborts the group on failure. */
+static ct_status
+settle(member *comm, const cudaEvent_t *done, const char *what, ct_error *err)
+{
+    const ct_deadline deadline = ct_deadline_after(comm->timeout_seconds);
+    bool ended = false;
+    ct_status status = comm->handle == NULL ? fail_broken(comm, what, err) : CT_OK;
+    while (status == CT_OK && !ended) {
+        status = look(comm, done, what, &ended, err);
+        if (status == CT_OK && !ended && ct_deadline_left(deadline) <= 0.0) {
+            status = ct_fail(err, CT_ECOMM,
+                             "%s on rank %d of %d: another rank did not come, or was "
+                             "not done, within %g seconds",
+                             what, comm->base.rank, comm->base.world_size,
+                             comm->timeout_seconds);
+        }
+        (void)sched_yield();
+    }
+    return status == CT_OK ? CT_OK : give_up(comm, status);
+}
+
+/* Waits for all work that is on the stream so far. */
+static ct_status
+settle_stream(member *comm, const char *what, ct_error *err)
+{
+    cudaEvent_t done;
+    ct_status status = ct_cuda_mark(comm->stream, &done, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    status = settle(comm, &done, what, err);
+    (void)cudaEventDestroy(done);
+    return status;
+}
+
+/* ---- operands in host memory ----------------------------------------------------- */
+
+enum {
+    ALIGNMENT = 256 /* of a part of the memory */
+};
+
+static size_t
+bytes_of(const ct_span *span)
+{
+    return span->n * ct_dtype_size(span->dtype);
+}
+
+static bool
+is_on_host(const ct_span *span)
+{
+    struct cudaPointerAttributes found;
+    if (span->n == 0) {
+        return false;
+    }
+    if (cudaPointerGetAttributes(&found, span->data) != cudaSuccess) {
+        (void)cudaGetLastError(); /* memory that CUDA has never seen */
+        return true;
+    }
+    return found.type != cudaMemoryTypeDevice && found.type != cudaMemoryTypeManaged;
+}
+
+static bool
+needs_staging(const ct_request *request)
+{
+    return is_on_host(&request->in) || is_on_host(&request->out);
+}
+
+static size_t
+place_of(const ct_span *span, bool is_staged, size_t *used)
+{
+    const size_t at = *used;
+    if (is_staged) {
+        *used += (bytes_of(span) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    }
+    return at;
+}
+
+static void
+release_staging(staging *s)
+{
+    (void)cudaFree(s->memory);
+    *s = (staging){0};
+}
+
+static ct_status
+make_room(staging *s, size_t bytes, ct_error *err)
+{
+    if (bytes <= s->room) {
+        return CT_OK;
+    }
+    release_staging(s);
+    ct_status status = ct_cuda_check(cudaMalloc((void **)&s->memory, bytes),
+                                     "get memory for a collective on host memory", err);
+    s->room = status == CT_OK ? bytes : 0;
+    return status;
+}
+
+/* *staged becomes the request with copies in device memory of its host spans. */
+static ct_status
+stage(staging *s, const ct_request *request, ct_request *staged, cudaStream_t stream,
+      bool *is_staged, ct_error *err)
+{
+    const bool in = is_on_host(&request->in), out = is_on_host(&request->out);
+    size_t used = 0;
+    *staged = *request;
+    *is_staged = in || out;
+    const size_t in_at = place_of(&request->in, in, &used);
+    const size_t out_at = place_of(&request->out, out, &used);
+    ct_status status = make_room(s, used, err);
+    if (status != CT_OK || !*is_staged) {
+        return status;
+    }
+    staged->in.data = in ? s->memory + in_at : request->in.data;
+    staged->out.data = out ? s->memory + out_at : request->out.data;
+    return in ? ct_cuda_check(cudaMemcpyAsync(staged->in.data, request->in.data,
+                                              bytes_of(&request->in),
+                                              cudaMemcpyHostToDevice, stream),
+                              "copy to the device", err)
+              : CT_OK;
+}
+
+/* Copies the result of a staged collective back. */
+static ct_status
+unstage(const ct_request *request, const ct_request *staged, cudaStream_t stream,
+        ct_error *err)
+{
+    const bool in_place = request->what == CT_ALL_REDUCE ||
+                          request->what == CT_BROADCAST || request->what == CT_REDUCE;
+    const ct_span *to = in_place ? &request->in : &request->out;
+    const ct_span *from = in_place ? &staged->in : &staged->out;
+    return to->data == from->data
+               ? CT_OK
+               : ct_cuda_check(cudaMemcpyAsync(to->data, from->data, bytes_of(to),
+                                               cudaMemcpyDeviceToHost, stream),
+                               "copy from the device", err);
+}
+
+/* ---- NCCL's numbers -------------------------------------------------------------- */
+
+/* ncclDataType_t plus 1, so that 0 is a dtype that NCCL has not. */
+static const int dtypes[CT_DTYPE_COUNT] = {
+    [CT_I8] = 1,  [CT_U8] = 2,  [CT_BOOL] = 2, [CT_I32] = 3,   [CT_I64] = 5,
+    [CT_F16] = 7, [CT_F32] = 8, [CT_F64] = 9,  [CT_BF16] = 10,
+};
 
 static ct_status
 dtype_of(const ct_span *span, const char *what, int *dtype, ct_error *err)
 {
-    switch (span->dtype) {
-    case CT_I8:
-        *dtype = 0;
-        return CT_OK;
-    case CT_U8:
-    case CT_BOOL:
-        *dtype = 1;
-        return CT_OK;
-    case CT_I32:
-        *dtype = 2;
-        return CT_OK;
-    case CT_I64:
-        *dtype = 4;
-        return CT_OK;
-    case CT_F16:
-        *dtype = 6;
-        return CT_OK;
-    case CT_F32:
-        *dtype = 7;
-        return CT_OK;
-    case CT_F64:
-        *dtype = 8;
-        return CT_OK;
-    case CT_BF16:
-        *dtype = 9;
-        return CT_OK;
-    default:
-        return ct_fail(err, CT_EINVAL, "%s: NCCL has no %s", what,
-                       ct_dtype_name(span->dtype));
-    }
+    *dtype = dtypes[span->dtype] - 1;
+    return *dtype >= 0 ? CT_OK
+                       : ct_fail(err, CT_EINVAL, "%s: NCCL has no %s", what,
+                                 ct_dtype_name(span->dtype));
 }
 
-/* Of bools, which are NCCL's uint8, a sum says "any" and a mean "all". */
+/* ncclRedOp_t. Of bools, which are NCCL's uint8, a sum says "any" and a mean "all". */
 static int
 op_of(ct_reduce_op op, ct_dtype dtype)
 {
@@ -59,25 +257,20 @@ op_of(ct_reduce_op op, ct_dtype dtype)
         MEAN = 4
     };
     const bool is_bool = dtype == CT_BOOL;
-    switch (op) {
-    case CT_REDUCE_MAX:
-        return MAX;
-    case CT_REDUCE_MIN:
-        return MIN;
-    case CT_REDUCE_MEAN:
-        return is_bool ? MIN : MEAN;
-    case CT_REDUCE_SUM:
-        break;
-    }
-    return is_bool ? MAX : SUM;
+    const int ops[] = {
+        [CT_REDUCE_SUM] = is_bool ? MAX : SUM,
+        [CT_REDUCE_MEAN] = is_bool ? MIN : MEAN,
+        [CT_REDUCE_MAX] = MAX,
+        [CT_REDUCE_MIN] = MIN,
+    };
+    return ops[op];
 }
 
-/* ---- collectives -------------------------------------------------------------------
- */
+/* ---- collectives ----------------------------------------------------------------- */
 
-/* A send to every rank and a receive from it, as one group that cannot block. */
+/* A send to and a receive from every rank, as a group that cannot block. */
 static ct_nccl_result
-exchange(const ct_nccl_member *comm, const ct_request *r, int dtype)
+exchange(const member *comm, const ct_request *r, int dtype)
 {
     const ct_nccl *nccl = comm->nccl;
     const int ranks = comm->base.world_size;
@@ -99,7 +292,7 @@ exchange(const ct_nccl_member *comm, const ct_request *r, int dtype)
 
 /* NCCL has no barrier: a sum of one element ends when every rank has come. */
 static ct_nccl_result
-enqueue(const ct_nccl_member *comm, const ct_request *r, int dtype)
+enqueue(const member *comm, const ct_request *r, int dtype)
 {
     const ct_nccl *nccl = comm->nccl;
     const int op = op_of(r->op, r->in.dtype);
@@ -134,22 +327,21 @@ moves_nothing(const ct_request *r)
     return r->what != CT_BARRIER && r->in.n == 0;
 }
 
-/* Puts the collective on the stream, and waits until NCCL has taken it in. */
+/* Puts the collective on the stream, and waits until NCCL has accepted it. */
 static ct_status
-submit(ct_nccl_member *comm, const ct_request *r, ct_error *err)
+submit(member *comm, const ct_request *r, ct_error *err)
 {
     const char *what = ct_collective_name(r->what);
     int dtype = 0;
     if (comm->handle == NULL) {
-        return ct_nccl_fail_broken(comm, what, err);
+        return fail_broken(comm, what, err);
     }
     ct_status status = dtype_of(&r->in, what, &dtype, err);
     if (status != CT_OK) {
         return status;
     }
-    status = ct_nccl_check_on(comm, enqueue(comm, r, dtype), what, err);
-    return status == CT_OK ? ct_nccl_settle(comm, NULL, what, err)
-                           : ct_nccl_give_up(comm, status);
+    status = check_on(comm, enqueue(comm, r, dtype), what, err);
+    return status == CT_OK ? settle(comm, NULL, what, err) : give_up(comm, status);
 }
 
 static ct_status
@@ -161,9 +353,9 @@ check(const ct_comm *op, const ct_request *request, ct_error *err)
 }
 
 static ct_status
-run(ct_comm *op, const ct_request *request, ct_error *err)
+nccl_run(ct_comm *op, const ct_request *request, ct_error *err)
 {
-    ct_nccl_member *comm = (ct_nccl_member *)op;
+    member *comm = (member *)op;
     const char *what = ct_collective_name(request->what);
     ct_request staged;
     bool is_staged = false;
@@ -171,28 +363,27 @@ run(ct_comm *op, const ct_request *request, ct_error *err)
     if (status != CT_OK || moves_nothing(request)) {
         return status;
     }
-    status =
-        ct_nccl_stage(&comm->staging, request, &staged, comm->stream, &is_staged, err);
+    status = stage(&comm->staging, request, &staged, comm->stream, &is_staged, err);
     if (status == CT_OK) {
         status = submit(comm, &staged, err);
     }
     if (status == CT_OK && is_staged) {
-        status = ct_nccl_unstage(request, &staged, comm->stream, err);
+        status = unstage(request, &staged, comm->stream, err);
     }
-    return status == CT_OK ? ct_nccl_settle_stream(comm, what, err) : status;
+    return status == CT_OK ? settle_stream(comm, what, err) : status;
 }
 
-/* What is copied from host memory has ended when it has been started. */
+/* A collective on host memory has ended when it was started. */
 static ct_status
 nccl_start(ct_comm *op, const ct_request *request, ct_work **work, ct_error *err)
 {
-    ct_nccl_member *comm = (ct_nccl_member *)op;
+    member *comm = (member *)op;
     ct_status status = check(op, request, err);
     if (status != CT_OK || moves_nothing(request)) {
         return status;
     }
-    if (ct_nccl_is_staged(request)) {
-        return run(op, request, err);
+    if (needs_staging(request)) {
+        return nccl_run(op, request, err);
     }
     ct_work *made = ct_calloc(1, sizeof *made);
     if (made == NULL) {
@@ -201,7 +392,7 @@ nccl_start(ct_comm *op, const ct_request *request, ct_work **work, ct_error *err
     made->what = ct_collective_name(request->what);
     status = submit(comm, request, err);
     if (status == CT_OK) {
-        status = ct_nccl_mark(comm, &made->done, err);
+        status = ct_cuda_mark(comm->stream, &made->done, err);
     }
     if (status != CT_OK) {
         ct_free(made);
@@ -218,75 +409,203 @@ nccl_wait(ct_comm *op, ct_work *work, ct_error *err)
     if (status != CT_OK) {
         return status;
     }
-    status = ct_nccl_settle((ct_nccl_member *)op, &work->done, work->what, err);
+    status = settle((member *)op, &work->done, work->what, err);
     (void)cudaEventDestroy(work->done);
     ct_free(work);
     return status;
 }
 
+/* An event may be destroyed while a stream waits for it. */
 static ct_status
-nccl_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
+nccl_follow(ct_comm *op, void *stream, ct_error *err)
 {
-    return run(comm, &(ct_request){.what = CT_ALL_REDUCE, .in = *span, .op = op}, err);
+    const member *comm = (const member *)op;
+    cudaEvent_t here;
+    if (comm->stream == stream) {
+        return CT_OK;
+    }
+    ct_status status = ct_comm_check_here(op, "a collective", err);
+    if (status != CT_OK) {
+        return status;
+    }
+    status = ct_cuda_mark(stream, &here, err);
+    if (status == CT_OK) {
+        status = ct_cuda_check(cudaStreamWaitEvent(comm->stream, here, 0),
+                               "let a stream wait for another", err);
+        (void)cudaEventDestroy(here);
+    }
+    return status;
 }
 
-static ct_status
-nccl_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+/* ---- joining, splitting and leaving ---------------------------------------------- */
+
+static void
+nccl_free(ct_comm *op)
 {
-    return run(comm, &(ct_request){.what = CT_ALL_GATHER, .out = *out, .in = *in}, err);
+    member *comm = (member *)op;
+    if (ct_comm_is_here(op)) { /* a forked child has neither NCCL's threads nor CUDA */
+        if (comm->handle != NULL) {
+            (void)comm->nccl->destroy(comm->handle);
+        }
+        release_staging(&comm->staging);
+        (void)cudaFree(comm->token);
+    }
+    ct_free(comm);
 }
 
-static ct_status
-nccl_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
-                    ct_reduce_op op, ct_error *err)
+/* A member without a handle yet; NULL, with *status and *err, on failure. */
+static member *
+member_new(const ct_comm_ops *ops, const ct_nccl *nccl, int rank, int world_size,
+           void *stream, double timeout_seconds, ct_status *status, ct_error *err)
 {
-    const ct_request r = {.what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
-    return run(comm, &r, err);
+    member *made = ct_calloc(1, sizeof *made);
+    if (made == NULL) {
+        *status = ct_fail(err, CT_ENOMEM, "no memory for a communicator");
+        return NULL;
+    }
+    made->base = ct_comm_made(ops, rank, world_size);
+    made->nccl = nccl;
+    made->stream = stream;
+    made->timeout_seconds = timeout_seconds;
+    *status = ct_cuda_check(cudaMalloc((void **)&made->token, sizeof *made->token),
+                            "get memory", err);
+    if (*status == CT_OK) {
+        *status = ct_cuda_check(
+            cudaMemsetAsync(made->token, 0, sizeof *made->token, made->stream),
+            "clear memory", err);
+    }
+    if (*status != CT_OK) {
+        nccl_free(&made->base);
+        return NULL;
+    }
+    return made;
 }
 
+/* Sets *comm, or frees `made`. */
 static ct_status
-nccl_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+finish_join(member *made, ct_status status, ct_comm **comm)
 {
-    return run(comm, &(ct_request){.what = CT_ALL_TO_ALL, .out = *out, .in = *in}, err);
+    if (status != CT_OK) {
+        nccl_free(&made->base);
+        return status;
+    }
+    *comm = &made->base;
+    return CT_OK;
 }
 
+/* Every rank of the group calls it, also a rank that will be in no smaller group. */
 static ct_status
-nccl_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
+nccl_split(ct_comm *op, const ct_members *members, ct_comm **made, ct_error *err)
 {
-    const ct_request r = {.what = CT_BROADCAST, .in = *span, .root = root};
-    return run(comm, &r, err);
+    static const char what[] = "split";
+    member *comm = (member *)op;
+    const bool joins = members->n > 1;
+    const int color = joins ? members->ranks[0] : CT_NCCL_NO_COLOR;
+    ct_nccl_handle handle = NULL;
+    ct_status status = ct_comm_check_here(op, what, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    member *part =
+        member_new(op->ops, comm->nccl, members->index, joins ? members->n : 1,
+                   comm->stream, comm->timeout_seconds, &status, err);
+    if (part == NULL) {
+        return status;
+    }
+    status = comm->handle == NULL
+                 ? fail_broken(comm, what, err)
+                 : check_on(comm,
+                            comm->nccl->split(comm->handle, color, members->index,
+                                              &handle, NULL),
+                            what, err);
+    if (status == CT_OK) {
+        status = settle(comm, NULL, what, err);
+    }
+    part->handle = handle;
+    if (status == CT_OK && joins) {
+        status = settle(part, NULL, what, err);
+    }
+    if (status == CT_OK && !joins) {
+        nccl_free(&part->base);
+        return CT_OK;
+    }
+    return finish_join(part, status, made);
 }
 
-static ct_status
-nccl_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
-            ct_error *err)
-{
-    const ct_request r = {.what = CT_REDUCE, .in = *span, .op = op, .root = root};
-    return run(comm, &r, err);
-}
-
-static ct_status
-nccl_barrier(ct_comm *comm, ct_error *err)
-{
-    return run(comm, &(ct_request){.what = CT_BARRIER}, err);
-}
-
-/* ---- the table ---------------------------------------------------------------------
- */
-
-const ct_comm_ops ct_nccl_ops = {
+static const ct_comm_ops nccl_ops = {
     .name = "nccl",
-    .all_reduce = nccl_all_reduce,
-    .all_gather = nccl_all_gather,
-    .reduce_scatter = nccl_reduce_scatter,
-    .all_to_all = nccl_all_to_all,
-    .broadcast = nccl_broadcast,
-    .reduce = nccl_reduce,
-    .barrier = nccl_barrier,
+    .run = nccl_run,
     .start = nccl_start,
     .wait = nccl_wait,
-    .group = ct_nccl_split,
-    .free = ct_nccl_free,
+    .group = nccl_split,
+    .free = nccl_free,
     .takes_device_memory = true,
-    .follow = ct_nccl_follow,
+    .follow = nccl_follow,
 };
+
+ct_status
+ct_nccl_id(char id[CT_COMM_ID_BYTES], ct_error *err)
+{
+    const ct_nccl *nccl = NULL;
+    ct_nccl_group_id made;
+    ct_status status = ct_nccl_borrow(&nccl, err);
+    if (status == CT_OK) {
+        status = ct_nccl_check(nccl->get_id(&made), "make a group's id", err);
+    }
+    if (status == CT_OK) {
+        memcpy(id, made.bytes, sizeof made.bytes);
+    }
+    return status;
+}
+
+static ct_status
+check_arguments(int rank, int world_size, double timeout_seconds, ct_error *err)
+{
+    if (world_size < 1 || rank < 0 || rank >= world_size) {
+        return ct_fail(err, CT_EINVAL,
+                       "rank must be in [0, world_size), got %d of a world_size of %d",
+                       rank, world_size);
+    }
+    if (!(timeout_seconds > 0.0 && timeout_seconds < 1e9)) {
+        return ct_fail(err, CT_EINVAL,
+                       "timeout_seconds must be above 0 and below 1e9, got %g",
+                       timeout_seconds);
+    }
+    return CT_OK;
+}
+
+ct_status
+ct_nccl_join(const char id[CT_COMM_ID_BYTES], int rank, int world_size, void *stream,
+             double timeout_seconds, ct_comm **comm, ct_error *err)
+{
+    static const char what[] = "join the group";
+    const ct_nccl *nccl = NULL;
+    ct_nccl_group_id same;
+    ct_nccl_config config = {.size = sizeof config,
+                             .magic = CT_NCCL_MAGIC,
+                             .version = CT_NCCL_CONFIG_VERSION,
+                             .cga_cluster_size = INT_MIN,
+                             .min_ctas = INT_MIN,
+                             .max_ctas = INT_MIN,
+                             .split_share = INT_MIN};
+    memcpy(same.bytes, id, sizeof same.bytes);
+    ct_status status = check_arguments(rank, world_size, timeout_seconds, err);
+    if (status == CT_OK) {
+        status = ct_nccl_borrow(&nccl, err);
+    }
+    if (status != CT_OK) {
+        return status;
+    }
+    member *made = member_new(&nccl_ops, nccl, rank, world_size, stream,
+                              timeout_seconds, &status, err);
+    if (made == NULL) {
+        return status;
+    }
+    status =
+        check_on(made, nccl->init_rank(&made->handle, world_size, same, rank, &config),
+                 what, err);
+    if (status == CT_OK) {
+        status = settle(made, NULL, what, err);
+    }
+    return finish_join(made, status, comm);
+}

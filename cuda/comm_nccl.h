@@ -4,15 +4,11 @@
 
 #include "core/comm/plugin.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 ct_comm_id_fn ct_nccl_id;
 ct_comm_join_fn ct_nccl_join;
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -8,7 +8,7 @@ struct copy_operand {
     const void *from;
     size_t n;
     ct_dtype to_dtype, from_dtype;
-    unsigned raw_size; /* bytes of an element that is copied as it is, else 0 */
+    unsigned raw_size; /* bytes of an element copied unchanged, else 0 */
 };
 
 template <typename To, typename From>

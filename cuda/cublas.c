@@ -1,5 +1,5 @@
-/* A handle belongs to a device and remembers its stream, so there is one per device,
- * and the lock is held from setting the stream to the call that enqueues on it. */
+/* A handle belongs to a device and remembers a stream: a handle per device, with the
+ * lock held from setting the stream to the enqueuing call. */
 #include "cublas.h"
 
 #include "dynlib.h"

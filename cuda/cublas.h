@@ -6,9 +6,7 @@
 
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 /* A product in cuBLAS's own terms: column major, C (m x n) = alpha * op(A) * op(B) +
  * beta * C. */
@@ -29,8 +27,6 @@ CT_NODISCARD ct_status ct_cublas_gemm(void *stream, const ct_cublas_product *pro
 /* The version, 10000 * major + 100 * minor + patch. */
 CT_NODISCARD ct_status ct_cublas_version(int *version, ct_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

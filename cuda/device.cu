@@ -1,12 +1,12 @@
-/* The CUDA device: its table, its memory, and the two entries that wait. Mirrors
+/* The CUDA device: the table, memory, and the two waiting entries. Mirrors
  * csrc/cpu/device.c.
  *
  * Entries work on the calling thread's current device, which must be the stream's. */
 #include "kernels.h"
 #include "status.h"
 
-/* kDLCUDA. A host emulation, in whose device memory torch may compute as it does in the
- * host's, brings its own. */
+/* kDLCUDA. The host emulation of the tests, with device memory that torch may use as
+ * the host's, defines another. */
 #ifndef CT_CUDA_DLPACK
 #define CT_CUDA_DLPACK 2
 #endif
@@ -25,7 +25,7 @@ ct_cuda_scratch_grow(ct_scratch *scratch, size_t bytes, ct_error *err)
     ct_status status = ct_cuda_check(cudaMalloc(&data, wanted),
                                      "get scratch memory on the device", err);
     if (status != CT_OK) {
-        (void)cudaGetLastError(); /* or the next launch would be blamed for it */
+        (void)cudaGetLastError(); /* or the next launch would report the error */
         return status;
     }
     (void)cudaFree(scratch->data);
@@ -53,7 +53,7 @@ copy_and_wait(void *stream, void *to, const void *from, size_t bytes,
     return ct_cuda_check(cudaStreamSynchronize(s), "wait for the stream", err);
 }
 
-/* The driver knows whose memory an address is. */
+/* The driver finds the direction from the addresses. */
 ct_status
 ct_cuda_transfer(void *stream, void *to, const void *from, size_t bytes, ct_error *err)
 {

@@ -1,3 +1,4 @@
+/* Finds the driver's functions through the CUDA runtime, once per process. */
 #include "driver.h"
 
 #include "status.h"
@@ -19,7 +20,7 @@ static const symbol symbols[] = {
 #undef CT_SYMBOL
 };
 
-/* POSIX lets an object pointer hold a function's address; ISO C has no cast for it. */
+/* POSIX lets an object pointer hold a function's address; ISO C has no such cast. */
 static ct_status
 look_up(ct_driver *driver, const symbol *wanted, ct_error *err)
 {
@@ -31,7 +32,7 @@ look_up(ct_driver *driver, const symbol *wanted, ct_error *err)
         memcpy((char *)driver + wanted->offset, (const void *)&address, sizeof address);
         return CT_OK;
     }
-    (void)cudaGetLastError(); /* or the next launch would be blamed for it */
+    (void)cudaGetLastError(); /* or the next launch would report the error */
     return ct_fail(
         err, CT_EDEVICE,
         "NVIDIA's driver has no %s of CUDA %d.%d, which maps a GPU's memory; "

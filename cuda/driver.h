@@ -1,5 +1,5 @@
-/* The functions of CUDA's driver that map memory, as the runtime finds them: a build
- * links no driver, and a machine without one can load the plugin. */
+/* The functions of CUDA's driver that map memory, found through the runtime: a build
+ * links no driver, and a machine without a driver can load the plugin. */
 #ifndef CT_CUDA_DRIVER_H
 #define CT_CUDA_DRIVER_H
 
@@ -7,7 +7,7 @@
 
 #include <cuda.h>
 
-/* The name of each without its cu, its field, and its parameters. */
+/* Name without the prefix cu, field, parameters. */
 #define CT_EACH_DRIVER_FUNCTION(X)                                                     \
     X(MemAddressReserve, reserve,                                                      \
       (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long))                \
@@ -29,11 +29,12 @@ typedef struct ct_driver {
 #undef CT_FIELD
 } ct_driver;
 
-/* Found at the first call and kept. CT_EDEVICE names the one that the driver lacks. */
+/* Found at the first call and kept. CT_EDEVICE names a function missing in the driver.
+ */
 CT_NODISCARD ct_status ct_driver_borrow(const ct_driver **driver, ct_error *err);
 
-/* CT_ENOMEM where the device has no memory left, else CT_EDEVICE with the number that
- * the driver gave. */
+/* CT_ENOMEM if the device is out of memory, else CT_EDEVICE with the driver's number.
+ */
 CT_NODISCARD ct_status ct_driver_check(CUresult result, const char *what,
                                        ct_error *err);
 

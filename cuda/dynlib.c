@@ -1,3 +1,5 @@
+/* Opens cuBLAS and NCCL: loaded libraries first, then wheels, then the loader's path.
+ */
 #define _GNU_SOURCE /* RTLD_NOLOAD */
 #include "dynlib.h"
 
@@ -8,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* One block: n strings, each with its terminator, one after another. */
+/* A block of n consecutive strings with terminators. */
 static char *path;
 static size_t path_n;
 
@@ -65,7 +67,7 @@ open_library(const ct_dynlib_spec *spec)
     return library != NULL ? library : dlopen(spec->file, RTLD_NOW | RTLD_LOCAL);
 }
 
-/* POSIX lets an object pointer hold a function's address; ISO C has no cast for it. */
+/* POSIX lets an object pointer hold a function's address; ISO C has no such cast. */
 static void
 set(void *table, const ct_dynlib_symbol *symbol, const void *address)
 {

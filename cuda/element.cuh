@@ -1,5 +1,5 @@
-/* One element of each floating-point dtype: how it is stored, and the type that it is
- * computed in. */
+/* An element of each floating-point dtype: the stored type and the type of the
+ * computation. */
 #ifndef CT_CUDA_ELEMENT_CUH
 #define CT_CUDA_ELEMENT_CUH
 
@@ -40,7 +40,7 @@ ct_load(ct_f16 stored)
     return ct_f32_from_f16(stored.bits);
 }
 
-/* Rounded to nearest, ties to even, in one step from either type. */
+/* Rounds to nearest, ties to even, once from either type. */
 template <typename Real>
 __device__ inline void
 ct_store(Real value, float *to)
@@ -81,11 +81,11 @@ ct_store(double value, ct_f16 *to)
 
 template <typename Element> struct ct_tag {
     typedef Element type;
-    typedef decltype(ct_load(Element())) real; /* what computes on it */
+    typedef decltype(ct_load(Element())) real; /* type of the computation */
 };
 
 /* Calls visit(ct_tag<Element>()) for the element type of a floating-point dtype. All
- * threads of a block come with the same one, so no warp diverges. */
+ * threads of a block have the same dtype, so no warp diverges. */
 template <typename Visit>
 __device__ inline void
 ct_visit_float(ct_dtype dtype, Visit visit)

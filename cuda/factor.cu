@@ -16,7 +16,7 @@ slabs_of(const ct_factored &f)
     return (f.rows - 1) / slab_rows + 1;
 }
 
-/* Of element i of the list; 0 where it is not here. */
+/* Of element i of the list; 0 if not local. */
 __device__ static inline double
 square(const ct_factored &f, size_t i)
 {
@@ -128,8 +128,7 @@ ct_cuda_factor_sums(void *stream, ct_scratch *scratch, const ct_factored *list,
     return status;
 }
 
-/* ---- averages and factors ----------------------------------------------------------
- */
+/* ---- averages and factors -------------------------------------------------------- */
 
 __device__ static inline double
 get(ct_dtype dtype, const void *data, size_t i)

@@ -1,13 +1,12 @@
 /* Matrix products on a CUDA device, by cuBLAS. Mirrors csrc/cpu/gemm.c.
  *
- * cuBLAS is column major, and a row-major matrix read by columns is its transpose: the
- * product is asked for as C' = op(B)' op(A)', with the operands in turned order. fp32
- * stays fp32: TF32 is off unless a handle is told otherwise. */
+ * cuBLAS is column major, and a row-major matrix read by columns is the transpose: the
+ * call computes C' = op(B)' op(A)', with the operands in reverse order. fp32 stays
+ * fp32: TF32 is off by default. */
 #include "cublas.h"
 #include "kernels.h"
 
-/* A matrix of `rows` rows of `cols` used elements, ld apart, which cuBLAS wants to
- * know even where there is one row or none. */
+/* The row stride for cuBLAS, at least `cols` even for a single row or none. */
 static ct_status
 row_stride(const char *name, size_t rows, size_t cols, size_t ld, int64_t *stride,
            ct_error *err)
@@ -50,7 +49,7 @@ ct_cuda_gemm(void *stream, ct_scratch *scratch, const ct_gemm *gemm, ct_error *e
 {
     ct_cublas_product product;
 
-    (void)scratch; /* cuBLAS has its own workspace */
+    (void)scratch; /* cuBLAS has a workspace */
     if (gemm->dtype != CT_F32 && gemm->dtype != CT_F64 && gemm->dtype != CT_BF16) {
         return ct_fail(err, CT_EINVAL,
                        "gemm: dtype must be float32, float64 or bfloat16, got %s",

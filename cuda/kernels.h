@@ -4,9 +4,7 @@
 
 #include "core/device/device.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 ct_norm_fn ct_cuda_norm;
 ct_norms_fn ct_cuda_norms;
@@ -31,8 +29,6 @@ ct_scratch_release_fn ct_cuda_scratch_release;
 extern const ct_mapping_ops ct_cuda_mapping_ops; /* mapping.c */
 extern const ct_device ct_device_cuda;
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -1,11 +1,10 @@
-/* How work on many spans becomes few launches.
+/* Launches: work on many spans in few launches.
  *
- * The operands of a launch travel by value in the kernel's parameters, of which every
- * architecture that CUDA 13 knows takes 32 764 bytes: nothing is copied to the device
- * beforehand and nothing has to outlive the call. The elements are cut into chunks,
- * numbered through all spans of the launch, and the blocks take them in turn. Which
- * elements make a chunk depends on the spans' lengths alone, hence the order of every
- * sum does too. */
+ * The operands of a launch travel by value in the kernel's parameters, 32 764 bytes on
+ * every architecture of CUDA 13: nothing is copied to the device beforehand and nothing
+ * has to outlive the call. The elements are cut into chunks, numbered through all spans
+ * of the launch, and the blocks take the chunks in turn. The chunks depend on the
+ * spans' lengths alone, hence the order of every sum does too. */
 #ifndef CT_CUDA_LAUNCH_CUH
 #define CT_CUDA_LAUNCH_CUH
 
@@ -16,8 +15,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A host emulation of the launch, which tests compile these sources against, brings
- * its own. */
+/* The host emulation of the tests defines a launch of its own. */
 #ifndef CT_LAUNCH
 #define CT_LAUNCH(kernel, grid, block, stream, ...)                                    \
     kernel<<<grid, block, 0, (cudaStream_t)(stream)>>>(__VA_ARGS__)
@@ -25,7 +23,7 @@
 
 static const unsigned ct_cuda_block_size = 256;
 
-/* What begins a kernel: it is for blocks of that size. */
+/* Begins a kernel for blocks of ct_cuda_block_size threads. */
 #define CT_KERNEL __global__ static void __launch_bounds__(ct_cuda_block_size)
 
 static const unsigned ct_cuda_max_grid = 4096; /* more than any GPU runs at once */
@@ -44,7 +42,7 @@ template <typename Operand> struct ct_cuda_batch {
     Operand operands[capacity];
 };
 
-/* What one chunk covers: elements [begin, end) of batch.operands[operand]. */
+/* A chunk: elements [begin, end) of batch.operands[operand]. */
 struct ct_cuda_range {
     uint32_t operand;
     size_t begin, end;
@@ -111,7 +109,7 @@ ct_cuda_in_batches(size_t n, Load load, Launch launch)
     return status == CT_OK && batch.n_operands > 0 ? launch(batch) : status;
 }
 
-/* Every launch is followed by this: a bad one reports itself here and nowhere else. */
+/* Follows every launch: the only report of a bad launch. */
 static inline ct_status
 ct_cuda_launched(const char *what, ct_error *err)
 {

@@ -1,10 +1,10 @@
 /* Mappings of the device's memory: an address is reserved once, and blocks of memory
  * come and go there.
  *
- * A host that lets go of memory is ahead of the device, which still works on it. So a
- * block that is released stays where it is, with an event behind its last use, and is
- * taken away only when another mapping needs it: the host waits for the event then,
- * which also keeps it from running further ahead than there is memory for. */
+ * At a release the host is ahead of the device, still at work on the memory. So a
+ * released block stays at its address, with an event behind the last use, until another
+ * mapping needs the block: the host then waits for the event, and so cannot run further
+ * ahead than the memory allows. */
 #include "kernels.h"
 
 #include "core/base/alloc.h"
@@ -16,9 +16,9 @@
 struct ct_cached_block {
     CUmemGenericAllocationHandle memory;
     size_t bytes;
-    cudaEvent_t left;      /* behind the last use, once it lies ready */
-    ct_mapping *at;        /* where it is; NULL: at no address */
-    ct_block_cache *cache; /* among which it lies ready; NULL: it is in use */
+    cudaEvent_t left;      /* behind the last use of a released block */
+    ct_mapping *at;        /* the address; NULL: not mapped */
+    ct_block_cache *cache; /* the cache of a released block; NULL: in use */
     ct_cached_block *next;
 };
 
@@ -51,10 +51,9 @@ round_up(const ct_driver *driver, const ct_mapping *map, size_t bytes, size_t *r
     return status;
 }
 
-/* ---- blocks ------------------------------------------------------------------------
- */
+/* ---- blocks ---------------------------------------------------------------------- */
 
-/* The device has ended with it then; what it says of itself, the next launch will. */
+/* Waits for the last use; an error of the device reappears at the next launch. */
 static void
 unmap(const ct_driver *driver, ct_cached_block *block)
 {
@@ -122,10 +121,9 @@ map_block(const ct_driver *driver, ct_mapping *map, ct_cached_block *block,
                            "make memory accessible", err);
 }
 
-/* ---- blocks that lie ready ---------------------------------------------------------
- */
+/* ---- blocks that lie ready ------------------------------------------------------- */
 
-/* Behind the others: the one at the front has been left longest. */
+/* Appends: the block at the front was released first. */
 static void
 put(ct_block_cache *cache, ct_cached_block *block)
 {
@@ -176,7 +174,8 @@ cuda_discard(ct_block_cache *cache)
     }
 }
 
-/* One that lies ready, or a new one, for which those that lie ready go if need be. */
+/* A released block, or a new block, for which released blocks are freed if necessary.
+ */
 static ct_status
 get_block(const ct_driver *driver, const ct_mapping *map, size_t bytes,
           ct_block_cache *cache, ct_cached_block **block, ct_error *err)
@@ -195,8 +194,7 @@ get_block(const ct_driver *driver, const ct_mapping *map, size_t bytes,
     return create(driver, map, bytes, block, err);
 }
 
-/* ---- entries -----------------------------------------------------------------------
- */
+/* ---- entries --------------------------------------------------------------------- */
 
 static ct_status
 cuda_open(ct_mapping *map, size_t bytes, ct_error *err)
@@ -217,7 +215,7 @@ cuda_open(ct_mapping *map, size_t bytes, ct_error *err)
                                  "reserve addresses of the GPU", err);
     }
     memcpy((void *)&map->data, &address,
-           sizeof map->data); /* the driver's number is one */
+           sizeof map->data); /* the driver's type is an integer */
     return status;
 }
 

@@ -1,14 +1,14 @@
-/* The first two parts of an update by a measured rule on a CUDA device. Mirrors
+/* The first two steps of an update by a measured rule on a CUDA device. Mirrors
  * csrc/cpu/measure.c.
  *
- * A block leaves two partial sums of each chunk; then one block for each span folds
- * them, and a thread settles the span's constants, so nothing has to come to the host
- * between the parts. */
+ * A block writes two partial sums of each chunk; then a block for each span folds the
+ * sums, and a thread settles the span's constants, so no data goes to the host between
+ * the steps. */
 #include "kernels.h"
 #include "reduce.cuh"
 #include "update.cuh"
 
-/* A measured rule for either type that it is computed in. */
+/* A measured rule for both types of computation. */
 #define CT_MEASURED(rule, constants, n_states)                                         \
     struct measured_##rule : ct_rule_##rule {                                          \
         __device__ static void measure(const ct_##constants##_coef_f32 *c, float grad, \
@@ -152,8 +152,7 @@ ct_cuda_measure(void *stream, ct_scratch *scratch, const ct_update *update,
                : status;
 }
 
-/* ---- the second part: one thread for each span ------------------------------------
- */
+/* ---- settling: a thread for each span -------------------------------------------- */
 
 struct settle_operand {
     size_t n; /* 1: empty spans are settled, too */

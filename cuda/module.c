@@ -1,7 +1,7 @@
 /* Module ctrainer._cuda: hands the CUDA device over to ctrainer._C.
  *
- * The one file of cuda/ that knows Python. Importing it needs no driver and no GPU:
- * the runtime is linked in, and asks for the driver when it is first used. */
+ * The only file of cuda/ with Python. Importing the module needs no driver and no GPU:
+ * the runtime is linked in and looks for the driver at its first use. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -27,7 +27,7 @@ raise_device_error(const ct_error *err)
     return NULL;
 }
 
-/* cudaGetDeviceCount fails where there is no driver or no device; both mean none. */
+/* cudaGetDeviceCount fails without a driver or a device; both mean none. */
 static cudaError_t
 count_devices(int *count)
 {
@@ -136,8 +136,8 @@ cuda_comm_id(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
                            : raise_device_error(&err);
 }
 
-/* The entries of sys.path that are strings, as file names. NULL with an exception, or
- * the new list that owns what folders[0 .. *n) point at. */
+/* The strings in sys.path as file names. NULL with an exception, or the new list that
+ * owns the strings of folders[0 .. *n). */
 static PyObject *
 encode_path(const char **folders, Py_ssize_t capacity, size_t *n)
 {

@@ -6,9 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 /* The part of nccl.h that is used; the numbers are NCCL's ABI. */
 typedef struct ncclComm *ct_nccl_handle;
@@ -74,8 +72,6 @@ CT_NODISCARD ct_status ct_nccl_check(ct_nccl_result result, const char *what,
 /* The version, 10000 * major + 100 * minor + patch. */
 CT_NODISCARD ct_status ct_nccl_version(int *version, ct_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

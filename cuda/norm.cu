@@ -1,10 +1,11 @@
 /* The sum of powers of many spans on a CUDA device. Mirrors csrc/cpu/norm.c.
  *
  * Three fixed levels: a thread adds every 256th element of a chunk, a block folds its
- * threads into the chunk's partial sum, one last block folds the partial sums: all of
- * them, or those of each span. No
- * atomics, so two runs agree; the order is not the CPU's, and the longest way of one
- * addend is chunk / 256 + 8 + partials / 256 + 8 additions in double. */
+ * threads into the chunk's partial sum, a last block folds the partial sums of all
+ * spans or of each span. No atomics, so two runs agree; the order is not the CPU's, and
+ * an addend goes through at most chunk / 256 + 8 + partials / 256 + 8 additions in
+ * double.
+ */
 #include "element.cuh"
 #include "kernels.h"
 #include "reduce.cuh"
@@ -21,7 +22,7 @@ range_sum(double p, const void *data, const ct_cuda_range &range)
     return sum;
 }
 
-/* A span and where its sum goes, if it has one to itself. */
+/* A span and the address of its separate sum, or NULL. */
 struct norm_operand : ct_span {
     size_t number;
 };
@@ -54,7 +55,7 @@ fold_kernel(ct_norm_kind kind, const double *partials, size_t n, double *total)
     }
 }
 
-/* Each operand's partial sums by one block. */
+/* Folds each operand's partial sums, a block for each operand. */
 CT_KERNEL
 fold_each_kernel(const ct_cuda_batch<norm_operand> __grid_constant__ batch,
                  ct_norm_kind kind, const double *partials, double *sums)
@@ -83,7 +84,7 @@ count_chunks(const ct_span *spans, size_t n_spans, size_t *n_chunks, ct_error *e
     return CT_OK;
 }
 
-/* Launches the kernel of a kind, which is chosen here and not for each element. */
+/* Launches the kernel of a kind, so that elements need no choice. */
 static void
 launch(void *stream, double p, const ct_cuda_batch<norm_operand> &batch,
        double *partials)
@@ -128,7 +129,7 @@ enqueue(void *stream, double p, double *partials, const ct_span *spans, size_t n
         });
 }
 
-/* Room for the partial sums; `n` doubles at `sums` become 0, which all bits zero is. */
+/* Grows the scratch for the partial sums and sets `n` doubles at `sums` to 0. */
 static ct_status
 prepare(void *stream, ct_scratch *scratch, size_t n_chunks, double *sums, size_t n,
         ct_error *err)

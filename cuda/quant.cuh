@@ -1,5 +1,4 @@
-/* State of 8 bits: the part of a block's threads in writing it. Mirrors
- * csrc/cpu/quant.c. */
+/* Writing 8-bit state by the threads of a block. Mirrors csrc/cpu/quant.c. */
 #ifndef CT_CUDA_QUANT_CUH
 #define CT_CUDA_QUANT_CUH
 
@@ -20,7 +19,7 @@ ct_warp_largest(uint32_t value)
     return value;
 }
 
-/* The largest value of all threads, in each of them. Every thread has to come. */
+/* The largest value of all threads, in each thread. Every thread must call. */
 __device__ static inline uint32_t
 ct_block_largest(uint32_t value)
 {
@@ -62,8 +61,8 @@ ct_load_code(const ct_cuda_update_operand &operand, int k, size_t i)
     return (Real)(quant.map[code] * quant.absmax[i / CT_QUANT_BLOCK]);
 }
 
-/* Element i of state k, where it is inside; every thread has to come, with the elements
- * of one block. All of them have loaded what they need of it. */
+/* Stores element i of state k if inside; every thread must call, with the elements of a
+ * single block and after loading from the block. */
 template <typename Real>
 __device__ static inline void
 ct_store_code(Real value, const ct_cuda_update_operand &operand, int k, size_t i,

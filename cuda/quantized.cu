@@ -8,7 +8,7 @@
 
 static_assert(CT_QUANTIZED_BLOCK == ct_cuda_block_size, "a thread has one value");
 
-/* What the code of value i stands for, 0 behind the last one. */
+/* The decoded value i, 0 behind the last. */
 template <typename Element>
 __device__ static float
 wanted(const ct_encoding &e, size_t i)
@@ -18,8 +18,9 @@ wanted(const ct_encoding &e, size_t i)
                : 0.0f;
 }
 
-/* A block of values: every thread comes, also those behind the last value. Of two that
- * share a byte the first writes it; it reads both before either residual changes. */
+/* A block of values: every thread must call, also behind the last value. The first of
+ * two values in a byte writes the byte, after reading both and before either residual
+ * changes. */
 template <typename Element>
 __device__ static void
 encode(const ct_encoding &e, size_t block)

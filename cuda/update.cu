@@ -13,8 +13,7 @@ struct update_options {
     ct_ema_coef ema;
 };
 
-/* ---- one chunk --------------------------------------------------------------------
- */
+/* ---- a chunk --------------------------------------------------------------------- */
 
 template <typename Real>
 __device__ static inline void
@@ -42,7 +41,7 @@ finish(const ct_cuda_update_operand &operand, const update_options &options, siz
     if (operand.copy != NULL) {
         put(param, operand, operand.copy, operand.copy_dtype, i);
     }
-    if (operand.ema != NULL) { /* of what the model computes with */
+    if (operand.ema != NULL) { /* of the model's weights */
         const Real stored = operand.copy != NULL
                                 ? ct_load_as<Real>(operand.copy, operand.copy_dtype, i)
                                 : ct_load_as<Real>(operand.param, operand.dtype, i);
@@ -76,9 +75,10 @@ update_mixed(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
     }
 }
 
-/* All arrays of the type that is computed in. A thread asks for several elements
- * before it works on the first: 16 bytes of each array, or the memory would wait for
- * the arithmetic. */
+/* All arrays have the type of the computation. A thread loads several elements before
+ * the first computation, 16 bytes of each array, or memory would wait for the
+ * arithmetic.
+ */
 template <typename Rule, typename Real>
 __device__ static void
 update_plain(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
@@ -113,7 +113,7 @@ update_plain(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
     }
 }
 
-/* State of 8 bits: a block of it at a time, whose elements look at each other. */
+/* 8-bit state: a block at a time, as its elements share a scale. */
 template <typename Rule, typename Real>
 __device__ static void
 update_coded(const ct_cuda_update_operand &operand, const ct_cuda_range &range,

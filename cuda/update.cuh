@@ -9,7 +9,7 @@
 
 struct ct_cuda_update_operand : ct_update_span {
     ct_rule_coef constants;
-    ct_rounding key; /* what `rounding` points at lies in the host's memory */
+    ct_rounding key; /* *rounding lies in the host's memory */
 };
 
 static inline ct_cuda_update_operand
@@ -20,7 +20,7 @@ ct_cuda_operand_of(const ct_update &update, size_t i)
             span.rounding == NULL ? ct_rounding() : *span.rounding};
 }
 
-/* A rule for either type that it is computed in. */
+/* A rule for both types of computation. */
 #define CT_RULE(rule, constants, states)                                               \
     struct ct_rule_##rule {                                                            \
         static const int n_states = states;                                            \

@@ -2,7 +2,7 @@
 #include "kernels.h"
 #include "launch.cuh"
 
-/* Lengths are in units of 16 bytes where address and length allow it, else in bytes. */
+/* Lengths are in units of 16 bytes if address and length allow, else in bytes. */
 struct zero_operand {
     void *data;
     size_t n;

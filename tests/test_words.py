@@ -32,9 +32,30 @@ OURS = {
     r"faces?": "API, wrapper",
     r"honour(s|ed)?": "support",
     r"refus(e|es|ed|ing|al)": "reject",
+    r"distances?": "parameter delta",
+    r"flat rows?|row of all (parameters|elements)|one row a unit": "flat parameter, "
+    "flat buffer",
+    r"(deal|hand|shar)(s|e|es|ed|t|ing)? out|dealt|"
+    r"(who|ranks that) shares?": "shard, partition, distribute, sharding group",
+    r"(is|are|was|were|been|and|torch|transformers|fairseq|constructor) "
+    r"pass(ed|es) over": "skip, ignore",
+    r"(go|goes|going|went|gone) on": "resume, continue",
+    r"train(s|ed|ing)? apart|ranks meet|meet where|meets? at": "local steps, "
+    "synchronize",
+    r"(gather|fetch|load|read)(s|ed|ing)? ahead|(samples|batches) ahead": "prefetch",
+    r"(give|gives|given|giving|gave) (it |them |\w+ )?back": "return, restore, free",
+    r"(codes|it|they|them) (have |has )?miss(ed)?": "error-feedback residual",
+    r"(of|in) 16 bits|16[- ]bit (parameters|weights|floats)": "bf16 or fp16",
+    r"(codes|state) of (8|4|16|few|so many) bits": "8-bit state, quantized values",
+    r"processor time": "CPU time",
+    r"tax(es|ed)?": "overhead",
+    r"borne|bears? out": "confirm",
 }
 # Right where they are: the path, and the words.
 ALLOWED = {
+    "csrc/core/base/crc.c": r"distance",  # in bits
+    "csrc/core/schedule/schedule.c": r"distance",  # of two words
+    "csrc/binding/bmuf/bmuf.c": r"and passes over",  # loops over tensors
     "csrc/math/half.h": r"spares",  # a processor time
     "ctrainer/adapters/*": r"stretch(es)?",  # of sorted batches, as transformers' own
     "ctrainer/display/html.py": r"stretch",  # of a curve
@@ -42,7 +63,7 @@ ALLOWED = {
     "docs/*": r"Face",
     "ctrainer/*": r"Face",
 }
-SHARE = 7.0  # per cent of the words of C comments; the aim is 3.5
+SHARE = 2.4  # per cent of the words of C comments; 3.5 at most was the aim
 SUFFIXES = {".c", ".h", ".cu", ".cuh"}
 POINTING = frozenset("what those these it its they them one which where whose".split())
 

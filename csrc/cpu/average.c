@@ -4,7 +4,6 @@
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
 
-#include "core/base/pool.h"
 #include "math/ema.h"
 
 #define CT_ONLY_F32_F64
@@ -46,24 +45,20 @@ typedef struct average_job {
     const ct_span *averages, *values;
     double decay;
     ct_isa isa;
-    const ct_partition *partition;
 } average_job;
 
 static void
-run_batch(void *arg, size_t batch)
+average_piece(const void *arg, const ct_piece *piece)
 {
     const average_job *job = arg;
-    ct_piece piece = ct_partition_start(job->partition, batch);
-    while (ct_partition_next(job->partition, batch, &piece)) {
-        const ct_span *average = &job->averages[piece.span];
-        const ct_span *value = &job->values[piece.span];
-        const ct_dtype real = value->dtype == CT_F64 ? CT_F64 : CT_F32;
-        for (size_t done = 0; done < piece.n; done += CT_TILE) {
-            const size_t left = piece.n - done;
-            ct_average_elements(job->isa, real, average->data, average->dtype,
-                                value->data, value->dtype, piece.offset + done,
-                                left < CT_TILE ? left : CT_TILE, job->decay);
-        }
+    const ct_span *average = &job->averages[piece->span];
+    const ct_span *value = &job->values[piece->span];
+    const ct_dtype real = value->dtype == CT_F64 ? CT_F64 : CT_F32;
+    for (size_t done = 0; done < piece->n; done += CT_TILE) {
+        const size_t left = piece->n - done;
+        ct_average_elements(job->isa, real, average->data, average->dtype, value->data,
+                            value->dtype, piece->offset + done,
+                            left < CT_TILE ? left : CT_TILE, job->decay);
     }
 }
 
@@ -75,18 +70,13 @@ ct_cpu_average(void *stream, const ct_span *averages, const ct_span *values,
     if (n_spans == 0) {
         return CT_OK;
     }
-    ct_partition partition;
-    average_job job = {.averages = averages,
-                       .values = values,
-                       .decay = decay,
-                       .partition = &partition};
+    average_job job = {.averages = averages, .values = values, .decay = decay};
     ct_status status = ct_isa_get(&job.isa, err);
     if (status == CT_OK) {
         status = ct_check_pairs("average", averages, values, n_spans, err);
     }
     if (status == CT_OK) {
-        ct_partition_init(&partition, &values[0].n, sizeof values[0], n_spans);
-        ct_pool_run(run_batch, &job, partition.n_batches);
+        ct_for_pieces(&values[0].n, sizeof values[0], n_spans, average_piece, &job);
     }
     return status;
 }

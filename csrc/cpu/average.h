@@ -7,7 +7,7 @@
 
 #include <stddef.h>
 
-/* Elements [at, at + n) of average, of one dtype, take in those of value, of another:
+/* Adds elements [at, at + n) of value to the moving average, for any two dtypes:
  * computed in `real`, F32 or F64; n <= CT_TILE unless both dtypes are `real`. */
 void ct_average_elements(ct_isa isa, ct_dtype real, void *average,
                          ct_dtype average_dtype, const void *value,

@@ -1,13 +1,11 @@
 /* Copies and conversions on the CPU. Mirrors cuda/copy.cu.
  *
- * A conversion goes through a tile of floats, which hold every 16-bit value exactly,
- * or of doubles where either side is F64: two small loops for each dtype instead of
- * one for each pair. */
+ * A conversion goes through a tile of floats, exact for every 16-bit value, or of
+ * doubles if either side is F64: two small loops for each dtype instead of a loop for
+ * each pair of dtypes. */
 #include "cpu/partition.h"
 #include "cpu/kernels.h"
 #include "cpu/tile.h"
-
-#include "core/base/pool.h"
 
 #include <string.h>
 
@@ -15,7 +13,6 @@ typedef struct copy_job {
     const ct_span *to;
     const ct_span *from;
     ct_isa isa;
-    const ct_partition *partition;
 } copy_job;
 
 static void
@@ -34,21 +31,18 @@ convert(const copy_job *job, const ct_piece *piece)
 }
 
 static void
-run_batch(void *arg, size_t batch)
+copy(const void *arg, const ct_piece *piece)
 {
     const copy_job *job = arg;
-    ct_piece piece = ct_partition_start(job->partition, batch);
-    while (ct_partition_next(job->partition, batch, &piece)) {
-        const ct_span *to = &job->to[piece.span];
-        const ct_span *from = &job->from[piece.span];
-        if (to->dtype != from->dtype) {
-            convert(job, &piece);
-            continue;
-        }
-        const size_t size = ct_dtype_size(to->dtype);
-        memcpy((char *)to->data + piece.offset * size,
-               (const char *)from->data + piece.offset * size, piece.n * size);
+    const ct_span *to = &job->to[piece->span];
+    const ct_span *from = &job->from[piece->span];
+    if (to->dtype != from->dtype) {
+        convert(job, piece);
+        return;
     }
+    const size_t size = ct_dtype_size(to->dtype);
+    memcpy((char *)to->data + piece->offset * size,
+           (const char *)from->data + piece->offset * size, piece->n * size);
 }
 
 static ct_status
@@ -74,15 +68,13 @@ ct_cpu_copy(void *stream, const ct_span *to, const ct_span *from, size_t n_spans
     if (n_spans == 0) {
         return CT_OK;
     }
-    ct_partition partition;
-    copy_job job = {.to = to, .from = from, .partition = &partition};
+    copy_job job = {.to = to, .from = from};
     ct_status status = ct_isa_get(&job.isa, err);
     for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
         status = check_pair(i, &to[i], &from[i], err);
     }
     if (status == CT_OK) {
-        ct_partition_init(&partition, &to[0].n, sizeof to[0], n_spans);
-        ct_pool_run(run_batch, &job, partition.n_batches);
+        ct_for_pieces(&to[0].n, sizeof to[0], n_spans, copy, &job);
     }
     return status;
 }

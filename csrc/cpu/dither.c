@@ -1,3 +1,4 @@
+/* Stochastic rounding on the CPU: random bits and rounding, per instruction set. */
 #include "cpu/dither.h"
 
 #include "math/philox.h"

@@ -1,7 +1,7 @@
 /* Factored second moments on the CPU. Mirrors cuda/factor.cu.
  *
- * A matrix is cut into slabs of rows. A slab leaves sums of its rows and of its
- * columns, which are folded in order when all slabs are done. */
+ * A matrix is cut into slabs of rows. Each slab writes sums of its rows and columns;
+ * the sums are folded in order after all slabs. */
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 
@@ -38,10 +38,9 @@ least(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* ---- sums: slabs of rows, then the columns of matrices -----------------------------
- */
+/* ---- sums: slabs of rows, then the columns of matrices --------------------------- */
 
-/* Row number `row` of the list, as far as it is here. */
+/* The local part of row number `row` of the list. */
 static double
 sum_row(const factor_job *job, size_t row, double *columns)
 {
@@ -146,8 +145,7 @@ ct_cpu_factor_sums(void *stream, ct_scratch *scratch, const ct_factored *list, s
     return status;
 }
 
-/* ---- averages and factors ----------------------------------------------------------
- */
+/* ---- averages and factors -------------------------------------------------------- */
 
 static double
 get(ct_dtype dtype, const void *data, size_t i)

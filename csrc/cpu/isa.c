@@ -1,3 +1,4 @@
+/* The choice of an instruction set: CTRAINER_ISA, or the processor's best. */
 #include "cpu/isa.h"
 
 #include "core/device/device.h"

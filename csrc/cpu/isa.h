@@ -15,17 +15,17 @@ typedef enum ct_isa {
     CT_ISA_COUNT
 } ct_isa;
 
-/* The set in use, chosen at the first call. CT_EINVAL when CTRAINER_ISA names one that
- * is unknown or that this processor lacks. */
+/* The set in use, chosen at the first call. CT_EINVAL when CTRAINER_ISA names a set
+ * that is unknown or missing in this processor. */
 CT_NODISCARD ct_status ct_isa_get(ct_isa *isa, ct_error *err);
 
 /* CT_EINVAL, naming the kernel and the span, unless dtype is a float. */
 CT_NODISCARD ct_status ct_check_float(const char *kernel, size_t span, ct_dtype dtype,
                                       ct_error *err);
 
-/* The initialiser of a table [instruction set][float dtype] of a function that
- * expand.h has compiled: for all dtypes, for those but float16 (CT_NO_F16), or for
- * float32 and float64 alone (CT_ONLY_F32_F64). */
+/* The initialiser of a table [instruction set][float dtype] of a function
+ * compiled by expand.h: for all dtypes, for all but float16 (CT_NO_F16), or for float32
+ * and float64 alone (CT_ONLY_F32_F64). */
 #define CT_BODIES(function) CT_EACH_SET(CT_BODIES_OF, function)
 #define CT_BODIES_NO_F16(function) CT_EACH_SET(CT_BODIES_NO_F16_OF, function)
 #define CT_REAL_BODIES(function) CT_EACH_SET(CT_REAL_BODIES_OF, function)

@@ -14,7 +14,7 @@ enum {
     LANES = 32
 };
 
-/* Where the number of elements is known the loops have to know it. */
+/* A constant number of elements lets the compiler unroll the loops. */
 #if defined(__GNUC__)
 #define CT_ALWAYS_INLINE __attribute__((always_inline)) inline
 #else
@@ -119,7 +119,7 @@ ct_cpu_measure(void *stream, ct_scratch *scratch, const ct_update *update, doubl
     return status;
 }
 
-/* Sums of nothing settle an empty parameter, which nobody will ask for. */
+/* The sums of an empty parameter are 0; the settled constants are never used. */
 ct_status
 ct_cpu_settle(void *stream, const ct_update *update, const double *sums,
               ct_rule_coef *settled, ct_error *err)

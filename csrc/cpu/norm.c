@@ -1,9 +1,9 @@
 /* Sums of powers on the CPU. Mirrors cuda/norm.cu.
  *
- * Element k of a piece is added to lane k % LANES, the lanes of a batch are folded in
- * index order, then the batches are: the compiler may do the lanes side by side, and
- * neither its choice nor the number of threads changes a bit. Span by span the lanes
- * are those of a piece, and the pieces of a span are folded in order. */
+ * Element k of a piece is added to lane k % LANES; the lanes of a batch are folded in
+ * index order, then the batches: the compiler may vectorise the lanes, and neither the
+ * vector length nor the number of threads changes a bit. For separate sums of spans
+ * each piece has lanes, and the pieces of a span are folded in order. */
 #include "cpu/partition.h"
 #include "cpu/kernels.h"
 
@@ -28,7 +28,7 @@ typedef struct norm_job {
     double p;
     ct_isa isa;
     const ct_partition *partition;
-    double *partial; /* one for each batch, or one for each piece */
+    double *partial; /* for each batch, or for each piece */
 } norm_job;
 
 static void
@@ -60,8 +60,7 @@ job_init(norm_job *job, double p, const ct_span *spans, size_t n_spans, ct_error
     return status;
 }
 
-/* ---- all spans together -----------------------------------------------------------
- */
+/* ---- all spans together ---------------------------------------------------------- */
 
 static void
 run_batch(void *arg, size_t batch)
@@ -102,8 +101,7 @@ ct_cpu_norm(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
     return CT_OK;
 }
 
-/* ---- each span by itself ----------------------------------------------------------
- */
+/* ---- each span by itself --------------------------------------------------------- */
 
 static void
 run_pieces(void *arg, size_t batch)

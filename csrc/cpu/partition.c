@@ -1,4 +1,8 @@
+/* A batch ends at a whole span, or inside a span at a multiple of CT_PARTITION_ALIGN
+ * elements, so no block of quantized state is in two batches. */
 #include "cpu/partition.h"
+
+#include "core/base/pool.h"
 
 #include <string.h>
 
@@ -21,8 +25,8 @@ batch_elems(const ct_partition *partition, size_t n_spans)
     return share > CT_BATCH_ELEMS ? share : CT_BATCH_ELEMS;
 }
 
-/* A batch ends where it is full: behind the span that fills it, or in the middle of
- * it when more than CT_PARTITION_ALIGN of its elements are left over. */
+/* A full batch ends behind the current span, or inside the span when more than
+ * CT_PARTITION_ALIGN elements are left over. */
 void
 ct_partition_init(ct_partition *partition, const size_t *lengths, size_t stride,
                   size_t n_spans)
@@ -87,4 +91,29 @@ ct_partition_fold(const ct_partition *partition, const double *partial, size_t w
             }
         }
     }
+}
+
+typedef struct pieces_job {
+    ct_partition partition;
+    ct_piece_fn *fn;
+    const void *job;
+} pieces_job;
+
+static void
+run_batch(void *arg, size_t batch)
+{
+    const pieces_job *pieces = arg;
+    ct_piece piece = ct_partition_start(&pieces->partition, batch);
+    while (ct_partition_next(&pieces->partition, batch, &piece)) {
+        pieces->fn(pieces->job, &piece);
+    }
+}
+
+void
+ct_for_pieces(const size_t *lengths, size_t stride, size_t n_spans, ct_piece_fn *fn,
+              const void *job)
+{
+    pieces_job pieces = {.fn = fn, .job = job};
+    ct_partition_init(&pieces.partition, lengths, stride, n_spans);
+    ct_pool_run(run_batch, &pieces, pieces.partition.n_batches);
 }

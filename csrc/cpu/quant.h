@@ -1,22 +1,22 @@
-/* State of 8 bits to and from tiles. Mirrors cuda/quant.cuh. */
+/* 8-bit state to and from tiles. Mirrors cuda/quant.cuh. */
 #ifndef CT_CPU_QUANT_H
 #define CT_CPU_QUANT_H
 
 #include "core/device/update.h"
 #include "cpu/tile.h"
 
-/* Buckets are what numbers have in common whose sign, exponent and first seven bits
- * are the same, from 2^-23 to 1. */
+/* A bucket holds the numbers of equal sign, exponent and first seven bits, from 2^-23
+ * to 1. */
 enum {
     CT_QUANT_BUCKETS = (23 << 7) + 1 /* of either sign */
 };
 
 /* What finds the nearest number of a map. */
 typedef struct ct_quant_search {
-    const float *map; /* borrowed for one update; NULL: not made yet */
+    const float *map; /* borrowed during an update; NULL: not made yet */
     bool direct;      /* no bucket has two middles, and there are entries: */
-    /* For each bucket its lowest code and, eight bits up, above which second half of a
-     * key the code is one more. */
+    /* For each bucket the lowest code and, eight bits up, a limit: keys with a greater
+     * second half have the next code. */
     uint32_t entries[2 * CT_QUANT_BUCKETS];
     float middles[CT_QUANT_CODES - 1];
 } ct_quant_search;
@@ -26,14 +26,14 @@ typedef struct ct_quant_searches {
     ct_quant_search of[CT_RULE_MAX_STATES];
 } ct_quant_searches;
 
-/* None of them is made. */
+/* No table is made. */
 void ct_quant_searches_init(ct_quant_searches *searches);
 
-/* Do these fit the maps of a span's state? */
+/* Whether the tables fit the maps of a span's state. */
 bool ct_quant_fits(const ct_quant_searches *searches, const ct_update_span *span,
                    size_t n_states);
 
-/* Makes those anew that do not: some microseconds each. */
+/* Remakes the tables that do not fit: some microseconds each. */
 void ct_quant_prepare(ct_quant_searches *searches, const ct_update_span *span,
                       size_t n_states);
 

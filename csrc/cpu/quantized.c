@@ -3,7 +3,6 @@
 #include "cpu/partition.h"
 #include "cpu/kernels.h"
 
-#include "core/base/pool.h"
 #include "math/quantized.h"
 
 #define CT_BODY "cpu/body/quantized.h"
@@ -20,28 +19,23 @@ static decode_body *const decode_bodies[CT_ISA_COUNT][CT_FLOAT_DTYPES] =
 _Static_assert(CT_PARTITION_ALIGN % CT_QUANTIZED_BLOCK == 0,
                "a piece has whole blocks");
 
-/* One of the two. */
 typedef struct quantized_job {
-    const ct_encoding *encoding;
+    const ct_encoding *encoding; /* or NULL: decode */
     const ct_decoding *decoding;
     ct_isa isa;
-    ct_partition partition;
 } quantized_job;
 
 static void
-run_batch(void *arg, size_t batch)
+run_piece(const void *arg, const ct_piece *piece)
 {
     const quantized_job *job = arg;
-    ct_piece piece = ct_partition_start(&job->partition, batch);
-    while (ct_partition_next(&job->partition, batch, &piece)) {
-        if (job->encoding != NULL) {
-            const ct_dtype dtype = job->encoding->values.dtype;
-            encode_bodies[job->isa][dtype](job->encoding, piece.offset, piece.n);
-        }
-        else {
-            const ct_dtype dtype = job->decoding->values.dtype;
-            decode_bodies[job->isa][dtype](job->decoding, piece.offset, piece.n);
-        }
+    if (job->encoding != NULL) {
+        const ct_dtype dtype = job->encoding->values.dtype;
+        encode_bodies[job->isa][dtype](job->encoding, piece->offset, piece->n);
+    }
+    else {
+        const ct_dtype dtype = job->decoding->values.dtype;
+        decode_bodies[job->isa][dtype](job->decoding, piece->offset, piece->n);
     }
 }
 
@@ -53,8 +47,7 @@ run(quantized_job *job, const ct_span *values, const char *kernel, ct_error *err
         status = ct_check_float(kernel, 0, values->dtype, err);
     }
     if (status == CT_OK && values->n > 0) {
-        ct_partition_init(&job->partition, &values->n, sizeof *values, 1);
-        ct_pool_run(run_batch, job, job->partition.n_batches);
+        ct_for_pieces(&values->n, sizeof *values, 1, run_piece, job);
     }
     return status;
 }

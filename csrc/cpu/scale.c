@@ -2,7 +2,6 @@
 #include "cpu/partition.h"
 #include "cpu/kernels.h"
 
-#include "core/base/pool.h"
 #include "math/scale.h"
 
 #define CT_BODY "cpu/body/scale.h"
@@ -16,19 +15,15 @@ typedef struct scale_job {
     const ct_span *spans;
     double factor, limit;
     ct_isa isa;
-    const ct_partition *partition;
 } scale_job;
 
 static void
-run_batch(void *arg, size_t batch)
+scale(const void *arg, const ct_piece *piece)
 {
     const scale_job *job = arg;
-    ct_piece piece = ct_partition_start(job->partition, batch);
-    while (ct_partition_next(job->partition, batch, &piece)) {
-        const ct_span *span = &job->spans[piece.span];
-        bodies[job->isa][span->dtype](span->data, piece.offset, piece.n, job->factor,
-                                      job->limit);
-    }
+    const ct_span *span = &job->spans[piece->span];
+    bodies[job->isa][span->dtype](span->data, piece->offset, piece->n, job->factor,
+                                  job->limit);
 }
 
 ct_status
@@ -39,16 +34,13 @@ ct_cpu_scale(void *stream, double factor, double limit, const ct_span *spans,
     if (n_spans == 0) {
         return CT_OK;
     }
-    ct_partition partition;
-    scale_job job = {
-        .spans = spans, .factor = factor, .limit = limit, .partition = &partition};
+    scale_job job = {.spans = spans, .factor = factor, .limit = limit};
     ct_status status = ct_isa_get(&job.isa, err);
     for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
         status = ct_check_float("scale", i, spans[i].dtype, err);
     }
     if (status == CT_OK) {
-        ct_partition_init(&partition, &spans[0].n, sizeof spans[0], n_spans);
-        ct_pool_run(run_batch, &job, partition.n_batches);
+        ct_for_pieces(&spans[0].n, sizeof spans[0], n_spans, scale, &job);
     }
     return status;
 }

@@ -1,5 +1,5 @@
-/* Memory that a kernel of the CPU needs while it runs; apart from the table, which has
- * every kernel, so that kernels do not depend on it. */
+/* Scratch memory of the CPU's kernels; not in device.c, so that kernels do not depend
+ * on the table of all kernels. */
 #include "cpu/kernels.h"
 
 #include "core/base/alloc.h"

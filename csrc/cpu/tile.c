@@ -1,8 +1,8 @@
-/* Tiles: between what lies in memory and what is computed with.
+/* Conversions between the stored dtype and the type of the computation, for tiles.
  *
- * float16 has instructions of its own, which the compiler does not find behind the
- * arithmetic of math/half.h; their results are the same bits. An update of float16
- * takes half the time with them. */
+ * For float16 the processor has instructions with the same results as math/half.h; the
+ * compiler does not find them behind the arithmetic. They halve the time of an update
+ * of float16. */
 #include "cpu/tile.h"
 
 #define CT_BODY "cpu/body/tile.h"

@@ -1,5 +1,5 @@
-/* A few elements on their way between the dtype they are stored in and the one they
- * are computed in, in the first-level cache. */
+/* A few elements between the stored dtype and the type of the computation, in the
+ * first-level cache. */
 #ifndef CT_CPU_TILE_H
 #define CT_CPU_TILE_H
 
@@ -17,8 +17,8 @@ typedef union ct_tile {
     double f64[CT_TILE];
 } ct_tile;
 
-/* Elements [from, from + n) of an array of a float dtype into the tile, as doubles if
- * it is wide, else as floats; n <= CT_TILE. */
+/* Loads elements [from, from + n) of an array of a float dtype into the tile, as
+ * doubles if the tile is wide, else as floats; n <= CT_TILE. */
 void ct_tile_load(ct_isa isa, ct_tile *tile, bool wide, ct_dtype dtype,
                   const void *data, size_t from, size_t n);
 

@@ -1,7 +1,7 @@
 /* The update on the CPU, a tile of a span at a time. Mirrors cuda/update.cu.
  *
- * Rules are compiled for float and double, and for bfloat16 throughout, which then
- * keeps up with memory. */
+ * Rules are compiled for float and double, and for bfloat16 in every array, to keep up
+ * with memory. */
 #include "cpu/average.h"
 #include "cpu/partition.h"
 #include "cpu/dither.h"
@@ -25,8 +25,7 @@ static rule_body *const rules[CT_RULE_COUNT][CT_ISA_COUNT][CT_BF16 + 1] = {
 #undef CT_RULE
 };
 
-/* ---- a tile --------------------------------------------------------------------
- */
+/* ---- a tile ---------------------------------------------------------------------- */
 
 static void
 put(const ct_update_tile *s, const ct_tile *tile, void *data, ct_dtype dtype)
@@ -41,7 +40,7 @@ put(const ct_update_tile *s, const ct_tile *tile, void *data, ct_dtype dtype)
     }
 }
 
-/* Of what the model computes with, as it is stored. */
+/* Averages the model's weights as stored: the copy, or without a copy the parameter. */
 static void
 average(const ct_update_tile *s, double decay)
 {
@@ -118,7 +117,7 @@ is_quantized(const update_job *job, const ct_update_span *span)
     return job->n_states != 0 && span->state_dtype == CT_U8;
 }
 
-/* Those that all share or, for a span with maps of its own, `own`. */
+/* The shared tables or, for a span with other maps, `own`. */
 static const ct_quant_searches *
 searches_for(const update_job *job, const ct_update_span *span, ct_quant_searches *own)
 {

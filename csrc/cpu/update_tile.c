@@ -1,10 +1,11 @@
+/* Loads and stores the arrays of an update span, a tile at a time. */
 #include "cpu/update_tile.h"
 
 enum {
-    IN_CACHE = 4096 /* elements at a time where they are passed over again */
+    IN_CACHE = 4096 /* elements at a time, for further passes */
 };
 
-/* One array as the rule wants it: where it is, or in the tile. */
+/* An array for the rule: in place, or converted into the tile. */
 static void *
 ct_update_tile_borrow(const ct_update_tile *s, void *data, ct_dtype dtype,
                       ct_tile *tile)
@@ -16,7 +17,7 @@ ct_update_tile_borrow(const ct_update_tile *s, void *data, ct_dtype dtype,
     return tile;
 }
 
-/* Writes back what borrow gave and the rule has changed. */
+/* Writes a changed tile of borrow() back. */
 static void
 ct_update_tile_write_back(const ct_update_tile *s, const void *from, void *data,
                           ct_dtype dtype)
@@ -26,7 +27,7 @@ ct_update_tile_write_back(const ct_update_tile *s, const void *from, void *data,
     }
 }
 
-/* Part of one row of row[i] * col[j], from element k of the tile on. */
+/* Part of a row of row[i] * col[j], from element k of the tile on. */
 static void
 fill_row(const ct_update_tile *s, ct_tile *tile, size_t k, size_t row, size_t col,
          size_t n)

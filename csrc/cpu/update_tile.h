@@ -1,8 +1,8 @@
-/* A few elements of one span, with its arrays as a rule wants them.
+/* A few elements of a span, converted for a rule.
  *
- * Arrays of the type that the rule computes in are handed to it where they are; others
- * pass through tiles, so that a rule is compiled for float and double alone and every
- * mixture of dtypes costs little more than its traffic. */
+ * A rule works in place on arrays of the type of its computation; others pass through
+ * tiles, so that rules are compiled for float and double alone and every mixture of
+ * dtypes costs little more than the traffic. */
 #ifndef CT_CPU_UPDATE_TILE_H
 #define CT_CPU_UPDATE_TILE_H
 
@@ -12,7 +12,7 @@ typedef struct ct_update_tile {
     const ct_update_span *span;
     size_t at, n; /* n elements from `at` on */
     size_t n_states;
-    ct_dtype real; /* what the rule is handed */
+    ct_dtype real; /* the rule's arguments */
     ct_isa isa;
     const ct_quant_searches *searches; /* for state that is U8 */
 } ct_update_tile;
@@ -37,9 +37,9 @@ ct_update_tile_element(const ct_update_tile *s, void *data, ct_dtype dtype)
 ct_operands ct_update_tile_operands(const ct_update_tile *s, ct_operand_tiles *tiles);
 void ct_update_tile_write_states(const ct_update_tile *s, const ct_operands *at);
 
-/* How many elements to take at a time: a tile where one is needed, else what stays in
- * the first-level cache where the caller passes over them `again` or they are copied or
- * averaged, else all. */
+/* Number of elements to process at a time: a tile if the span needs conversion, else a
+ * part of the first-level cache if the elements are used `again`, copied or averaged,
+ * else all. */
 size_t ct_update_tile_length(const ct_update_span *span, ct_dtype real, size_t n_states,
                              bool again);
 

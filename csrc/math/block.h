@@ -1,5 +1,5 @@
-/* The update of a block of steps for one element, in float and in double: what workers
- * that trained apart do when they meet.
+/* The update of an element after a block of steps, in float and in double: workers that
+ * trained separately combine their models.
  *
  * Source: Chen and Huo, "Scalable training of deep learning machines by incremental
  * block training with intra-block parallel optimization and blockwise model-update
@@ -7,16 +7,16 @@
  * CT_BLOCK_NESTEROV the outer step of Douillard et al., "DiLoCo: Distributed
  * Low-Communication Training of Language Models", 2023. SlowMo (Wang et al., "SlowMo:
  * Improving Communication-Efficient Distributed SGD with Slow Momentum", 2020,
- * equations 2 and 3), with the optimizer's rate g and its own a, is lr = 1 / g, reach =
- * a * g. A model that has gone on meanwhile rejoins as in CoCoD-SGD: Shen et al.,
- * "Faster Distributed Deep Net Training: Computation and Communication Decoupled
- * Stochastic Gradient Descent", 2019, with the momentum of blocks added. */
+ * equations 2 and 3), with the optimizer's learning rate g and SlowMo's a, is lr = 1 /
+ * g, reach = a * g. A model that has trained further meanwhile rejoins as in CoCoD-SGD:
+ * Shen et al., "Faster Distributed Deep Net Training: Computation and Communication
+ * Decoupled Stochastic Gradient Descent", 2019, with the momentum of blocks added. */
 #ifndef CT_BLOCK_MATH_H
 #define CT_BLOCK_MATH_H
 
 #include "math/coef.h"
 
-/* Where the model goes from the global model and its momentum. */
+/* The model's new value from the global model and the momentum. */
 typedef enum ct_block_look {
     CT_BLOCK_PLAIN,
     CT_BLOCK_NBM,     /* the momentum again, times `momentum`: fairseq's use_nbm */
@@ -25,7 +25,7 @@ typedef enum ct_block_look {
 
 #define CT_BLOCK_SHARE_COEF(REAL, FLAG)                                                \
     REAL(world_size)                                                                   \
-    REAL(inverse) /* of a power of two, of which it is exact; else 0 */
+    REAL(inverse) /* for a power of two, exact; else 0 */
 CT_COEF(ct_block_share, CT_BLOCK_SHARE_COEF)
 
 /* The constants of shares of an average over so many workers, >= 1. */
@@ -41,7 +41,7 @@ ct_block_share_of(int world_size)
 #define CT_BLOCK_MOMENTUM_COEF(REAL, FLAG)                                             \
     REAL(momentum)                                                                     \
     REAL(lr)                                                                           \
-    REAL(reach) /* 1, and of SlowMo its lr times the optimizer's */                    \
+    REAL(reach) /* 1; for SlowMo lr times the optimizer's learning rate */             \
     FLAG(look)  /* a ct_block_look */
 CT_COEF(ct_block_momentum, CT_BLOCK_MOMENTUM_COEF)
 

@@ -1,9 +1,8 @@
 /* The constants of a rule, listed once.
  *
- * A rule's math header lists its constants in a macro CT_<RULE>_COEF(REAL, FLAG), of
- * which CT_COEF makes the struct in double that the host fills in, and its formula
- * header makes with CT_ROUNDED the struct in the type of the formula and the function
- * that rounds one to the other. */
+ * A formula header lists its constants in a macro CT_<RULE>_COEF(REAL, FLAG). CT_COEF
+ * makes the struct in double that the host fills in, CT_ROUNDED the struct in the type
+ * of the formula and the function that rounds the former to the latter. */
 #ifndef CT_COEF_H
 #define CT_COEF_H
 

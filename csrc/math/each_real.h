@@ -1,8 +1,8 @@
 /* Includes the header CT_FORMULA twice, once for float and once for double.
  *
- * C has no templates. A formula is written with ct_real for the type, CT_SQRT for its
- * square root, and CT_REAL(name), which gives name_f32 and name_f64. Not guarded: it is
- * included once for each formula. */
+ * C has no templates. A formula is written with ct_real for the type, CT_SQRT for the
+ * square root, and CT_REAL(name) for name_f32 and name_f64. Not guarded: included for
+ * each formula. */
 #define ct_real float
 #define CT_REAL(name) name##_f32
 #define CT_SQRT(x) sqrtf(x)

@@ -1,9 +1,9 @@
 /* bfloat16 and float16, carried as uint16_t, to and from float.
  *
  * Narrowing rounds to nearest, ties to even; too large becomes Inf; NaN stays NaN,
- * quiet, with its sign and the payload bits that fit. No branches, so that loops over
- * these vectorise, and no float that is subnormal on the way, so that the results do
- * not depend on a flush-to-zero mode. Compiles as C11 and as CUDA C++. */
+ * quiet, with the sign and as many payload bits as fit. No branches, so that loops
+ * vectorise, and no subnormal intermediate float, so that results do not depend on a
+ * flush-to-zero mode. Compiles as C11 and as CUDA C++. */
 #ifndef CT_HALF_MATH_H
 #define CT_HALF_MATH_H
 
@@ -35,7 +35,7 @@ ct_f32_from_bf16(uint16_t half)
     return ct_f32_from_bits((uint32_t)half << 16);
 }
 
-/* Its upper half is the bfloat16; the lower half is what is left of the addition. */
+/* The upper half is the bfloat16; the lower half is a rest of the addition. */
 CT_HD static inline uint32_t
 ct_bf16_above_f32(float value)
 {
@@ -52,8 +52,8 @@ ct_bf16_from_f32(float value)
     return (uint16_t)(ct_bf16_above_f32(value) >> 16);
 }
 
-/* Two bfloat16 next to each other, as one word: a loop over words spares the processor
- * the spreading and the gathering of 16-bit lanes. */
+/* Two adjacent bfloat16 as a word: a loop over words avoids spreading and gathering
+ * 16-bit lanes. */
 CT_HD static inline uint32_t
 ct_bf16_pair(const uint16_t *from)
 {
@@ -82,9 +82,9 @@ ct_bf16_pair_store(uint16_t *to, float low, float high)
     memcpy(to, &pair, sizeof pair);
 }
 
-/* Rounded up in magnitude with the probability of what bfloat16 cannot hold, else down:
- * right on average. `random` is 16 random bits. A value beyond the largest may become
- * Inf; NaN stays NaN and Inf stays Inf. */
+/* Rounds up in magnitude with a probability equal to the fraction lost by rounding
+ * down, else down: right on average. `random` is 16 random bits. A value beyond the
+ * largest bfloat16 may become Inf; NaN stays NaN and Inf stays Inf. */
 CT_HD static inline uint16_t
 ct_bf16_from_f32_stochastic(float value, uint32_t random)
 {
@@ -99,8 +99,8 @@ ct_bf16_from_f32_stochastic(float value, uint32_t random)
 }
 
 /* float16: 1 sign, 5 exponent (bias 15), 10 mantissa bits. Exponent 31 is Inf or NaN
- * and moves to 255. Exponent 0 counts units of 2^-24: given the exponent of 2^-14 it
- * is 2^-14 too large, which the subtraction, being exact, takes away. */
+ * and moves to 255. Exponent 0 counts units of 2^-24: with the exponent of
+ * 2^-14 the value is 2^-14 too large, and an exact subtraction corrects it. */
 CT_HD static inline float
 ct_f32_from_f16(uint16_t half)
 {
@@ -117,7 +117,7 @@ ct_f32_from_f16(uint16_t half)
 }
 
 /* Below 2^-14 the result counts units of 2^-24, the spacing of floats in [0.5, 1):
- * adding 0.5 rounds to it. From 65520 on the nearest is Inf. */
+ * adding 0.5 rounds to these units. From 65520 on the nearest is Inf. */
 CT_HD static inline uint16_t
 ct_f16_from_f32(float value)
 {
@@ -133,9 +133,8 @@ ct_f16_from_f32(float value)
     return (uint16_t)(sign | (size > 0x7f800000u ? quiet : bounded));
 }
 
-/* The float next to a double on the side where the last bit is odd, or the double
- * itself if it is a float: rounding that once more to a 16-bit type gives what
- * rounding the double at once would. */
+/* Rounds a double to odd: an exact float stays, else the neighbour with an odd last
+ * bit. Rounding the result to a 16-bit type equals rounding the double directly. */
 CT_HD static inline float
 ct_f32_round_to_odd(double value)
 {

@@ -1,8 +1,8 @@
-/* Sums of powers: what a norm of any p is made of.
+/* Sums of powers, for a norm of any p.
  *
  * The p-norm is the p-th root of the sum of |x|^p, and with p = Inf the largest |x|.
- * Whole p below 16 and Inf have sums without pow(), which vectorise. A NaN or Inf in
- * any x makes the sum NaN or Inf, that of p = Inf too. */
+ * Sums for whole p below 16 and for Inf have no pow() and vectorise. A NaN or Inf in
+ * any x makes the sum NaN or Inf, for p = Inf too. */
 #ifndef CT_NORM_MATH_H
 #define CT_NORM_MATH_H
 
@@ -29,7 +29,7 @@ ct_norm_kind_of(double p)
                                                         : CT_NORM_POWER;
 }
 
-/* Two sums made one; a NaN on either side stays. */
+/* Combines two sums; a NaN on either side stays. */
 CT_HD static inline double
 ct_norm_merge(ct_norm_kind kind, double a, double b)
 {
@@ -39,8 +39,8 @@ ct_norm_merge(ct_norm_kind kind, double a, double b)
     return a + b;
 }
 
-/* x^p by the binary digits of p, which is below 16. A digit of 0 multiplies by 1, which
- * changes nothing, so the loop over x has no branch. */
+/* x^p by the binary digits of p < 16. A digit of 0 multiplies by 1, so the loop over x
+ * has no branch. */
 CT_HD static inline double
 ct_norm_whole_power(double x, int p)
 {
@@ -50,7 +50,7 @@ ct_norm_whole_power(double x, int p)
     return low * high;
 }
 
-/* A sum and one more x. */
+/* Adds x to a sum. */
 CT_HD static inline double
 ct_norm_add(ct_norm_kind kind, double p, double sum, double x)
 {

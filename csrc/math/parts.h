@@ -6,8 +6,8 @@
 
 #include <math.h>
 
-/* The constants of a moving average x * keep + y * (1 - keep), which ct_average works
- * out as x + weight * (y - x), or from y where that is nearer: keep <= 0.5. */
+/* The constants of a moving average x * keep + y * (1 - keep); ct_average computes x +
+ * weight * (y - x), or starts from y if nearer: keep <= 0.5. */
 static inline double
 ct_average_weight(double keep)
 {

@@ -13,7 +13,7 @@ enum {
     CT_PHILOX_ROUNDS = 10
 };
 
-/* Round number `round`, from 0 on, on one word of each of the four. */
+/* Round number `round`, counted from 0, on a word of each of the four. */
 CT_HD static inline void
 ct_philox_round(uint64_t key, uint32_t round, uint32_t *x0, uint32_t *x1, uint32_t *x2,
                 uint32_t *x3)

@@ -1,10 +1,10 @@
-/* State of 8 bits: a code for each element, a number for each code, and for each block
- * of elements the largest magnitude in it, by which its numbers are scaled.
+/* 8-bit state: a code for each element, a map of codes to numbers, and for each block
+ * of elements a scale, the largest magnitude in the block.
  *
  * A map is 256 floats in ascending order, from -1 or 0 to 1; the elements of an array
- * are map[code] * absmax[block]. What is written is the code of the map's number that
- * is nearest to x / absmax. Only comparisons and correctly rounded operations, so that
- * every device writes the same codes.
+ * are map[code] * absmax[block]. Storing x writes the code of the number nearest to x /
+ * absmax. Only comparisons and correctly rounded operations, so that every device
+ * writes the same codes.
  *
  * Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise
  * Quantization", 2022, sections 2.1 and 2.2; in the layout of bitsandbytes.
@@ -21,16 +21,15 @@ enum {
     CT_QUANT_CODES = 256  /* numbers in a map */
 };
 
-/* |x| as an integer, which has the order of magnitudes, Inf and NaN above all others.
- */
+/* |x| as an integer, ordered by magnitude, with Inf and NaN above all others. */
 CT_HD static inline uint32_t
 ct_quant_magnitude(float x)
 {
     return ct_bits_from_f32(x) & 0x7fffffffu;
 }
 
-/* absmax of a block from its largest magnitude. One Inf or NaN makes it NaN, and with
- * it every element of the block: a bad number does not hide behind a code. */
+/* absmax of a block from the largest magnitude. An Inf or NaN makes absmax and so every
+ * element of the block NaN: a bad number does not hide behind a code. */
 CT_HD static inline float
 ct_quant_absmax(uint32_t magnitude)
 {
@@ -54,14 +53,14 @@ ct_quant_unit(float x, float scale)
     return unit == unit ? unit : 0.0f;
 }
 
-/* Above it the higher one of two neighbours in a map is the nearer one. */
+/* The middle of two neighbours in a map: greater numbers are nearer to the higher. */
 CT_HD static inline float
 ct_quant_middle(float low, float high)
 {
     return 0.5f * (low + high);
 }
 
-/* The code nearest to a unit: how many of the 255 middles are below it. */
+/* The code nearest to a unit: the number of middles below it, out of 255. */
 CT_HD static inline uint32_t
 ct_quant_nearest(const float *middles, float unit)
 {

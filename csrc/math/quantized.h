@@ -1,15 +1,15 @@
 /* Quantized values of 8 or 4 bits, evenly spaced: x is about code * scale, code a whole
  * number from -127 to 127 or from -7 to 7, and scale the largest magnitude of a block
- * over 127 or 7. What a code misses is at most half a scale. Two 4-bit values share a
- * byte, the first in its low half.
+ * over 127 or 7. The error, the residual, is at most half a scale. Two 4-bit values
+ * share a byte, the first in the low half.
  *
  * Only comparisons and correctly rounded operations, so that every device writes the
- * same codes. Inf or NaN makes a block's scale NaN, and with it all that is decoded
- * from the block; what is remembered of it stays as it was.
+ * same codes. Inf or NaN makes a block's scale NaN, and so all decoded values of the
+ * block; the residuals stay unchanged.
  *
- * Source: Alistarh et al., "QSGD", 2017 (one scale for a block of values); Karimireddy
+ * Source: Alistarh et al., "QSGD", 2017 (a scale for each block of values); Karimireddy
  * et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019
- * (what is remembered). */
+ * (residuals). */
 #ifndef CT_MATH_QUANTIZED_H
 #define CT_MATH_QUANTIZED_H
 
@@ -42,7 +42,7 @@ ct_quantized_blocks(size_t n)
     return n / CT_QUANTIZED_BLOCK + (n % CT_QUANTIZED_BLOCK != 0);
 }
 
-/* The scale of a block from its largest magnitude. */
+/* The scale of a block from the largest magnitude. */
 CT_HD static inline float
 ct_quantized_scale(uint32_t magnitude, float most)
 {
@@ -58,7 +58,7 @@ ct_quantized_nearest(float x, float inverse, float most)
     return (int8_t)(low < most ? low : most);
 }
 
-/* Two 4-bit values in a byte, and out of it. */
+/* Packs two 4-bit values into a byte, and unpacks them. */
 CT_HD static inline int8_t
 ct_quantized_pair(int8_t first, int8_t second)
 {

@@ -2,23 +2,11 @@
 #ifndef CT_RULES_H
 #define CT_RULES_H
 
-#include "math/adadelta.h"
-#include "math/adafactor.h"
-#include "math/adagrad.h"
-#include "math/adamax.h"
-#include "math/adamw.h"
-#include "math/ademamix.h"
 #include "math/block.h"
-#include "math/descend.h"
-#include "math/lamb.h"
-#include "math/lars.h"
-#include "math/lion.h"
-#include "math/muon.h"
-#include "math/nadam.h"
-#include "math/nag.h"
-#include "math/rmsprop.h"
-#include "math/schedule_free.h"
-#include "math/sgd.h"
+#include "math/parts.h"
+
+#define CT_FORMULA "math/formula/all.h"
+#include "math/each_real.h"
 
 #include <stddef.h>
 

@@ -8,10 +8,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from ctrainer import _C
 from ctrainer.adapters import reading
+from ctrainer.adapters.batch_shard import BatchShard
 from ctrainer.adapters.generators import place_word
-from ctrainer.arguments.accelerator import Dealing
+from ctrainer.arguments.accelerator import BatchPlan
 
 _AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
 
@@ -71,7 +71,7 @@ class DataLoader:
     """Batches of a data set, read in the training process.
 
     dataset has examples by index, in the sampler's order, or is an iterable and then
-    taken as it comes. dealing: how the batches are dealt out to several ranks.
+    taken as it comes. plan: how the batches are sharded to several ranks.
     """
 
     def __init__(
@@ -81,21 +81,24 @@ class DataLoader:
         sampler: Any,
         collate_fn: Callable[[list[Any]], Any],
         drop_last: bool = False,
-        dealing: Dealing | None = None,
+        plan: BatchPlan | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.sampler = sampler
         self.collate_fn = collate_fn
         self.drop_last = drop_last
-        self.dealing = dealing
+        self._shard: BatchShard | None = None
+        if plan is not None:
+            self._shard = BatchShard(
+                plan.rank, plan.world_size, batch_size, plan.split_batches,
+                plan.even_batches, drop_last and plan.drops_last,
+            )  # fmt: skip
 
     def __len__(self) -> int:
         n = len(self.dataset if self.sampler is None else self.sampler)
         n = n // self.batch_size if self.drop_last else -(-n // self.batch_size)
-        if self.dealing is None:
-            return n
-        return _C.BatchShard.count(n, *self._place(), **self._rules())
+        return n if self._shard is None else self._shard.count(n)
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches(0)
@@ -107,8 +110,8 @@ class DataLoader:
         have an index. begin: called with each batch's number before it is read, after
         its indices are known."""
         mine: Iterator[list[Any]] = self._lists()
-        if self.dealing is not None:
-            mine = _C.BatchShard(mine, *self._place(), **self._rules())
+        if self._shard is not None:
+            mine = self._shard.of(mine)
         next(itertools.islice(mine, skip, skip), None)
         return self._read(mine, skip, begin)
 
@@ -133,18 +136,6 @@ class DataLoader:
         while batch := list(itertools.islice(source, self.batch_size)):
             if len(batch) == self.batch_size or not self.drop_last:
                 yield batch
-
-    def _place(self) -> tuple[int, int, int]:
-        assert self.dealing is not None
-        return self.dealing.rank, self.dealing.world_size, self.batch_size
-
-    def _rules(self) -> dict[str, bool]:
-        assert self.dealing is not None
-        return {
-            "split": self.dealing.split_batches,
-            "even": self.dealing.even_batches,
-            "drop_last": self.drop_last and self.dealing.drops_last,
-        }
 
 
 def default_collator(features: list[Any]) -> dict[str, Any]:

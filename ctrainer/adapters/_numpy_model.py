@@ -14,8 +14,22 @@ Array = NDArray[Any]
 class Parameter:
     """An array that is trained, and its gradient.
 
-    data is a contiguous array of float32, float64 or float16; grad is None or an array
-    like it. The engine writes to data in place.
+    The engine writes to data in place; grad is None or an array like it.
+
+    Args:
+        data (Array): Of float32, float64 or float16; copied where it is not contiguous.
+        requires_grad (bool, default True): Train it.
+
+    Raises:
+        TypeError: another dtype.
+
+    Example:
+        >>> import numpy as np
+        >>> from ctrainer.adapters.numpy import Parameter
+        >>> weight = Parameter(np.zeros((2, 3), np.float32))
+        >>> weight.accumulate(np.ones((2, 3)))
+        >>> weight.grad.sum()
+        np.float32(6.0)
     """
 
     __slots__ = ("__weakref__", "data", "grad", "requires_grad")
@@ -31,7 +45,11 @@ class Parameter:
         self.requires_grad = requires_grad
 
     def accumulate(self, grad: Array) -> None:
-        """Add to the gradient, which becomes an array of this parameter's dtype."""
+        """Add to the gradient, which becomes an array of this parameter's dtype.
+
+        Args:
+            grad (Array): Of this parameter's shape.
+        """
         if self.grad is None:
             self.grad = np.array(grad, dtype=self.data.dtype, order="C")
         else:
@@ -44,7 +62,17 @@ class Parameter:
 class Loss(float):
     """The value of a loss, with the function that brings gradients to parameters.
 
-    pull(scale) adds scale times the gradient of the loss to each parameter.
+    Args:
+        value (float): The loss.
+        pull (Callable[[float], None]): pull(scale) adds scale times the gradient of the
+            loss to each parameter.
+        scale (float, default 1.0): Factor of the value that the gradients get, too;
+            products of a Loss have it.
+
+    Example:
+        >>> from ctrainer.adapters.numpy import Loss
+        >>> (Loss(2.0, lambda scale: print("scale", scale)) / 4).backward()
+        scale 0.25
     """
 
     pull: Callable[[float], None]
@@ -59,10 +87,11 @@ class Loss(float):
         return loss
 
     def backward(self) -> None:
+        """Add the gradients to the parameters."""
         self.pull(self.scale)
 
     def detach(self) -> np.float64:
-        """The value alone, as a NumPy number."""
+        """Return the value alone, as a NumPy number."""
         return np.float64(self)
 
     def __mul__(self, factor: float) -> Loss:
@@ -75,7 +104,17 @@ class Loss(float):
 
 
 class ItemCount:
-    """Number of predicted targets in an update; notes whether anybody used it."""
+    """Number of predicted targets in an update; notes whether anybody used it.
+
+    Args:
+        value (int): The number.
+
+    Example:
+        >>> from ctrainer.adapters.numpy import ItemCount
+        >>> count = ItemCount(10)
+        >>> int(count), count.was_read
+        (10, True)
+    """
 
     __array_ufunc__ = None  # NumPy leaves arithmetic with it to the methods below
 

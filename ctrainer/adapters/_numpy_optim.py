@@ -10,6 +10,7 @@ import numpy as np
 
 from ctrainer._C import OptimEngine
 from ctrainer.adapters._numpy_model import Parameter
+from ctrainer.arguments.optimizer_docs import NUMPY, describe
 
 # The classes that optim= may mean.
 NAMES = ("Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "SGD")
@@ -20,6 +21,21 @@ class Optimizer:
 
     param_groups and state are live: they are read at each step. Arrays of state are
     made at a parameter's first step.
+
+    Args:
+        params (Iterable[Any]): Parameters, or dicts with parameters under "params" and
+            options of their own.
+        defaults (dict[str, Any]): Options of groups that lack them.
+
+    Raises:
+        ValueError: params is empty, or has a parameter twice.
+        TypeError: something that is no Parameter.
+
+    Example:
+        >>> import numpy as np
+        >>> from ctrainer.adapters.numpy import Optimizer, Parameter, SGD
+        >>> isinstance(SGD([Parameter(np.ones(3, np.float32))]), Optimizer)
+        True
     """
 
     _kind: str
@@ -51,7 +67,16 @@ class Optimizer:
         self._engine = OptimEngine(self._kind)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add a dict with "params" and options that differ from the defaults."""
+        """Add a group.
+
+        Args:
+            group (dict[str, Any]): A dict with "params" and options that differ from
+                the defaults.
+
+        Raises:
+            TypeError: something that is no Parameter.
+            ValueError: a parameter that is listed twice or in a group already.
+        """
         self._engine.check_idle("add_param_group()")
         params = group["params"]
         params = [params] if isinstance(params, Parameter) else list(params)
@@ -77,7 +102,27 @@ class Optimizer:
         clip_value: float | None = None,
         clip_by_group: bool = False,
     ) -> None:
-        """Clip, update and zero the gradients, as ctrainer.optim.AdamW.step does."""
+        """Clip, update and zero the gradients, as ctrainer.optim.AdamW.step does.
+
+        Args:
+            max_norm (float | None, default None): The largest norm of the gradients,
+                after division by loss_scale; None: no clipping.
+            zero_grads (bool, default False): Write zeros over the gradients in the same
+                pass.
+            loss_scale (float, default 1.0): The factor that the loss was multiplied by.
+            nonfinite (Literal[keep, skip, stop], default 'keep'): For a gradient that
+                is Inf or NaN: "keep" updates all the same, "skip" changes nothing,
+                "stop" raises.
+            norm_type (float, default 2.0): p of the norm, > 0; inf for the largest
+                element.
+            clip_value (float | None, default None): After max_norm, clip each element
+                to [-clip_value, clip_value].
+            clip_by_group (bool, default False): Let max_norm bound the norm of each
+                group by itself.
+
+        Raises:
+            FloatingPointError: nonfinite is "stop" and a gradient is not finite.
+        """
         self._engine.step(
             self,
             max_norm,
@@ -95,7 +140,11 @@ class Optimizer:
         return self._engine.grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or fill them with zeros."""
+        """Drop the gradients, or fill them with zeros.
+
+        Args:
+            set_to_none (bool, default True): Drop them.
+        """
         for parameter in (p for g in self.param_groups for p in g["params"]):
             if set_to_none:
                 parameter.grad = None
@@ -103,7 +152,8 @@ class Optimizer:
                 parameter.grad.fill(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """State by the number of the parameter, and groups; arrays are not copied."""
+        """Return state by the number of the parameter, and groups; arrays are not
+        copied."""
         numbers = {
             p: i
             for i, p in enumerate(p for g in self.param_groups for p in g["params"])
@@ -117,7 +167,10 @@ class Optimizer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load copies of what state_dict() gave.
+        """Load copies of what state_dict() returned.
+
+        Args:
+            state_dict (dict[str, Any]): "state" and "param_groups".
 
         Raises:
             ValueError: groups or parameters differ in number; nothing has changed.
@@ -154,6 +207,12 @@ def _counted(parameter: Parameter, *names: str) -> dict[str, Any]:
 
 class AdamW(Optimizer):
     """AdamW with torch's defaults.
+
+    Args:
+        params (Iterable[Any]): Parameters, or dicts with parameters under 'params' and
+            options of their own.
+        weight_decay (float, default 0.01): A step shrinks the parameter by lr *
+            weight_decay; >= 0.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
@@ -208,6 +267,13 @@ class Adam(AdamW):
 class Adagrad(Optimizer):
     """Adagrad with torch's defaults and form.
 
+    Args:
+        lr_decay (float, default 0.0): Update t has the learning rate lr / (1 + (t - 1)
+            * lr_decay); >= 0.
+        initial_accumulator_value (float, default 0.0): Where the sum of squared
+            gradients starts, >= 0.
+        eps (float, default 1e-10): Added to the root of the sum of squares, >= 0.
+
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning
     and Stochastic Optimization", 2011.
     """
@@ -236,7 +302,13 @@ class Adagrad(Optimizer):
 
 
 class RMSprop(Optimizer):
-    """RMSprop with torch's defaults and form, as ctrainer.optim.RMSprop."""
+    """RMSprop with torch's defaults and form, as ctrainer.optim.RMSprop.
+
+    Args:
+        alpha (float, default 0.99): Decay of the mean of squared gradients, >= 0.
+        centered (bool, default False): Divide by the variance: subtract the squared
+            mean of gradients.
+    """
 
     _kind = "rmsprop"
 
@@ -265,6 +337,12 @@ class RMSprop(Optimizer):
 
 class Lion(Optimizer):
     """Lion with its authors' defaults, as ctrainer.optim.Lion.
+
+    Args:
+        betas (tuple[float, float], default (0.9, 0.99)): Decays of the direction, and
+            of the momentum that is kept, in [0, 1).
+        weight_decay (float, default 0.0): A step shrinks the parameter by lr *
+            weight_decay; >= 0.
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.
     """
@@ -309,3 +387,7 @@ class SGD(Optimizer):
 
     def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
         return {"momentum_buffer": np.zeros_like(parameter.data)}
+
+
+for _cls in (SGD, Adagrad, Adam, AdamW, Lion, RMSprop):
+    describe(_cls, NUMPY)

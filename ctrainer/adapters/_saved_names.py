@@ -224,7 +224,7 @@ def _told(
     unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     absent = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
     extra = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    if _converts(model):  # buffers of older releases, which transformers passes over
+    if _converts(model):  # buffers of older releases, which transformers ignores
         own = [name.rpartition(".")[2] for name, _ in model.named_buffers()]
         extra += [rf"(^|\.){n}$" for n in ("inv_freq", "position_ids") if n in own]
     return (

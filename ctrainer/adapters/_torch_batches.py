@@ -61,7 +61,7 @@ class DrawnSampler(Sampler[int], Seekable):
     """A RandomSampler's order by a generator of its own, whose seed is drawn from
     torch's when the sampler is made; ranks take over the first one's.
 
-    Epoch n has what the n-th pass over it would give, so a resumed run finds it again.
+    Epoch n has what the n-th pass over it would have, so a resumed run finds it again.
     Source: accelerate 1.x, prepare_data_loader without use_seedable_sampler.
     """
 
@@ -135,16 +135,16 @@ def _randomly(sampler: RandomSampler, n: int, keep: int) -> Iterator[int]:
         torch.randperm(rows, generator=generator, device="cpu")
 
 
-def seeded(sampler: Any, args: Any, dealt: bool) -> Any:
+def seeded(sampler: Any, args: Any, sharded: bool) -> Any:
     """A RandomSampler without replacement as a SeededSampler, or without
-    use_seedable_sampler as a DrawnSampler where all ranks read by it, to be dealt
+    use_seedable_sampler as a DrawnSampler where all ranks read by it, to be sharded
     batches; any other as it is."""
     plain = type(sampler) is RandomSampler and not sampler.replacement
     if not plain or sampler.generator is not None:
         return sampler
     if config_of(args.accelerator_config).use_seedable_sampler:
         return SeededSampler(sampler.data_source, args, sampler.num_samples)
-    if not dealt:
+    if not sharded:
         return sampler
     return DrawnSampler(sampler.data_source, sampler.num_samples)
 

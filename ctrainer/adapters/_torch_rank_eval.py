@@ -13,40 +13,40 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ctrainer.arguments.accelerator import Dealing
+from ctrainer.arguments.accelerator import BatchPlan
 from ctrainer.comm import world
 
 
-class HandedOut:
-    """Batches that rank 0 reads and hands out, each as it is: of every world_size the
-    first to rank 0, the second to rank 1.
+class WholeBatchLoader:
+    """Batches that rank 0 reads and sends whole: of every world_size batches the first
+    to rank 0, the second to rank 1.
 
     All ranks iterate over it at the same time. Raises RuntimeError on the others when
     rank 0 cannot read on.
     """
 
-    def __init__(self, loader: DataLoader[Any], dealing: Dealing) -> None:
+    def __init__(self, loader: DataLoader[Any], plan: BatchPlan) -> None:
         self.loader = loader
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size
         self.batch_sampler = loader.batch_sampler
         self.drop_last = loader.drop_last
-        self.dealing = dealing
+        self.plan = plan
 
     def __len__(self) -> int:
-        return -(-len(self.loader) // self.dealing.world_size)
+        return -(-len(self.loader) // self.plan.world_size)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.turns(self.loader if self.dealing.rank == 0 else None)
+        return self.turns(self.loader if self.plan.rank == 0 else None)
 
     def turns(self, every: Iterable[Any] | None) -> Iterator[Any]:
         """This rank's of all batches, which rank 0 has."""
-        rounds = None if every is None else _rounds(every, self.dealing.world_size)
+        rounds = None if every is None else _rounds(every, self.plan.world_size)
         is_last = False
         while not is_last:
             batches, is_last = receive(rounds)
-            if self.dealing.rank < len(batches):
-                yield batches[self.dealing.rank]
+            if self.plan.rank < len(batches):
+                yield batches[self.plan.rank]
 
 
 def _rounds(batches: Iterable[Any], n: int) -> Iterator[tuple[list[Any], bool]]:
@@ -73,12 +73,12 @@ def receive(rounds: Iterator[Any] | None) -> tuple[list[Any], bool]:
     return found
 
 
-def hand_out(
-    dataset: Any, dealing: Dealing, batch_size: int, drop_last: bool,
+def scatter(
+    dataset: Any, plan: BatchPlan, batch_size: int, drop_last: bool,
     options: dict[str, Any],
-) -> HandedOut:  # fmt: skip
+) -> WholeBatchLoader:  # fmt: skip
     """The batches of a stream, or with split_batches of as many rows as a rank's part
     of a batch would have."""
-    rows = batch_size // dealing.world_size if dealing.split_batches else batch_size
+    rows = batch_size // plan.world_size if plan.split_batches else batch_size
     loader = DataLoader(dataset, batch_size=rows, drop_last=drop_last, **options)
-    return HandedOut(loader, dealing)
+    return WholeBatchLoader(loader, plan)

@@ -25,51 +25,41 @@ from ctrainer.adapters._torch_batches import (
     Seekable,
     after,
 )
-from ctrainer.adapters._torch_rank_eval import HandedOut, hand_out, receive
-from ctrainer.arguments.accelerator import Dealing
+from ctrainer.adapters._torch_rank_eval import WholeBatchLoader, receive, scatter
+from ctrainer.adapters.batch_shard import BatchShard
+from ctrainer.arguments.accelerator import BatchPlan
 
 
 class RankBatches(BatchSampler, Seekable):
     """This rank's batches of a batch sampler that all ranks have alike."""
 
-    def __init__(self, batch_sampler: Any, dealing: Dealing) -> None:
+    def __init__(self, batch_sampler: Any, plan: BatchPlan) -> None:
         self.batch_sampler = batch_sampler
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(batch_sampler, "drop_last", False)
-        self.dealing = dealing
-        self._options = {
-            "split": dealing.split_batches,
-            "even": dealing.even_batches,
-            "drop_last": self.drop_last and dealing.drops_last,
-        }
+        self.plan = plan
+        self._shard = BatchShard(
+            plan.rank, plan.world_size, self.batch_size, plan.split_batches,
+            plan.even_batches, self.drop_last and plan.drops_last,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.after(0)
 
     def after(self, n: int, keep: int = 0) -> Iterator[list[int]]:
-        """The first round is dealt out all the same, since the last one is filled up
-        from it."""
+        """The first round is read all the same, since the last round is filled from
+        it."""
         if n <= 1:
-            every = self._shard(after(self.batch_sampler, 0))
+            every = self._shard.of(after(self.batch_sampler, 0))
             return itertools.islice(every, n - keep, None)
-        whole = 1 if self.dealing.split_batches else self.dealing.world_size
+        whole = 1 if self.plan.split_batches else self.plan.world_size
         batches = after(self.batch_sampler, n * whole, max(keep, 1) * whole)
-        found = self._shard(batches)
+        found = self._shard.of(batches)
         return found if keep else itertools.islice(found, 1, None)
 
-    def _shard(self, batches: Iterable[Any]) -> _C.BatchShard:
-        where = self.dealing
-        return _C.BatchShard(
-            batches, where.rank, where.world_size, self.batch_size, **self._options
-        )
-
     def __len__(self) -> int:
-        where = self.dealing
-        return _C.BatchShard.count(
-            len(self.batch_sampler), where.rank, where.world_size, self.batch_size,
-            **self._options,
-        )  # fmt: skip
+        return self._shard.count(len(self.batch_sampler))
 
 
 class RankStream(IterableDataset[Any]):
@@ -78,13 +68,13 @@ class RankStream(IterableDataset[Any]):
     are to be even."""
 
     def __init__(
-        self, dataset: Any, batch_size: int, drop_last: bool, dealing: Dealing
+        self, dataset: Any, batch_size: int, drop_last: bool, plan: BatchPlan
     ) -> None:
         self.dataset = dataset
-        self.dealing = dealing
-        self.drop_last = drop_last and dealing.drops_last
+        self.plan = plan
+        self.drop_last = drop_last and plan.drops_last
         self.round = batch_size * (
-            1 if dealing.split_batches else dealing.world_size
+            1 if plan.split_batches else plan.world_size
         )  # examples
         self.epoch = 0
 
@@ -94,7 +84,7 @@ class RankStream(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        n, part = len(self.dataset), self.round // self.dealing.world_size
+        n, part = len(self.dataset), self.round // self.plan.world_size
         rounds = n // self.round if self.drop_last else -(-n // self.round)
         return rounds * part
 
@@ -104,12 +94,11 @@ class RankStream(IterableDataset[Any]):
             self.dataset, "set_epoch"
         ):
             generator.manual_seed(self.epoch)
-        parts = _C.BatchShard(
-            _in_lists(self.dataset, self.round), self.dealing.rank,
-            self.dealing.world_size, self.round, split=True,
-            even=self.dealing.even_batches, drop_last=self.drop_last,
+        shard = BatchShard(
+            self.plan.rank, self.plan.world_size, self.round, split=True,
+            even=self.plan.even_batches, drop_last=self.drop_last,
         )  # fmt: skip
-        for part in parts:
+        for part in shard.of(_in_lists(self.dataset, self.round)):
             yield from part
 
 
@@ -119,9 +108,9 @@ def _in_lists(examples: Iterable[Any], n: int) -> Iterator[list[Any]]:
         yield part
 
 
-class DispatchedLoader(HandedOut):
-    """Batches that rank 0 reads and hands out: each rank an equal part of the rows of
-    world_size batches, or of one. Rows of the first round make the last one even, where
+class DispatchedLoader(WholeBatchLoader):
+    """Batches that rank 0 reads and scatters: each rank gets an equal part of the rows
+    of world_size batches, or of one. Rows of the first round make the last one even, if
     batches are to be even; else its parts differ in length, or are none.
 
     All ranks iterate over it at the same time. Raises RuntimeError on the others when
@@ -133,13 +122,13 @@ class DispatchedLoader(HandedOut):
         return n // together if self.drop_last else -(-n // together)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.hand_out(iter(self.loader) if self.dealing.rank == 0 else None)
+        return self.scatter(iter(self.loader) if self.plan.rank == 0 else None)
 
-    def hand_out(
+    def scatter(
         self, batches: Iterator[Any] | None, beginning: Sequence[Any] = ()
     ) -> Iterator[Any]:
         """This rank's parts of `batches`, which rank 0 has. beginning: the first
-        batches of the epoch, where they have been handed out before."""
+        batches of the epoch, if they have been scattered before."""
         rounds: Iterator[Any] | None = None
         if batches is not None:
             found = ((parts, False) for parts in self._parts(batches, beginning))
@@ -147,24 +136,24 @@ class DispatchedLoader(HandedOut):
         is_last = False
         while not is_last:
             parts, is_last = receive(rounds)
-            part = parts[self.dealing.rank] if parts else None
+            part = parts[self.plan.rank] if parts else None
             if part is not None:
                 yield part
 
     @property
     def together(self) -> int:
-        """Batches that are handed out at once."""
-        return 1 if self.dealing.split_batches else self.dealing.world_size
+        """Batches that are scattered at once."""
+        return 1 if self.plan.split_batches else self.plan.world_size
 
     def _parts(
         self, stream: Iterator[Any], beginning: Sequence[Any]
     ) -> Iterator[list[Any]]:
         """The parts of all ranks, round by round."""
-        n = self.dealing.world_size
+        n = self.plan.world_size
         first = _rows(_joined([*beginning]), 0, n) if beginning else None
         for batches in _in_lists(stream, self.together):
-            even = self.dealing.even_batches
-            drops = self.drop_last and self.dealing.drops_last
+            even = self.plan.even_batches
+            drops = self.drop_last and self.plan.drops_last
             if len(batches) < self.together and drops:
                 return
             batch = batches[0] if len(batches) == 1 else _joined(batches)
@@ -191,7 +180,7 @@ def _each(change: Callable[[Any], Any], batches: list[Any]) -> Any:
         items = [_each(change, list(b)) for b in zip(*batches, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     raise TypeError(
-        "dispatch_batches hands out tensors in mappings, lists and tuples, and a "
+        "dispatch_batches scatters tensors in mappings, lists and tuples, and a "
         f"batch has a {type(first).__name__}; set dispatch_batches to False"
     )
 
@@ -213,47 +202,47 @@ def _length(batch: Any) -> int:
 
 
 def rank_loader(
-    dataset: Any, dealing: Dealing, *, sampler: Any, batch_size: int, drop_last: bool,
+    dataset: Any, plan: BatchPlan, *, sampler: Any, batch_size: int, drop_last: bool,
     **options: Any,
 ) -> Any:  # fmt: skip
     """This rank's loader of batches of a data set that all ranks have."""
     if isinstance(dataset, IterableDataset):
-        if dealing.evaluates and dealing.dispatch_batches is not False:
-            return hand_out(dataset, dealing, batch_size, drop_last, options)
-        return _stream_loader(dataset, dealing, batch_size, drop_last, options)
+        if plan.evaluates and plan.dispatch_batches is not False:
+            return scatter(dataset, plan, batch_size, drop_last, options)
+        return _stream_loader(dataset, plan, batch_size, drop_last, options)
     batches: Any = BatchSampler(
         SequentialSampler(dataset) if sampler is None else sampler,
         batch_size, drop_last,
     )  # fmt: skip
-    if dealing.dispatch_batches:
+    if plan.dispatch_batches:
         loader = DataLoader(dataset, batch_sampler=batches, **options)
-        return (HandedOut if dealing.evaluates else DispatchedLoader)(loader, dealing)
-    return DataLoader(dataset, batch_sampler=RankBatches(batches, dealing), **options)
+        return (WholeBatchLoader if plan.evaluates else DispatchedLoader)(loader, plan)
+    return DataLoader(dataset, batch_sampler=RankBatches(batches, plan), **options)
 
 
 def _stream_loader(
-    dataset: Any, dealing: Dealing, batch_size: int, drop_last: bool, options: Any
+    dataset: Any, plan: BatchPlan, batch_size: int, drop_last: bool, options: Any
 ) -> Any:
-    if dealing.dispatch_batches is not False:
+    if plan.dispatch_batches is not False:
         loader = DataLoader(
             dataset, batch_size=batch_size, drop_last=drop_last, **options
         )
-        return DispatchedLoader(loader, dealing)
-    n, own = dealing.world_size, batch_size
-    if dealing.split_batches:
+        return DispatchedLoader(loader, plan)
+    n, own = plan.world_size, batch_size
+    if plan.split_batches:
         own = batch_size // n
     elif getattr(dataset, "n_shards", 0) >= n and callable(
         getattr(dataset, "shard", None)
     ):
-        part = dataset.shard(num_shards=n, index=dealing.rank)  # of datasets
+        part = dataset.shard(num_shards=n, index=plan.rank)  # of datasets
         return DataLoader(part, batch_size=own, drop_last=drop_last, **options)
-    stream = RankStream(dataset, batch_size, drop_last, dealing)
+    stream = RankStream(dataset, batch_size, drop_last, plan)
     return DataLoader(stream, batch_size=own, drop_last=drop_last, **options)
 
 
 def share_order(loader: Any, group: _C.Communicator) -> None:
     """Give all ranks rank 0's generator, where the order of the epoch depends on it:
-    they deal out batches of one order only if they draw the same one."""
+    they shard batches of one order only if they draw the same one."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     alike = isinstance(sampler, SeededSampler | SequentialSampler)
     if alike or isinstance(loader, DispatchedLoader):

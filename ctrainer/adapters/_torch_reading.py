@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from ctrainer.adapters import _torch_batches as batches_of
 from ctrainer.adapters import reading
-from ctrainer.adapters._torch_rank_eval import HandedOut
+from ctrainer.adapters._torch_rank_eval import WholeBatchLoader
 from ctrainer.adapters._torch_ranks import DispatchedLoader, RankStream
 from ctrainer.adapters.generators import ALL, PlaceDraws, place_word, seed_generators
 from ctrainer.checkpoint import from_json, to_json
@@ -65,7 +65,7 @@ class _Fetched:
 
     @classmethod
     def enter(cls, epoch: int) -> None:
-        """A persistent worker has a copy of the data set that nobody else tells."""
+        """Calls set_epoch of a persistent worker's own copy of the data set."""
         if cls.epoch == epoch:
             return
         if cls.epoch is not None:
@@ -114,7 +114,7 @@ class _Sent:
 
 
 class _BeginWorker:
-    """worker_init_fn of a stream that goes on: first the user's, then each worker's
+    """worker_init_fn of a stream that resumes: first the user's, then each worker's
     state. states: None, or JSON, by worker; fetched: the batches that it had read."""
 
     def __init__(self, init: Any, states: list[str | None], fetched: list[int]) -> None:
@@ -160,7 +160,7 @@ class _Indices(BatchSampler):
     """The loader's batches of indices, each with the seed of its draws.
 
     The loader's iterator has them, and does not own the reader, which owns the loader:
-    workers of an iterator that the garbage collector finds in a cycle are not told to
+    workers of an iterator that the garbage collector finds in a cycle are not asked to
     end, and torch waits 5 seconds for each of them.
     """
 
@@ -264,13 +264,13 @@ class LoaderReader(reading.Reader):
 
 
 class IndexedReader(LoaderReader):
-    """Of a data set with an index: what was seen is passed over in the order alone, and
-    its last indices tell whether the order is the same."""
+    """Of a data set with an index: what was seen is skipped in the order alone, and its
+    last indices show whether the order is the same."""
 
     kind = "indexed"
 
     def _take_workers(self, loader: Any) -> None:
-        """Those of an evaluation before go on with this reader's indices."""
+        """Those of an evaluation before continue with this reader's indices."""
         indices = getattr(loader._iterator, "_index_sampler", None)
         if isinstance(indices, _Indices) and issubclass(indices.kind, IndexedReader):
             indices.serve(self)
@@ -346,8 +346,8 @@ def _sampler_name(inner: Any) -> str:
 
 
 class StreamReader(LoaderReader):
-    """Of an IterableDataset: it goes on by its state where it has one, else what was
-    seen is read past. The last batch, read once more, tells whether it is the same."""
+    """Of an IterableDataset: it resumes by its state if it has one; else the batches
+    that were seen are read and dropped. The last, read once more, must be the same."""
 
     kind = "stream"
 
@@ -368,7 +368,9 @@ class StreamReader(LoaderReader):
         self._begins_early = tells and not inspect.isgeneratorfunction(begin)
 
     def _know_draws(self, state: Mapping[str, Any]) -> None:
-        super()._know_draws({"drawing": ALL})  # what is read past draws once more
+        super()._know_draws(
+            {"drawing": ALL}
+        )  # batches that are read and dropped draw once more
 
     def evaluate(self, training: reading.Reader | None = None) -> Iterator[Any]:
         dataset, trained = self.loader.dataset, getattr(training, "loader", None)
@@ -441,7 +443,7 @@ class StreamReader(LoaderReader):
         self._batches = self._iterate(**self._wraps(known))
 
     def _wraps(self, known: bool) -> dict[str, Any]:
-        """Attributes of the loader that let workers tell and take over states."""
+        """Attributes of the loader that let workers send and load states."""
         if self._copy is not None:
             return {"dataset": self._copy}
         if not self._workers or not self._stateful:
@@ -549,8 +551,8 @@ class ObjectReader(reading.Reader):
         return Draws()
 
 
-class HandedOutReader(reading.Reader):
-    """Of batches of an evaluation that rank 0 reads and hands out."""
+class WholeBatchReader(reading.Reader):
+    """Of batches of an evaluation that rank 0 reads and sends to the others."""
 
     def evaluate(self, training: reading.Reader | None = None) -> Iterator[Any]:
         first = self.rank == 0
@@ -560,7 +562,7 @@ class HandedOutReader(reading.Reader):
 
 
 class DispatchedReader(reading.Reader):
-    """Of batches that rank 0 reads and hands out."""
+    """Of batches that rank 0 reads and sends to the others."""
 
     kind = "dispatched"
 
@@ -575,7 +577,7 @@ class DispatchedReader(reading.Reader):
         state = state or {}
         self.check(state, skip)
         if self._inner is None:
-            self._batches = self.loader.hand_out(None)
+            self._batches = self.loader.scatter(None)
             return self
         inner = state.get("inner") or {}
         before = torch.get_rng_state()
@@ -587,7 +589,7 @@ class DispatchedReader(reading.Reader):
             batches_of.set_epoch(self.loader.loader, epoch)
             place = inner.get("place", skip * self.loader.together)
             batches = self._inner.start(epoch, place, inner)
-        self._batches = self.loader.hand_out(batches, beginning)
+        self._batches = self.loader.scatter(batches, beginning)
         return self
 
     def close(self) -> None:
@@ -618,8 +620,8 @@ def reader(
     kind: type[reading.Reader]
     if isinstance(loader, DispatchedLoader):
         kind = DispatchedReader
-    elif isinstance(loader, HandedOut):
-        kind = HandedOutReader
+    elif isinstance(loader, WholeBatchLoader):
+        kind = WholeBatchReader
     elif not isinstance(loader, DataLoader) or not _asks_as_torch(loader):
         kind = ObjectReader
     else:

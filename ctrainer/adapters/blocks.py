@@ -1,4 +1,4 @@
-"""The tensors of an optimizer that workers synchronise, and room for copies of them."""
+"""The tensors of an optimizer that ranks synchronize, and memory for their copies."""
 
 from __future__ import annotations
 

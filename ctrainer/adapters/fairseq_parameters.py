@@ -113,7 +113,7 @@ def _places(
     model: Any, weights: State, names: list[list[str]]
 ) -> tuple[list[int] | None, dict[int, torch.Size]]:
     """(where in `weights` each of the parameters with these names is, or None where the
-    order is the model's own or cannot be told; the shapes of saved tensors that the
+    order is the model's own or unknown; the shapes of saved tensors that the
     model has no use for, by their places)."""
     upgraded = upgraded_weights(model, weights)
     index = {name: i for i, name in enumerate(weights)}

@@ -33,7 +33,8 @@ class _Generators:
         self._state: dict[str, Any] = {}
 
     def state(self) -> dict[str, Any]:
-        """The states of the global generators; the caller changes nothing in them."""
+        """Return the states of the global generators; the caller changes nothing in
+        them."""
         python = random.getstate.__self__  # type: ignore[attr-defined]
         bits = _numpy.get_bit_generator()
         if bits is not self._bits:
@@ -55,7 +56,11 @@ rng_state = _Generators().state
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the global generators to what rng_state() returned."""
+    """Set the global generators to what rng_state() returned.
+
+    Args:
+        state (Mapping[str, Any]): "python" and "numpy".
+    """
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(state["numpy"])
@@ -68,13 +73,22 @@ _NEXT = 8  # batches that are asked after one that has drawn
 
 
 def place_word(*numbers: int) -> int:
-    """63 bits that follow from the numbers: a seed, an epoch, a place in it."""
+    """Return 63 bits that follow from the numbers.
+
+    Args:
+        *numbers (int): A seed, an epoch, a place in it.
+    """
     packed = struct.pack(f"<{len(numbers)}q", *numbers)
     digest = hashlib.blake2b(packed, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_generators(word: int) -> None:
+    """Seed random and NumPy's global generator.
+
+    Args:
+        word (int): Of 63 bits, of which NumPy takes the lower 32.
+    """
     random.seed(word)
     np.random.seed(word & 0xFFFFFFFF)
 
@@ -193,13 +207,21 @@ class _NumpyState:
 
 
 class PlaceDraws:
-    """Lets a batch draw its random numbers by its place, in the training process: the
-    global generators are seeded for it, and go on afterwards as if it had drawn none.
+    """Lets a batch draw its random numbers by its place, in the training process.
 
-    That takes longer than to read a small batch, so the first batch tells whether its
-    epoch draws. Where it draws nothing, batches 1, 2, 4, 8 and so on are asked again,
-    and the next ones after any that has drawn; the others draw as it comes. Places
-    alone decide, and what was drawn there, so a resumed run asks the same ones.
+    The global generators are seeded for it, and continue afterwards as if it had drawn
+    none. That takes longer than to read a small batch, so the first batch shows whether
+    its epoch draws. Where it draws nothing, batches 1, 2, 4, 8 and so on are asked
+    again, and the next ones after any that has drawn; the others draw as it comes.
+    Places alone decide, and what was drawn there, so a resumed run asks the same ones.
+
+    Example:
+        >>> import random
+        >>> from ctrainer.adapters.generators import PlaceDraws, place_word
+        >>> draws = PlaceDraws()
+        >>> draws.due(0)
+        True
+        >>> draws.begin(place_word(42, 0, 0))
     """
 
     def __init__(self) -> None:
@@ -210,11 +232,19 @@ class PlaceDraws:
         self.open = False
 
     def due(self, place: int) -> bool:
-        """Is the batch to be begun with its seed?"""
+        """Return whether the batch is to begin with its seed.
+
+        Args:
+            place (int): Of the batch in its epoch, from 0.
+        """
         return self.left != 0 or not place & (place - 1)
 
     def begin(self, word: int) -> None:
-        """Put the states aside, unless that is done, and seed."""
+        """Put the states aside, unless that is done, and seed.
+
+        Args:
+            word (int): The seed, as place_word returns it.
+        """
         if not self.open:
             self.take()
             self.open = True
@@ -239,18 +269,25 @@ class PlaceDraws:
             self.left = max((self.left or 0) - 1, 0)
 
     def now(self) -> tuple[Any, ...]:
-        """The states, to see whether anything was drawn since they were seeded."""
+        """Return the states, to see whether anything was drawn since seeding."""
         return self._python.now(), self._numpy.now()
 
     def seed(self, word: int) -> None:
+        """Seed the generators.
+
+        Args:
+            word (int): The seed.
+        """
         seed_generators(word)
 
     def take(self) -> None:
+        """Put the states of the generators aside."""
         if _numpy.get_bit_generator() is not self._numpy.bits:
             self._numpy = _NumpyState()
         self._python.take()
         self._numpy.take()
 
     def put(self) -> None:
+        """Set the generators to the states that were put aside."""
         self._python.put()
         self._numpy.put()

@@ -37,7 +37,7 @@ class NanDetector:
     """While it is open, notes every tensor that is not finite, in the order in which
     forward and backward make them: outputs, then gradients of outputs.
 
-    modules: root modules by the names that findings are told under.
+    modules: root modules by their names in findings.
     stop: raise NonFiniteError at the first one.
 
     first_raising is the innermost module whose forward raised.

@@ -340,7 +340,7 @@ def data_loader(
     of a data set that all of them read."""
     return batches.DataLoader(
         dataset, sampler=sampler, drop_last=args.dataloader_drop_last,
-        dealing=accelerator.dealing(args, training), **options,
+        plan=accelerator.batch_plan(args, training), **options,
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class Reader:
         self.epoch = self.place = 0
         self._draws = self._make_draws() if seed is not None else None
         self._batches: Iterator[Any] = iter(())
-        self._last: Any = None  # what tells the last batch from others
+        self._last: Any = None  # a checksum of the last batch
         self._own_state: Any = None  # the loader's when the epoch began
         self._told_of_state = False
 
@@ -180,7 +180,7 @@ class Reader:
 
     def storable(self, state: Any) -> Any:
         """`state` if a checkpoint can hold it, else None after a warning: what was seen
-        will be read past."""
+        will be read and dropped."""
         try:
             to_json(state)
         except TypeError as error:

@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def item_count(n: int, device: Any, compiled: bool) -> torch.Tensor:
-    """The count that is handed to loss functions; plain where torch.compile traces
+    """The count that loss functions are passed; plain where torch.compile traces
     the model, which could not look into a subclass."""
     count = torch.tensor(n, device=device)
     return count if compiled else count.as_subclass(ItemCount)
@@ -314,10 +314,12 @@ def is_data_parallel(model: Any) -> bool:
 
 
 def no_grad() -> contextlib.AbstractContextManager[Any]:
+    """Return torch.no_grad()."""
     return torch.no_grad()
 
 
 def empty_cache() -> None:
+    """Return cached blocks of CUDA's allocator to the device, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -361,19 +363,19 @@ def data_loader(
         context = getattr(args, "dataloader_multiprocessing_context", None)
         options["multiprocessing_context"] = context
         options["in_order"] = args.dataloader_in_order
-    dealing = accelerator.dealing(args, training)
+    plan = accelerator.batch_plan(args, training)
     if not is_iterable(dataset):
-        dealt = dealing is not None and not dealing.dispatch_batches
-        chosen = batches.seeded(sampler, args, dealt) if training else sampler
+        sharded = plan is not None and not plan.dispatch_batches
+        chosen = batches.seeded(sampler, args, sharded) if training else sampler
         options["sampler"] = chosen
         options["drop_last"] = args.dataloader_drop_last
         if training and workers > 0:
             seeder = batches.worker_seeder(workers, args.process_index)
             options["worker_init_fn"] = seeder
-    if dealing is None:
+    if plan is None:
         return DataLoader(dataset, **options)
     rest = {"sampler": None, "drop_last": False, **options}
-    return ranks.rank_loader(dataset, dealing, **rest)
+    return ranks.rank_loader(dataset, plan, **rest)
 
 
 def padding_collator(tokenizer: Any) -> Callable[..., Any]:

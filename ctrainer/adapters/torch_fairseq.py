@@ -35,6 +35,9 @@ def seed(value: int) -> None:
 
     As torch.manual_seed, which also formats tracebacks for devices that are not there:
     200 microseconds.
+
+    Args:
+        value (int): The seed.
     """
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_available():
@@ -57,6 +60,11 @@ def scalar(value: float) -> torch.Tensor:
 
 
 def has_parameters(module: Any) -> bool:
+    """Return whether a module has parameters.
+
+    Args:
+        module: The module.
+    """
     return any(True for _ in module.parameters())
 
 
@@ -205,7 +213,7 @@ def load_file(path: str) -> Any:
 
 class _MeterOf2019:
     """A meter in a checkpoint of fairseq 0.9, whose "train_meters" are objects; its
-    numbers are not gone on with."""
+    numbers are not restored."""
 
 
 _OLD_METERS = [
@@ -252,7 +260,12 @@ def allow_namespaces() -> None:
 
 
 def to_host(value: Any) -> Any:
-    """A nested value with its tensors on the host and detached, not copied there."""
+    """Return a nested value with its tensors on the host and detached, not copied
+    there.
+
+    Args:
+        value: Tensors, dicts, lists and tuples, nested as you like.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

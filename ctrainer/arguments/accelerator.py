@@ -1,4 +1,4 @@
-"""accelerator_config, read: how the batches of a run are dealt out to its ranks."""
+"""accelerator_config: how the batches of a run are distributed over its ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class _Accumulation:
 class AcceleratorConfig:
     """Settings of accelerate for a trainer's data and accumulation.
 
-    split_batches: a batch is cut into the ranks' parts; else each gets whole ones.
-    dispatch_batches: rank 0 reads for all; None: of an iterable data set. even_batches:
-    the last round is filled up. use_seedable_sampler: the order follows from the seed
-    and the epoch, else from torch's generator. non_blocking: of copies to a device.
-    gradient_accumulation_kwargs: num_steps, in place of a gradient_accumulation_steps
-    of 1, and sync_each_batch, which averages gradients after every micro-batch.
-    use_configured_state: take the device of an accelerate state that is there.
+    split_batches: each batch is sharded over the ranks; else each rank gets whole
+    batches. dispatch_batches: rank 0 reads for all; None: an iterable data set only.
+    even_batches: the last round is filled up. use_seedable_sampler: the order follows
+    from the seed and the epoch, else from torch's generator. non_blocking: asynchronous
+    copies to a device. gradient_accumulation_kwargs: num_steps, in place of a
+    gradient_accumulation_steps of 1, and sync_each_batch, which averages gradients
+    after every micro-batch. use_configured_state: take the device of an existing
+    accelerate state.
 
     Source: transformers 5.17, AcceleratorConfig, whose names, order and defaults.
     """
@@ -54,8 +55,8 @@ class AcceleratorConfig:
         given = self.gradient_accumulation_kwargs
         if given is not None:
             where = "gradient_accumulation_kwargs of accelerator_config"
-            told = asdict(read_options(_Accumulation, given, where))
-            self.gradient_accumulation_kwargs = {name: told[name] for name in given}
+            options = asdict(read_options(_Accumulation, given, where))
+            self.gradient_accumulation_kwargs = {name: options[name] for name in given}
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
@@ -101,7 +102,7 @@ def _of_dict(given: Any) -> AcceleratorConfig:
 
 
 def take_accumulation(args: Any) -> None:
-    """Let num_steps of gradient_accumulation_kwargs be gradient_accumulation_steps.
+    """Set gradient_accumulation_steps to num_steps of gradient_accumulation_kwargs.
 
     Raises ValueError where both are set to different numbers.
     """
@@ -111,7 +112,7 @@ def take_accumulation(args: Any) -> None:
         return
     if args.gradient_accumulation_steps > 1:
         raise ValueError(
-            f"accelerator_config says num_steps={steps}, and "
+            f"accelerator_config has num_steps={steps}, and "
             f"gradient_accumulation_steps is {args.gradient_accumulation_steps}; set "
             "one of them"
         )
@@ -125,8 +126,8 @@ def syncs_each_batch(args: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Dealing:
-    """Which of a run's batches this rank gets; the flags are accelerate's."""
+class BatchPlan:
+    """How a run's batches are distributed; the flags are accelerate's."""
 
     rank: int
     world_size: int
@@ -141,15 +142,15 @@ class Dealing:
         return not self.drops_last
 
 
-def dealing(args: Any, training: bool) -> Dealing | None:
-    """How `args` say that batches are dealt out; None for a run of one process.
+def batch_plan(args: Any, training: bool) -> BatchPlan | None:
+    """How batches are distributed by `args`; None for a run of one process.
 
     Every row is evaluated once, so batches are even in training alone.
     """
     if args.world_size == 1:
         return None
     config = config_of(getattr(args, "accelerator_config", None))
-    return Dealing(
+    return BatchPlan(
         args.process_index, args.world_size, config.split_batches,
         config.dispatch_batches, training and config.even_batches, training,
     )  # fmt: skip

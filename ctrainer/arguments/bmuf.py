@@ -1,10 +1,10 @@
-"""How ranks train apart, from TrainingArguments."""
+"""The options of local steps, from TrainingArguments."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# What the fields are where they are None, by the way that is asked for.
+# Defaults of the fields, by the algorithm.
 _DEFAULTS: dict[str, dict[str, float]] = {
     "use_bmuf": {
         "global_sync_iter": 50,
@@ -24,8 +24,8 @@ _DEFAULTS: dict[str, dict[str, float]] = {
 def way_of(args: Any) -> str | None:
     """ "use_bmuf", "use_diloco" or None, by training arguments.
 
-    Raises ValueError where they contradict each other, or say how blocks are without
-    asking for them.
+    Raises ValueError where they contradict each other, or where options of blocks are
+    set without either way.
     """
     asked = [way for way in _DEFAULTS if getattr(args, way, False)]
     if len(asked) == 2:
@@ -36,10 +36,10 @@ def way_of(args: Any) -> str | None:
     given += ["overlap_steps"] if getattr(args, "overlap_steps", 0) != 0 else []
     if given and not asked:
         raise ValueError(
-            f"{given[0]} is of blocks of updates, which need use_bmuf or use_diloco"
+            f"{given[0]} is an option of local steps: set use_bmuf or use_diloco, too"
         )
     if asked == ["use_diloco"] and args.use_nbm:
-        raise ValueError("use_nbm is BMUF's look ahead; use_diloco has its own")
+        raise ValueError("use_nbm is an option of use_bmuf; use_diloco has its own")
     return asked[0] if asked else None
 
 

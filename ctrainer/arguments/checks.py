@@ -36,14 +36,14 @@ _DICTS = (
     "lr_scheduler_kwargs",
     "parallelism_config",
 )
-# Read by their own readers, which know several forms of each.
+# Read by their own readers, which accept several forms.
 _ELSEWHERE = frozenset(
     """
     accelerator_config debug deepspeed fsdp fsdp_config generation_config loss_scaler
     parallelism_config
     """.split()
 )
-# What values may be beyond the annotation, which transformers' parser reads too.
+# Types beyond the annotation, which transformers' parser reads too.
 _ALSO = {"resume_from_checkpoint": bool, "logging_steps": None, "save_steps": None}
 _SCHEDULES_ON_METRIC = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
@@ -55,7 +55,7 @@ def current_log_level() -> int:
 
 
 def normalize(args: TrainingArguments) -> None:
-    """Bring each field into its one form."""
+    """Convert each field to its canonical form."""
     for name in _DICTS:
         value = getattr(args, name)
         if isinstance(value, str) and value.startswith("{"):
@@ -68,8 +68,8 @@ def normalize(args: TrainingArguments) -> None:
     args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
     if args.logging_dir is not None:
         args.logging_dir = os.path.expanduser(args.logging_dir)
-    dealt: Any = accelerator.config_of(args.accelerator_config)
-    args.accelerator_config = dealt
+    config: Any = accelerator.config_of(args.accelerator_config)
+    args.accelerator_config = config
     args.debug = args.debug.split() if isinstance(args.debug, str) else args.debug or []
     if isinstance(args.include_num_input_tokens_seen, bool):
         counted = "all" if args.include_num_input_tokens_seen else "no"
@@ -83,21 +83,21 @@ def normalize(args: TrainingArguments) -> None:
 def read_table(cls: type) -> dict[str, tuple[Field[Any], Any]]:
     """(field, annotation) of the fields that are read here: ours, by name.
 
-    A subclass that declares one anew may widen it, and is not asked what it means
-    where its annotation cannot be resolved.
+    A subclass that declares a field anew may widen its annotation; an annotation that
+    cannot be resolved is not checked.
     """
     ours = next(c for c in cls.__mro__ if c.__module__ == "ctrainer.training_args")
-    known, table = {told.name: told for told in fields(ours)}, {}
-    for told in fields(cls):
-        name = told.name
-        if name not in known or name in _ELSEWHERE | ALIASES.keys() or not told.init:
+    known, table = {spec.name: spec for spec in fields(ours)}, {}
+    for spec in fields(cls):
+        name = spec.name
+        if name not in known or name in _ELSEWHERE | ALIASES.keys() or not spec.init:
             continue
         hint = hints(ours)[name]
         if name in _ALSO:
             hint = hint | _ALSO[name]
-        if told is not known[name]:
+        if spec is not known[name]:
             hint = hint | _declared(cls, name)
-        table[name] = told, hint
+        table[name] = spec, hint
     return table
 
 
@@ -109,10 +109,10 @@ def _declared(cls: type, name: str) -> Any:
 
 
 def _read(args: Any, cls: type) -> Iterator[tuple[str, Any]]:
-    """The fields that `args` has, each with its value as its type."""
-    for name, (told, hint) in read_table(cls).items():
+    """The fields that `args` has, each with its value converted to its type."""
+    for name, (spec, hint) in read_table(cls).items():
         if hasattr(args, name):
-            yield name, read_field(told, hint, getattr(args, name))
+            yield name, read_field(spec, hint, getattr(args, name))
 
 
 def as_its_type(args: Any, cls: type, name: str, value: Any) -> Any:
@@ -129,15 +129,15 @@ def as_its_type(args: Any, cls: type, name: str, value: Any) -> Any:
 
 
 def check_types(args: Any, cls: type) -> None:
-    """Raise ValueError for a field of another type than the class `cls` says, and for
-    one that is text and means something else: 'false' is true to whoever asks it."""
+    """Raise ValueError for a field of another type than the class `cls` declares, and
+    for text that stands for another value: 'false' is true in an if statement."""
     ours = type(args) if isinstance(args, cls) else cls
     for name, typed in _read(args, ours):
         value = getattr(args, name)
         if isinstance(value, str | bool) and value != typed:
             raise ValueError(
-                f"{name}={value!r} ({type(value).__name__}) is not {typed!r} to those "
-                "who read it; set it to that"
+                f"{name}={value!r} ({type(value).__name__}) does not have the type of "
+                f"{typed!r}; set {name}={typed!r}"
             )
 
 
@@ -213,26 +213,27 @@ def derive(args: TrainingArguments) -> None:
 
 
 def _take_compilation(args: TrainingArguments) -> None:
-    """What accelerate launch was told of torch.compile, likewise."""
-    told = {
+    """Take accelerate launch's settings of torch.compile where the arguments have
+    none."""
+    launched = {
         name: os.environ.get(f"ACCELERATE_DYNAMO_{name}", "").lower()
         for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC")
     }
-    if args.torch_compile or told["BACKEND"] in ("", "no"):
+    if args.torch_compile or launched["BACKEND"] in ("", "no"):
         return
     for name in ("USE_FULLGRAPH", "USE_DYNAMIC"):
-        if read(told[name] or "no", bool, f"ACCELERATE_DYNAMO_{name}"):
+        if read(launched[name] or "no", bool, f"ACCELERATE_DYNAMO_{name}"):
             raise ValueError(
                 f"ACCELERATE_DYNAMO_{name} is set, which torch_compile does not pass "
                 "on; pass torch.compile(model, ...) instead"
             )
     args.torch_compile = True
-    args.torch_compile_backend = args.torch_compile_backend or told["BACKEND"]
-    args.torch_compile_mode = args.torch_compile_mode or told["MODE"] or None
+    args.torch_compile_backend = args.torch_compile_backend or launched["BACKEND"]
+    args.torch_compile_mode = args.torch_compile_mode or launched["MODE"] or None
 
 
 def _take_mixed_precision(args: TrainingArguments) -> None:
-    """What accelerate launch was told counts where the arguments say nothing."""
+    """Take accelerate launch's precision where the arguments set none."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if args.fp16 or args.bf16 or launched == "no":
         return
@@ -263,15 +264,15 @@ def validate(args: TrainingArguments) -> None:
     make_loss_scaler(args.loss_scaler)
     if args.dataloader_num_workers == 0 and args.dataloader_prefetch_factor is not None:
         raise ValueError(
-            "dataloader_prefetch_factor needs dataloader_num_workers above 0, which "
-            "load ahead"
+            "dataloader_prefetch_factor needs dataloader_num_workers above 0: only "
+            "workers prefetch"
         )
     way_of(args)
     sharding_of(args)
     unknown = set(args.include_for_metrics) - {"inputs", "loss"}
     if unknown:
         raise ValueError(
-            f"include_for_metrics knows 'inputs' and 'loss', not {sorted(unknown)}"
+            f"include_for_metrics may have 'inputs' and 'loss', not {sorted(unknown)}"
         )
 
 
@@ -320,11 +321,11 @@ def _validate_best(args: TrainingArguments) -> None:
     every, evaluated = args.save_steps, args.eval_steps
     assert evaluated is not None  # validated before
     mixed = (every < 1) != (evaluated < 1)
-    million = 1_000_000  # shares are compared as whole millionths
+    million = 1_000_000  # fractions are compared as whole millionths
     if mixed or round(every * million) % round(evaluated * million) != 0:
         raise ValueError(
             "load_best_model_at_end needs save_steps to be a multiple of eval_steps"
-            f"{', both shares or both counts' if mixed else ''}; they are {every!r} "
+            f"{', both fractions or both counts' if mixed else ''}; they are {every!r} "
             f"and {evaluated!r}"
         )
 
@@ -343,8 +344,8 @@ def require_arguments(args: Any) -> None:
         )
     if getattr(args, "n_gpu", 0) > 1:
         raise ValueError(
-            f"{args.n_gpu} GPUs are visible and one process trains on one: set "
-            "CUDA_VISIBLE_DEVICES to the one to use"
+            f"{args.n_gpu} GPUs are visible and a process trains on one GPU: set "
+            "CUDA_VISIBLE_DEVICES to the GPU to use"
         )
 
 
@@ -356,7 +357,7 @@ def complete(args: Any, cls: type) -> None:
 
 
 def _foreign_default(args: Any, name: str, cls: type) -> Any:
-    """A newer field of an older object may be told by the field that it replaced."""
+    """A newer field of an older object may follow from the field that it replaced."""
     if name == "train_sampling_strategy" and getattr(args, "group_by_length", False):
         return "group_by_length"
     return default_of(cls, name)

@@ -1,4 +1,4 @@
-"""How a run shards its model: fsdp and fsdp_config, or what accelerate launch says."""
+"""How a run shards its model: by fsdp and fsdp_config, or by accelerate launch."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ _STRATEGIES = (
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _PREFETCHES = ("NO_PREFETCH", "BACKWARD_PRE", "BACKWARD_POST")
 _STATE_DICTS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
-_UNSET = ("none", "")  # how a launcher writes what was not given
+_UNSET = ("none", "")  # a launcher's value of an option that is not set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """What is asked for, by any release's names.
+    """The settings of a sharded run, whichever release's names they came under.
 
     replicates: every rank keeps the whole model, as without sharding (no_shard).
-    hybrid: machines replicate what the ranks of one share. layers: class names of
-    the modules that become units, None: those that the model names. min_num_params:
-    how many parameters a module needs to become a unit, None: units are layers.
-    saves_full: checkpoints have the whole weights beside the shards. gather_bits,
-    reduce_bits: of the codes in which parameters and gradients travel, None: whole.
-    error_feedback: what codes miss is added to the next gradient. xla_options:
-    arguments of FullyShardedDataParallel that go before those of the run.
+    hybrid: the ranks of a machine are a sharding group, and each machine has a replica.
+    layers: class names of the modules that become units, None: those that the model
+    names. min_num_params: how many parameters a module needs to become a unit, None:
+    units are layers. saves_full: checkpoints have the whole weights beside the shards.
+    gather_bits, reduce_bits: of quantized parameters and gradients, None: not
+    quantized. error_feedback: the residual of quantized gradients is added to the next
+    gradients. xla_options: arguments of FullyShardedDataParallel that take precedence
+    over those of the run.
     """
 
     reshard_after_forward: bool = True
@@ -60,11 +61,11 @@ class Sharding:
     xla_options: dict[str, Any] = field(default_factory=dict)
 
 
-# What a key of fsdp_config without any work to do here is about.
+# Keys of fsdp_config without effect, and why.
 NO_EFFECT = {
-    "version": "both versions' options are read alike",
-    "limit_all_gathers": "no more than one unit is gathered ahead",
-    "use_orig_params": "the optimizer always sees parameters by their names",
+    "version": "both versions' options are supported",
+    "limit_all_gathers": "at most one unit is prefetched",
+    "use_orig_params": "the optimizer always has parameters by their names",
 }
 SUPPORTED = (
     "reshard_after_forward",
@@ -86,9 +87,9 @@ SUPPORTED = (
     "xla_fsdp_grad_ckpt",
 )
 _REJECTED = {
-    "xla_fsdp_v2": "sharding by torch_xla's SPMD compiler; leave it out, or set xla",
+    "xla_fsdp_v2": "sharding by torch_xla's SPMD compiler; remove it, or set xla",
     "activation_checkpointing_offload": "activations are in host memory already",
-    "ignored_modules": "every parameter is sharded; freeze what is not to be trained",
+    "ignored_modules": "every parameter is sharded; freeze modules instead",
 }
 # Names of accelerate's variables, after FSDP_, that differ from those of fsdp_config.
 _VARIABLES = {
@@ -99,7 +100,7 @@ _VARIABLES = {
 
 
 def sharding_of(args: Any) -> Sharding | None:
-    """How `args`, or else accelerate launch, say that the model is sharded; None: not.
+    """How `args`, or else accelerate launch, shard the model; None: not sharded.
 
     Raises ValueError naming a word or a key that is unknown, rejected or contradicts
     another, or a file that cannot be read.
@@ -139,7 +140,7 @@ def _words(fsdp: Any) -> list[str] | None:
     for word in words:
         if word not in known:
             raise ValueError(
-                f"fsdp knows {', '.join(known)} and True, not {word!r}; "
+                f"fsdp may be {', '.join(known)} or True, not {word!r}; "
                 f"{nearest(word, known)}"
             )
     return words
@@ -159,7 +160,7 @@ def _config(given: Any) -> dict[str, Any]:
         name = str(key).removeprefix("fsdp_")
         if config.setdefault(name, value) != value:
             raise ValueError(
-                f"fsdp_config has {name}={config[name]!r} and {key}={value!r}; give one"
+                f"fsdp_config has {name}={config[name]!r} and {key}={value!r}; set one"
             )
     return config
 
@@ -184,7 +185,7 @@ def _take_words(words: list[str], config: dict[str, Any]) -> None:
     strategies = [word for word in words if word in _STRATEGIES]
     if len(strategies) > 1:
         raise ValueError(
-            f"fsdp names several strategies, {', '.join(strategies)}; give one"
+            f"fsdp names several strategies, {', '.join(strategies)}; set one"
         )
     if strategies:
         config.setdefault("strategy", strategies[0])
@@ -193,7 +194,7 @@ def _take_words(words: list[str], config: dict[str, Any]) -> None:
 
 
 def _environment() -> dict[str, Any]:
-    """What accelerate launch has put into variables that begin with FSDP_."""
+    """accelerate launch's settings, from its variables that begin with FSDP_."""
     config: dict[str, Any] = {}
     for name, value in os.environ.items():
         if name.startswith("FSDP_"):
@@ -205,7 +206,7 @@ def _environment() -> dict[str, Any]:
     return config
 
 
-# ---- what they mean
+# ---- reading the settings
 
 
 def _read(config: dict[str, Any]) -> Sharding:
@@ -217,13 +218,13 @@ def _read(config: dict[str, Any]) -> Sharding:
     settings = config.get("xla_fsdp_settings") or {}
     if (xla_recomputes or settings) and not xla:
         raise ValueError(
-            "fsdp_config: xla_fsdp_settings and xla_fsdp_grad_ckpt go with xla=True"
+            "fsdp_config: xla_fsdp_settings and xla_fsdp_grad_ckpt need xla=True"
         )
     synchronizes = _flag(config, "sync_module_states", True)
     if _flag(config, "cpu_ram_efficient_loading", False) and not synchronizes:
         raise ValueError(
-            "fsdp_config: cpu_ram_efficient_loading leaves the values to rank 0; set "
-            "sync_module_states to True, so that the others get them"
+            "fsdp_config: with cpu_ram_efficient_loading only rank 0 has values; set "
+            "sync_module_states to True, which broadcasts them"
         )
     return Sharding(
         **_units(config),
@@ -277,7 +278,7 @@ def _units(config: dict[str, Any]) -> dict[str, Any]:
         if layers:
             raise ValueError(
                 "fsdp_config: min_num_params and transformer_layer_cls_to_wrap are two "
-                "ways to choose units; give one, or auto_wrap_policy"
+                "ways to choose units; set one, or auto_wrap_policy"
             )
         policy = "SIZE_BASED_WRAP"
     if policy == "SIZE_BASED_WRAP":

@@ -1,4 +1,4 @@
-"""The loss scale that the argument `loss_scaler` asks for."""
+"""The loss scaler that the argument `loss_scaler` selects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def make_loss_scaler(setting: dict[str, Any] | str | None) -> LossScaler:
 
     `setting` is the name of a preset, a dict of "preset" (by default "torch") and
     that preset's options, or None for "torch". Raises ValueError for an unknown preset
-    or option, with the nearest known, and for a value that the preset rejects.
+    or option, with the nearest known name, and for a value that the preset rejects.
     """
     options = _as_dict(setting)
     name = options.pop("preset", "torch")

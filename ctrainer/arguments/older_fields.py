@@ -1,6 +1,6 @@
 """Fields that only older releases of transformers have, and ctrainer's own.
 
-All are keyword-only. A field with a successor is an `Alias`: what it is set to, at
+All are keyword-only. A field with a successor is an `Alias`: setting the alias, at
 construction or later, sets the successor, with a FutureWarning.
 """
 
@@ -19,7 +19,7 @@ from ctrainer.enums import IntervalStrategy
 
 class _Read:
     """Marks a value read through an alias: dataclasses.replace passes it back to the
-    constructor, where it must not count as given."""
+    constructor, where it must not count as set by the user."""
 
 
 class _ReadStr(_Read, str):
@@ -43,10 +43,10 @@ def _marked(value: Any) -> Any:
 
 
 class Alias:
-    """Data descriptor of a field that has become another.
+    """Data descriptor of a field with a successor.
 
-    `to` makes the successor's value from the old one and the current; `back` makes the
-    old from the successor's, for code that still reads it.
+    `to` makes the successor's value from the alias's and the successor's current value;
+    `back` makes the alias's value from the successor's, for code that still reads it.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Alias:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def attach(self, owner: type, told: Field[Any]) -> None:
-        self.name, self.default, self.field = told.name, told.default, told
-        setattr(owner, told.name, self)
+    def attach(self, owner: type, spec: Field[Any]) -> None:
+        self.name, self.default, self.field = spec.name, spec.default, spec
+        setattr(owner, spec.name, self)
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
@@ -97,7 +97,7 @@ class Alias:
             raise ValueError(
                 f"{self.name}={value!r} and {self.successor}={current!r} contradict "
                 f"each other: {self.name} is the old name of {self.successor}; "
-                f"give only that"
+                f"set only {self.successor}"
             )
 
 
@@ -152,7 +152,7 @@ ALIASES = {
 
 @dataclass(init=False, repr=False, eq=False)
 class OlderFields(CurrentFields):
-    """What transformers 4.5 to 4.57 have and 5.17 has not."""
+    """Arguments of transformers 4.5 to 4.57 that 5.17 does not have."""
 
     evaluation_strategy: IntervalStrategy | str = arg(
         "no", "eval_strategy before 4.41.", kw_only=True
@@ -167,7 +167,7 @@ class OlderFields(CurrentFields):
         None, "per_device_eval_batch_size before 3.0.", kw_only=True
     )
     warmup_ratio: Annotated[float, Range("[0, 1]")] = arg(
-        0.0, "Share of the run to warm up in.", kw_only=True
+        0.0, "Fraction of the run with warm-up.", kw_only=True
     )
     logging_dir: str | None = arg(None, "Folder of TensorBoard's files.", kw_only=True)
     save_safetensors: bool = arg(True, "Weights as safetensors.", kw_only=True)
@@ -177,7 +177,7 @@ class OlderFields(CurrentFields):
     fp16_opt_level: str = arg("O1", "Level of apex's mixed precision.", kw_only=True)
     half_precision_backend: str = arg(
         "auto",
-        "Who does mixed precision.",
+        "Library of mixed precision.",
         kw_only=True,
         choices=["auto", "apex", "cpu_amp", "cuda_amp", "amp"],
     )
@@ -190,19 +190,21 @@ class OlderFields(CurrentFields):
     tpu_num_cores: int | None = arg(None, "Cores of a TPU.", kw_only=True)
     tpu_metrics_debug: bool = arg(False, "Metrics of a TPU.", kw_only=True)
     past_index: int = arg(
-        -1, "Index of the output to feed to the next batch as mems.", kw_only=True
+        -1, "Index of the output to pass to the next batch as mems.", kw_only=True
     )
     fsdp_min_num_params: Natural = arg(0, "In fsdp_config since 4.26.", kw_only=True)
     fsdp_transformer_layer_cls_to_wrap: str | None = arg(
         None, "In fsdp_config since 4.26.", kw_only=True
     )
     adafactor: bool = arg(False, "optim='adafactor' before 4.16.", kw_only=True)
-    group_by_length: bool = arg(False, "Batches of rows of like length.", kw_only=True)
+    group_by_length: bool = arg(
+        False, "Batches of rows of similar length.", kw_only=True
+    )
     use_legacy_prediction_loop: bool = arg(
         False, "Evaluate by prediction_loop.", kw_only=True
     )
     include_inputs_for_metrics: bool = arg(
-        False, "compute_metrics gets the inputs.", kw_only=True
+        False, "Pass the inputs to compute_metrics.", kw_only=True
     )
     push_to_hub_model_id: str | None = arg(
         None, "hub_model_id before 4.13.", kw_only=True
@@ -238,19 +240,18 @@ def take_shadowed(args: Any) -> None:
 
 @dataclass(init=False, repr=False, eq=False)
 class OwnFields(OlderFields):
-    """What transformers has not."""
+    """Arguments that transformers does not have."""
 
     nonfinite_policy: Literal["skip", "stop", "keep"] = arg(
         "skip",
-        "An update whose gradients are NaN or Inf: skip it, stop with an error, or "
-        "keep it.",
+        "For updates whose gradients are NaN or Inf: skip them, stop with an error, or "
+        "keep them.",
         kw_only=True,
     )
     loss_scaler: dict[str, Any] | str | None = arg(
         None,
-        "With fp16, how the loss is scaled: as by 'torch', 'fairseq' or 'deepspeed', "
-        "or 'static'; with options a dict of them and 'preset', or its JSON. None: "
-        "'torch'.",
+        "Loss scaler of fp16: 'torch', 'fairseq', 'deepspeed' or 'static'; with "
+        "options, a dict of 'preset' and these options, or its JSON. None: 'torch'.",
         kw_only=True,
     )
     master_weights: bool = arg(
@@ -260,14 +261,13 @@ class OwnFields(OlderFields):
     )
     stochastic_rounding: bool = arg(
         False,
-        "Round bfloat16 parameters at random, right on average, when they are updated "
-        "without a float32 copy.",
+        "Update bfloat16 parameters with stochastic rounding, without float32 copies.",
         kw_only=True,
     )
     ema_decay: Annotated[float, Range("[0, 1]")] | None = arg(
         None,
-        "Keep an exponential moving average of the weights, which keeps this share of "
-        "itself at each update; None keeps none.",
+        "Decay of an exponential moving average of the weights: the factor of the old "
+        "average at each update; None: no average.",
         kw_only=True,
     )
     ema_start_update: Natural = arg(
@@ -275,35 +275,35 @@ class OwnFields(OlderFields):
     )
     ema_update_freq: Count = arg(1, "Average one update in this many.", kw_only=True)
     ema_fp32: bool = arg(
-        False, "Keep the average of 16-bit weights in float32.", kw_only=True
+        False, "Keep the average of bf16 and fp16 weights in float32.", kw_only=True
     )
     swa_start_update: Natural | None = arg(
         None,
-        "Keep an equal average of the weights from this update on; None keeps none.",
+        "Keep an equal average of the weights from this update on; None: no average.",
         kw_only=True,
     )
     swa_update_freq: Count = arg(
-        1, "Take one update in this many into the equal average.", kw_only=True
+        1, "Add one update in this many to the equal average.", kw_only=True
     )
     average_in_eval: bool = arg(
         True, "Evaluate and predict with the averaged weights.", kw_only=True
     )
     grad_norm_type: Annotated[float, Range("(0, inf]")] = arg(
         2.0,
-        "p of the norm of gradients that max_grad_norm bounds and the log shows: > 0, "
-        "or inf for the largest element.",
+        "p of the gradient norm, for max_grad_norm and in the log: > 0, or inf for the "
+        "largest element.",
         kw_only=True,
     )
     max_grad_value: Annotated[float, Range("(0, inf]")] | None = arg(
         None,
         "After clipping by norm, each element of a gradient is clipped to "
-        "[-max_grad_value, max_grad_value]; None: not.",
+        "[-max_grad_value, max_grad_value]; None: not clipped.",
         kw_only=True,
     )
     clip_by_group: bool = arg(
         False,
-        "max_grad_norm bounds the norm of each parameter group by itself. A group with "
-        "a 'max_grad_norm' of its own is bounded by that in any case.",
+        "Clip each parameter group by its own norm. A group with a 'max_grad_norm' of "
+        "its own is clipped to that norm in any case.",
         kw_only=True,
     )
     log_layer_grad_norms: bool = arg(
@@ -314,18 +314,18 @@ class OwnFields(OlderFields):
     )
     layer_grad_norm_depth: Count | None = arg(
         None,
-        "With log_layer_grad_norms: one norm for all parameters whose names begin with "
-        "the same this many parts; None: one for each parameter.",
+        "With log_layer_grad_norms: one norm for all parameters whose names have this "
+        "many first parts in common; None: one for each parameter.",
         kw_only=True,
     )
     use_bmuf: bool = arg(
         False,
-        "On several ranks: each trains by itself, and they meet at the ends of blocks "
-        "of updates, as fairseq's --use-bmuf has it.",
+        "On several ranks: each runs local steps, and all synchronize at the ends "
+        "of blocks of updates, as with fairseq's --use-bmuf.",
         kw_only=True,
     )
     use_diloco: bool = arg(
-        False, "The same with DiLoCo's step between blocks.", kw_only=True
+        False, "Like use_bmuf with DiLoCo's outer step between blocks.", kw_only=True
     )
     global_sync_iter: Count | None = arg(
         None, "Updates in a block; None: 50, or DiLoCo's 500.", kw_only=True
@@ -335,63 +335,63 @@ class OwnFields(OlderFields):
     )
     block_momentum: NotNegative | None = arg(
         None,
-        "Momentum of blocks, 0: the models are averaged; None: 0.875, or DiLoCo's 0.9.",
+        "Block momentum, 0: the models are averaged; None: 0.875, or DiLoCo's 0.9.",
         kw_only=True,
     )
     warmup_iterations: Natural | None = arg(
         None,
-        "Updates after which all first take over the first rank's model; None: 500, or "
+        "Updates after which all ranks take the first rank's model; None: 500, or "
         "DiLoCo's 0, never.",
         kw_only=True,
     )
     use_nbm: bool = arg(
-        False, "Nesterov's block momentum, as fairseq has it.", kw_only=True
+        False, "Nesterov's block momentum, as in fairseq.", kw_only=True
     )
     average_sync: bool = arg(
         False,
-        "Average Adam's moments where ranks meet; else they start anew after the "
-        "warm-up.",
+        "Average Adam's moments when ranks synchronize; without it the moments are "
+        "reset after the warm-up.",
         kw_only=True,
     )
     delta_bits: Literal[32, 8, 4] = arg(
         32,
-        "Bits of a block's distances: 32, or quantized to 8 or 4, of which "
-        "what they miss goes with the next block's.",
+        "Bits of a block's parameter deltas: 32, or quantized to 8 or 4 with an "
+        "error-feedback residual.",
         kw_only=True,
     )
     overlap_steps: Natural = arg(
         0,
-        "Updates after the end of a block in which its average is taken; meanwhile it "
-        "is on its way.",
+        "Updates that run while the parameter deltas of the last block are summed.",
         kw_only=True,
     )
     malloc_tuning: bool = arg(
         True,
-        "On the CPU, have glibc keep large blocks instead of mapping them anew each "
-        "step. Holds for the process.",
+        "On the CPU, set glibc to keep large blocks instead of mapping them anew each "
+        "step. Applies to the whole process.",
         kw_only=True,
     )
     dataloader_seed_by_place: bool = arg(
         True,
         "Rows and collators draw random numbers by the seed, the epoch and the batch's "
-        "place in it: the same after a resume and for any number of workers. Off: as "
-        "torch seeds its workers.",
+        "number in the epoch: the same after a resume and for any number of workers. "
+        "False: workers are seeded as in torch.",
         kw_only=True,
     )
     async_save: bool = arg(
         True, "Write checkpoints in the background, from a copy.", kw_only=True
     )
     save_on_signal: bool = arg(
-        True, "On SIGTERM or Ctrl-C take a checkpoint before leaving.", kw_only=True
+        True, "On SIGTERM or Ctrl-C save a checkpoint before the end.", kw_only=True
     )
     eval_loss_by_token: bool = arg(
         False,
-        "Also report eval_loss_by_token, in which each target counts alike; eval_loss "
-        "counts each row alike and so depends on the batch size.",
+        "Also report eval_loss_by_token, the mean over targets; eval_loss is the mean "
+        "over rows and so depends on the batch size.",
         kw_only=True,
     )
     eval_spill_bytes: Natural | None = arg(
         None,
-        "Predictions beyond this size go to a temporary file; None: to memory.",
+        "Size of predictions in bytes from which on they are written to a temporary "
+        "file; None: they stay in memory.",
         kw_only=True,
     )

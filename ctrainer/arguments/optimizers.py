@@ -1,7 +1,7 @@
-"""What `optim` and `optim_args` mean: names of optimizers, by transformers' names.
+"""The optimizers of `optim` and `optim_args`, by transformers' names.
 
-A supported name is a line in RECIPES; a name that another package carries is a line
-in PACKAGES.
+A supported name is a line in RECIPES; the name of an optimizer in another package is a
+line in PACKAGES.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ctrainer.arguments.settings import nearest, read
 
 @dataclass(frozen=True)
 class Package:
-    """Where an optimizer is that is not built in: transformers' Trainer says how the
-    arguments make it, and it is driven through torch's protocol.
+    """The package of an optimizer that is not built in: transformers' Trainer makes the
+    optimizer from the arguments, and each update calls its own step().
 
-    name: what pip installs.
-    module: what is imported.
-    reason: why the optimizer cannot be driven, if it cannot.
+    name: of the distribution that pip installs.
+    module: the module to import.
+    reason: why the optimizer is not supported, if it is not.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Package:
 
 
 _IN_BACKWARD = "it updates during backward, before gradients are whole and checked"
-_OTHER_DEVICE = "it is for devices that are not supported"
+_OTHER_DEVICE = "it needs a device that is not supported"
 _BITSANDBYTES = Package("bitsandbytes", "bitsandbytes")
 _GALORE = Package("galore-torch", "galore_torch")
 _APOLLO = Package("apollo-torch", "apollo_torch")
@@ -47,17 +47,17 @@ _LOMO = Package("lomo-optim", "lomo_optim", _IN_BACKWARD)
 class Recipe:
     """How TrainingArguments make an optimizer of the class `cls` in ctrainer.optim.
 
-    takes: what else than learning_rate the arguments give, by the constructor's words;
-        weight_decay comes with the groups of parameters in any case.
-    fixed: what transformers sets beside them.
-    elsewhere: whose optimizer it is where a parameter is not in host memory; None:
-        torch's of that name, if there is one.
+    takes: keywords of the constructor beside the learning rate that come from the
+        arguments; weight_decay comes with the groups of parameters.
+    fixed: keywords that transformers sets in addition.
+    elsewhere: the package of the optimizer for parameters that are not in host memory;
+        None: torch's class of that name, if there is one.
     """
 
     cls: str
     takes: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    third_beta: float | None = None  # what optim_args may give as "beta3", and else is
+    third_beta: float | None = None  # default of "beta3" in optim_args
     elsewhere: Package | None = None
 
 
@@ -98,7 +98,7 @@ RECIPES = {
 }
 
 
-# The package whose optimizer the name means, for what is not built in.
+# The packages of optimizers that are not built in.
 PACKAGES = {
     "adalomo": _LOMO,
     "adamw_anyprecision": Package("torchdistx", "torchdistx"),
@@ -129,7 +129,7 @@ _OWN_ARGUMENTS = {
     "betas": "adam_beta1 and adam_beta2",
     "warmup_steps": "warmup_steps",
 }
-# Options of constructors that change nothing here, or that we reject.
+# Options of constructors without effect, or rejected.
 _OF_TORCH = {"foreach", "fused", "capturable", "differentiable"}
 
 
@@ -143,7 +143,7 @@ def supported(name: Any) -> bool:
 
 
 def instead(name: Any) -> str:
-    """What to do about a name that is not supported."""
+    """What to do instead of a name that is not supported."""
     own = "make the optimizer and pass optimizers=(optimizer, None)"
     package = PACKAGES.get(str(name))
     if package is None:
@@ -157,8 +157,8 @@ def _warmup(args: Any) -> float:
     steps = float(args.warmup_steps or 0)
     if 0.0 < steps < 1.0:
         raise ValueError(
-            f"warmup_steps={steps:g} is a share of the run, and the warm-up of "
-            f"optim={args.optim!s} counts updates: give their number"
+            f"warmup_steps={steps:g} is a fraction of the run, and the warm-up of "
+            f"optim={args.optim!s} counts updates: set their number"
         )
     return steps
 
@@ -178,7 +178,7 @@ def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str
 
     Raises:
         ValueError: optim_args has a key that the class lacks or a value of another
-            type, or an argument asks for what the class cannot do.
+            type, or an argument needs a feature that the class lacks.
     """
     from ctrainer import adapters
 
@@ -192,7 +192,7 @@ def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str
     if getattr(args, "optim_target_modules", None):
         raise ValueError(
             f"optim_target_modules={args.optim_target_modules!r}: optim={name!r} "
-            "updates all modules alike; GaLore's and APOLLO's optimizers take it"
+            "updates all modules; only GaLore's and APOLLO's optimizers support it"
         )
     cls, kwargs = adapter.optimizer_class(recipe.cls, name, model)
     taken = {word: _TAKEN[word](args) for word in recipe.takes}
@@ -200,8 +200,8 @@ def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str
     given = checked_options(getattr(args, "optim_args", None), name, cls)
     if recipe.third_beta is not None:
         taken["betas"] += (given.pop("beta3", recipe.third_beta),)
-    rate = {"lr": args.learning_rate}
-    return cls, {**rate, **taken, **recipe.fixed, **kwargs, **precision, **given}
+    lr = {"lr": args.learning_rate}
+    return cls, {**lr, **taken, **recipe.fixed, **kwargs, **precision, **given}
 
 
 def _is_elsewhere(recipe: Recipe, adapter: Any, model: Any) -> bool:
@@ -235,8 +235,8 @@ def _of_a_package(
 def checked_options(
     text: str | None, name: str, cls: Callable[..., Any]
 ) -> dict[str, Any]:
-    """What optim_args says, for the constructor `cls`; errors as optimizer_class() has
-    them."""
+    """The options of optim_args for the constructor `cls`; raises like
+    optimizer_class()."""
     found = inspect.signature(cls).parameters.values()
     defaults = {p.name: p.default for p in found if p.kind is not p.VAR_KEYWORD}
     defaults |= getattr(cls, "precision_defaults", {})
@@ -265,7 +265,7 @@ def parse_options(text: str | None) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"optim_args must be name=value pairs, got {item!r}")
         if name in options:
-            raise ValueError(f"optim_args has {name!r} twice; give it once")
+            raise ValueError(f"optim_args has {name!r} twice; set it once")
         options[name] = _value(value)
     return options
 

@@ -1,9 +1,9 @@
-"""The reader of settings: values by their annotations, names by those that are known.
+"""The reader of settings: checks values by their annotations, and names.
 
-TrainingArguments, BMUF, sharding, accelerate's settings and fairseq's groups all go
-through here. A value is what its annotation says; or is converted where nothing is
-lost, as '5e-5' is, which YAML takes for text; or raises ValueError, which names the
-setting, what is expected, and the value with its type.
+TrainingArguments, BMUF, sharding, accelerate's settings and fairseq's groups are all
+read here. A value has the type of its annotation; or is converted where nothing is
+lost, such as '5e-5', which is text in YAML; or raises ValueError, which names the
+setting, the expected type, and the value with its type.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import (
 _LARGEST = sys.float_info.max
 _TRUE = {"true", "yes", "on", "t", "y", "1"}
 _FALSE = {"false", "no", "off", "f", "n", "0"}
-_NOTHING = {"none", "null", "~"}  # as text, of what is no text itself
+_NOTHING = {"none", "null", "~"}  # None as text, for settings that are no text
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ NotNegative = Annotated[float, Range("[0, inf)")]
 Finite = Annotated[float, Range("(-inf, inf)")]
 Positive = Annotated[float, Range("(0, inf)")]
 Portion = Annotated[float, Range("[0, 1]")]
-Share = Annotated[float, Range("[0, 1)")]
-Seed = Annotated[int, Range("[0, 4294967295]")]  # NumPy takes no others
+Fraction = Annotated[float, Range("[0, 1)")]
+Seed = Annotated[int, Range("[0, 4294967295]")]  # NumPy's range
 
 # ---- names
 
@@ -85,7 +85,7 @@ _FEW = 40  # names that a message may list
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """What to say after a name that is not known: the one that is meant, or all."""
+    """The end of a message about an unknown name: the nearest known names, or all."""
     names = list(map(str, known))
     folded = {other.lower().replace("-", "_"): other for other in names}
     near = difflib.get_close_matches(
@@ -106,12 +106,12 @@ def reject_unknown(where: str, given: Iterable[Any], known: Iterable[str]) -> No
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text. Raises ValueError naming `where` for what is no JSON,
-    and for a name that an object has twice, of which json keeps the last."""
+    """The value of a JSON text. Raises ValueError naming `where` for invalid JSON, and
+    for a name that an object has twice, where json would keep the last."""
     try:
         return json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON that can be read: {error}") from None
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} stands there twice")
+        raise ValueError(f"{twice!r} occurs twice")
     return found
 
 
@@ -128,8 +128,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @cache
 def hints(cls: type) -> dict[str, Any]:
-    """The annotations of a dataclass, with their ranges. Raises TypeError where one
-    means nothing."""
+    """The annotations of a dataclass, with their ranges. Raises TypeError for an
+    annotation that cannot be resolved."""
     try:
         return get_type_hints(cls, include_extras=True)
     except NameError as error:
@@ -182,7 +182,7 @@ class Mismatch(Exception):
 
 
 class Reader:
-    """Reads values by annotations; subclasses know a package's own ways to write them.
+    """Reads values by annotations; subclasses add a package's own notations.
 
     A truth value is also one of the words true, yes, on, t, y and their opposites, or 1
     and 0; a number also its text, and a whole number also a float that is one. None is
@@ -191,7 +191,7 @@ class Reader:
     """
 
     def read(self, value: Any, hint: Any, where: str) -> Any:
-        """`value` as `hint` wants it. Raises ValueError naming `where`."""
+        """`value`, converted by `hint`. Raises ValueError naming `where`."""
         try:
             return self._read(plain(value), hint, where)
         except Mismatch:
@@ -247,7 +247,7 @@ class Reader:
         return int(value)  # type: ignore[call-overload, no-any-return]
 
     def number(self, value: Any, kind: Any, where: str) -> float:
-        """A whole number stays one: 500 steps are not 500.0."""
+        """An int stays an int: 500 steps are not 500.0."""
         if isinstance(value, str):
             value = _number(value)
         if isinstance(value, bool) or not isinstance(value, Real) or value != value:
@@ -283,7 +283,7 @@ class Reader:
             for i, part in enumerate(self.items(value))
         ]
 
-    def row(self, value: Any, kind: Any, where: str) -> tuple[Any, ...]:
+    def pieces(self, value: Any, kind: Any, where: str) -> tuple[Any, ...]:
         parts, wanted = self.items(value), get_args(kind)
         if wanted[1:] == (...,):
             wanted = wanted[:1] * len(parts)
@@ -302,8 +302,8 @@ class Reader:
         return {k: self.read(part, item, f"{where}.{k}") for k, part in value.items()}
 
     def union(self, value: Any, kind: Any, where: str) -> Any:
-        """The first member that takes the value; one whose type it is before those
-        that convert."""
+        """The first member that accepts the value; members of the value's type come
+        before members that convert."""
         members = get_args(kind)
         for member in sorted(members, key=lambda m: type(value) is not _bare(m)):
             try:
@@ -332,7 +332,7 @@ _CONVERTERS: dict[Any, Callable[[Any, Any, Any, str], Any]] = {
     float: lambda reader, *rest: reader.number(*rest),
     str: lambda reader, *rest: reader.text(*rest),
     list: lambda reader, *rest: reader.sequence(*rest),
-    tuple: lambda reader, *rest: reader.row(*rest),
+    tuple: lambda reader, *rest: reader.pieces(*rest),
     dict: lambda reader, *rest: reader.mapping(*rest),
 }
 _WORDS = {
@@ -392,7 +392,7 @@ _Options = TypeVar("_Options")
 
 
 def read(value: Any, hint: Any, where: str) -> Any:
-    """`value` as `hint` wants it. Raises ValueError naming `where`."""
+    """`value`, converted by `hint`. Raises ValueError naming `where`."""
     return _READER.read(value, hint, where)
 
 
@@ -416,10 +416,10 @@ def read_keywords(
 def read_options(cls: type[_Options], source: Any, where: str) -> _Options:
     """The dataclass `cls` of the settings that `source` has; others by default.
 
-    Of a mapping every name has to be known, `_name` apart, which says whose group it
-    is; of a Namespace, a dataclass or another object only the names of `cls` are read.
+    Every name of a mapping has to be known, except `_name`, the name of its group; from
+    a Namespace, a dataclass or another object only the names of `cls` are read.
 
-    Raises ValueError naming the setting; TypeError for what holds no settings.
+    Raises ValueError naming the setting; TypeError for a source without settings.
     """
     assert is_dataclass(cls)
     known = [field.name for field in fields(cls)]

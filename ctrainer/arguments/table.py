@@ -1,9 +1,9 @@
-"""What becomes of each training argument: the one table, from which docs/arguments.md
+"""The status of each training argument: the one table, from which docs/arguments.md
 is made and by which every TrainingArguments, ours or transformers', is checked.
 
 Nothing is silently ignored: an argument is supported; or supported for some values and
-rejected for others; or rejected when set; or without effect by its nature, which the
-documentation says.
+rejected for others; or rejected when set; or without effect, which the documentation
+lists.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ RECORDED = {
     "trackio_space_id": _TRACKERS,
     "trackio_bucket_id": _TRACKERS,
     "trackio_static_space_id": _TRACKERS,
-    "eval_use_gather_object": "what is no tensor travels pickled anyway",
+    "eval_use_gather_object": "outputs that are no tensors are always sent pickled",
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
     "hub_model_id": _HUB,
@@ -75,26 +75,26 @@ RECORDED = {
     "do_eval": _SCRIPTS,
     "do_predict": _SCRIPTS,
     "resume_from_checkpoint": _SCRIPTS + ": call train(resume_from_checkpoint=...)",
-    "local_rank": "set to what the launcher says",
+    "local_rank": "set by the launcher",
     "fp16_opt_level": "a setting of apex, which half_precision_backend must not name",
     "ray_scope": "no effect outside a search with Ray",
     "_n_gpu": "set by searches; at most one device is used",
 }
 
-# Without effect, but whoever sets them expects one: they are told.
-TOLD = {
+# Without effect; setting one warns.
+WITHOUT_EFFECT = {
     "overwrite_output_dir": _SCRIPTS,
     "save_safetensors": "weights are always written as safetensors",
 }
 
 REJECTED = {
     "use_liger_kernel": "apply Liger's kernels to the model before it is passed on",
-    "auto_find_batch_size": "restarting with another batch changes the result; lower "
+    "auto_find_batch_size": "another batch size changes the result; lower "
     "per_device_train_batch_size and raise gradient_accumulation_steps instead",
     "push_to_hub": "upload the saved folder with huggingface_hub.upload_folder, or "
     "call model.push_to_hub",
     "parallelism_config": "ranks hold the whole model; leave it unset",
-    "deepspeed": "its engine is not used; leave it unset",
+    "deepspeed": "DeepSpeed's engine is not used; leave it unset",
     "debug": "use torch.autograd.detect_anomaly for overflows; nonfinite_policy finds "
     "gradients that are NaN or Inf",
     "use_mps_device": "training runs on a CPU or a CUDA device",
@@ -111,7 +111,7 @@ REJECTED = {
 
 @dataclass(frozen=True)
 class Limit:
-    """Values that are supported, and what to do for others where there are any."""
+    """Values that are supported, and what to do instead of other values."""
 
     accepts: Callable[[Any], bool]
     values: str
@@ -127,7 +127,7 @@ def one_of(*words: Any, instead: str = "") -> Limit:
 LIMITED = {
     "optim": Limit(
         optimizers.supported,
-        ", ".join(map(repr, optimizers.RECIPES)) + " and those of packages",
+        ", ".join(map(repr, optimizers.RECIPES)) + " and optimizers of packages",
         "install the package, or make the optimizer and pass it as optimizers",
         optimizers.instead,
     ),
@@ -146,8 +146,8 @@ LIMITED = {
         None,
         "gloo",
         "nccl",
-        instead="leave it unset: ranks of one machine use shared memory, those of "
-        "several gloo, and GPUs nccl",
+        instead="leave it unset: ranks of one machine use shared memory, ranks of "
+        "several machines gloo, and GPUs nccl",
     ),
     "fsdp_config": Limit(
         lambda config: True,  # read, and rejected, by sharding_of
@@ -182,9 +182,9 @@ def _word(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-def tell(args: Any, default_of: Callable[[str], Any]) -> None:
-    """Warn of arguments that are set but have no effect any more."""
-    for name, reason in TOLD.items():
+def warn_without_effect(args: Any, default_of: Callable[[str], Any]) -> None:
+    """Warn of arguments that are set but have no effect."""
+    for name, reason in WITHOUT_EFFECT.items():
         value = getattr(args, name, default_of(name))
         if value != default_of(name):
             warnings.warn(
@@ -199,7 +199,7 @@ _ENGINES = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "ranks hold the whole model, or shards of it "
     "with fsdp",
 }
-# Ours, with those of the build and the tests.
+# ctrainer's variables, with those of the build and the tests.
 _PREFIX = "CTRAINER_"
 _VARIABLES = (
     "LOG ISA NUM_THREADS CHECK_COLLECTIVES FSDP_POISON CUDA CUDA_ARCHS CFLAGS LDFLAGS "
@@ -208,8 +208,8 @@ _VARIABLES = (
 
 
 def check_environment() -> None:
-    """Raise RuntimeError when accelerate launch asks for another engine, and warn of
-    a variable that is nearly called as one of ours."""
+    """Raise RuntimeError when accelerate launch selects another engine, and warn of
+    a variable whose name is close to one of ours."""
     for name, why in _ENGINES.items():
         if read(os.environ.get(name) or "no", bool, name):
             raise RuntimeError(
@@ -223,7 +223,7 @@ def check_environment() -> None:
 
 
 def status_of(name: str) -> tuple[str, str]:
-    """What becomes of the argument, in a word and in a sentence."""
+    """The status of the argument, and a note on it."""
     if name in SUPPORTED:
         return "supported", ""
     if name in LIMITED:
@@ -233,6 +233,6 @@ def status_of(name: str) -> tuple[str, str]:
         return "supported in part", f"{limit.values}; otherwise: {limit.instead}"
     if name in REJECTED:
         return "rejected when set", REJECTED[name]
-    if name in TOLD:
-        return "no effect, with a warning", TOLD[name]
+    if name in WITHOUT_EFFECT:
+        return "no effect, with a warning", WITHOUT_EFFECT[name]
     return "no effect", RECORDED[name]

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,40 @@ class CheckpointWriter(_C.CheckpointWriter):
     """Saves folders of files in the background, each whole or not at all.
 
     begin() returns a temporary folder beside the final one; add_* put files into it and
-    so may anybody else; commit() hands it to a thread of C, which writes, synchronises
-    and renames it. docs/checkpoints.md tells what is guaranteed.
+    so may anybody else; commit() passes it to a thread of C, which writes, synchronises
+    and renames it. docs/checkpoints.md says what is guaranteed.
+
+    Args of methods:
+        name (str): Of the file, in the folder.
+        data (bytes): Its content.
+        tensors (dict): Tensors or arrays by name.
+        metadata (dict[str, str] | None): Texts of a safetensors file.
+        records: (name, data) pairs of an archive.
+        snapshot (bool): Copy the data now; False: write it before returning.
+
+    Example:
+        >>> from ctrainer.checkpoint import CheckpointWriter
+        >>> writer = CheckpointWriter()
+        >>> folder = writer.begin("checkpoint-1")
+        >>> writer.add_bytes("state.txt", b"step 1")
+        >>> writer.commit()
+        >>> writer.wait()
+        >>> open("checkpoint-1/state.txt").read()
+        'step 1'
     """
 
     def __init__(self) -> None:
         _writers.add(self)
 
     def add_torch(self, name: StrPath, obj: Any, *, snapshot: bool = True) -> None:
-        """Add what torch.save(obj, name) would write; obj is pickled now."""
+        """Add what torch.save(obj, name) would write; obj is pickled now.
+
+        Args:
+            name (StrPath): Of the file, in the folder.
+            obj: What torch.save takes.
+            snapshot (bool, default True): Copy the tensors now; False: they must not
+                change until the save is done.
+        """
         from ctrainer.adapters import _torch_checkpoint
 
         records = _torch_checkpoint.archive_records(name, obj)
@@ -88,8 +113,22 @@ def _finish_saves() -> None:
 
 
 class Tensors(dict[str, Any]):
-    """NumPy arrays by name; bfloat16 is given as its bits in uint16, the types of eight
-    bits as uint8, and `dtypes` tells each tensor's type in the file."""
+    """NumPy arrays by name; bfloat16 as its bits in uint16, types of eight bits as
+    uint8.
+
+    `dtypes` has each tensor's type in the file, `metadata` the file's texts by name.
+
+    Example:
+        >>> import numpy as np
+        >>> from ctrainer.checkpoint import CheckpointWriter, read_safetensors
+        >>> writer = CheckpointWriter()
+        >>> folder = writer.begin("checkpoint-1")
+        >>> writer.add_safetensors("model.safetensors", {"w": np.ones(2, np.float32)})
+        >>> writer.commit()
+        >>> writer.wait()
+        >>> read_safetensors("checkpoint-1/model.safetensors").dtypes
+        {'w': 'F32'}
+    """
 
     dtypes: dict[str, str]
     metadata: dict[str, str]
@@ -103,12 +142,29 @@ _NUMPY = {
 
 
 def read_safetensors(path: StrPath, *, check: bool = True) -> Tensors:
-    """Read a safetensors file without torch; one that the manifest beside it lists is
-    held against that.
+    """Return the arrays of a safetensors file, read without torch.
+
+    A file that the manifest beside it lists is held against that.
+
+    Args:
+        path (StrPath): The file.
+        check (bool, default True): Compare the data with the checksum that ctrainer
+            wrote into the file.
 
     Raises:
-        ValueError: the file is not whole or, with `check`, its data differs from the
-            checksum that ctrainer wrote into it.
+        ValueError: the file is not whole or, with `check`, its data differs from its
+            checksum.
+
+    Example:
+        >>> import numpy as np
+        >>> from ctrainer.checkpoint import CheckpointWriter, read_safetensors
+        >>> writer = CheckpointWriter()
+        >>> folder = writer.begin("checkpoint-1")
+        >>> writer.add_safetensors("model.safetensors", {"w": np.ones(2, np.float32)})
+        >>> writer.commit()
+        >>> writer.wait()
+        >>> read_safetensors("checkpoint-1/model.safetensors")["w"]
+        array([1., 1.], dtype=float32)
     """
     metadata, index = _C.safetensors_index(path)
     found = Tensors()
@@ -134,13 +190,34 @@ def load_safetensors_into(
 ) -> tuple[list[str], list[str]]:
     """Read a safetensors file straight into the memory of named tensors or arrays.
 
-    They must be contiguous and on the CPU, with the dtypes and shapes of the file.
-    Returns the names that the file lacks and those that were not asked for; with
-    `strict` there may be none.
+    Args:
+        path (StrPath): The file.
+        tensors (Mapping[str, Any]): Contiguous, on the CPU, with the dtypes and shapes
+            of the file.
+        strict (bool, default True): Let the names be exactly the file's.
+        check (bool, default True): Compare the data with the checksum that ctrainer
+            wrote into the file.
+
+    Returns:
+        The names that the file lacks, and those of the file that were not asked for.
 
     Raises:
-        ValueError: something does not fit, told before anything is changed; or, with
-            `check`, the data is damaged, told when it has been read.
+        ValueError: something does not fit, found before anything is changed; or, with
+            `check`, the data is damaged, found when it has been read.
+
+    Example:
+        >>> import numpy as np
+        >>> from ctrainer.checkpoint import CheckpointWriter, load_safetensors_into
+        >>> writer = CheckpointWriter()
+        >>> folder = writer.begin("checkpoint-1")
+        >>> writer.add_safetensors("model.safetensors", {"w": np.ones(2, np.float32)})
+        >>> writer.commit()
+        >>> writer.wait()
+        >>> w = np.zeros(2, np.float32)
+        >>> load_safetensors_into("checkpoint-1/model.safetensors", {"w": w})
+        ([], [])
+        >>> w
+        array([1., 1.], dtype=float32)
     """
     expected = expected_of(path) if check else None
     return _C.load_safetensors_into(path, dict(tensors), strict, check, expected)
@@ -150,17 +227,26 @@ def load_safetensors_into(
 
 
 def verify_checkpoint(folder: StrPath) -> list[str]:
-    """What is wrong with a checkpoint's folder; [] when it is whole.
+    """Return what is wrong with a checkpoint's folder; [] when it is whole.
 
     With ctrainer's manifest every file is compared with its size and checksum. A folder
     of another program is judged by its files: those that a checkpoint needs have to be
     there, and every file has to be complete in its format. Nothing is unpickled.
+
+    Args:
+        folder (StrPath): The folder.
+
+    Example:
+        >>> from ctrainer.checkpoint import verify_checkpoint
+        >>> verify_checkpoint("checkpoint-1")
+        ['checkpoint-1: no such folder']
     """
     if not os.path.isdir(folder):
         return [f"{os.fspath(folder)}: no such folder"]
     try:
         if os.path.lexists(os.path.join(folder, MANIFEST_NAME)):
-            return _C.verify_manifest(folder) or list(_judge_states(Path(folder)))
+            states = filter(_is_state, os.listdir(folder))
+            return _C.verify_manifest(folder) or list(_damaged(Path(folder), states))
         return list(_judge_files(Path(folder)))
     except (OSError, ValueError) as problem:
         return [_text(problem)]
@@ -173,21 +259,15 @@ def _text(problem: OSError | ValueError) -> str:
 def _judge_files(folder: Path) -> Iterator[str]:
     names = {p.name for p in folder.iterdir() if p.is_file()}
     yield from _missing_files(folder, names)
+    yield from _damaged(folder, names)
+
+
+def _damaged(folder: Path, names: Iterable[str]) -> Iterator[str]:
     for name in sorted(names):
         try:
             _judge_file(folder / name)
         except (OSError, ValueError) as problem:
             yield _text(problem)
-
-
-def _judge_states(folder: Path) -> Iterator[str]:
-    """What is wrong with the states of a folder whose manifest holds."""
-    for path in sorted(folder.iterdir()):
-        if path.suffix == ".json" and _is_state(path.name):
-            try:
-                _judge_file(path)
-            except (OSError, ValueError) as problem:
-                yield _text(problem)
 
 
 def _is_state(name: str) -> bool:
@@ -261,7 +341,7 @@ def read_own_state(path: StrPath) -> dict[str, Any]:
 
 def _judge_file(path: Path) -> None:
     if path.suffix == ".safetensors":
-        _C.check_safetensors(path)
+        _C.safetensors_index(path, True)
     elif path.name == STATE_NAME:
         read_trainer_state(path)
     elif path.suffix == ".json" and _is_state(path.name):
@@ -271,7 +351,7 @@ def _judge_file(path: Path) -> None:
     elif path.name == "config.json":
         read_object(path)
     elif path.suffix in (".pt", ".pth", ".bin") and _is_archive(path):
-        _C.check_archive(path)
+        _C.archive_index(path, None)
 
 
 def _is_archive(path: Path) -> bool:
@@ -293,7 +373,22 @@ def _is_being_saved(entry: os.DirEntry[str]) -> bool:
 
 
 def find_checkpoints(output_dir: StrPath, prefix: str = PREFIX) -> list[str]:
-    """The folders `prefix`-N of output_dir, by rising N."""
+    """Return the folders `prefix`-N of output_dir, by rising N.
+
+    Args:
+        output_dir (StrPath): Where to look.
+        prefix (str, default 'checkpoint'): Of the folders' names.
+
+    Raises:
+        OSError: output_dir cannot be read.
+
+    Example:
+        >>> import os
+        >>> from ctrainer.checkpoint import find_checkpoints
+        >>> os.makedirs("out/checkpoint-10"); os.makedirs("out/checkpoint-9")
+        >>> find_checkpoints("out")
+        ['out/checkpoint-9', 'out/checkpoint-10']
+    """
     pattern = re.compile(rf"{re.escape(prefix)}-(\d+)")
     found = []
     with os.scandir(output_dir) as entries:
@@ -305,10 +400,18 @@ def find_checkpoints(output_dir: StrPath, prefix: str = PREFIX) -> list[str]:
 
 
 def last_whole_checkpoint(output_dir: StrPath) -> str | None:
-    """The newest checkpoint that verify_checkpoint finds whole; None without one.
+    """Return the newest checkpoint that verify_checkpoint finds whole; None without
+    one.
 
-    Warns of each newer one that it passes over, with what is wrong with it. One that
-    lost its name when a process was killed while it replaced it gets that back.
+    Warns of each newer one that is skipped, with what is wrong with it. One that lost
+    its name when a process was killed while it replaced it gets that back.
+
+    Args:
+        output_dir (StrPath): Where to look.
+
+    Example:
+        >>> from ctrainer.checkpoint import last_whole_checkpoint
+        >>> last_whole_checkpoint("nowhere")
     """
     if not os.path.isdir(output_dir):
         return None
@@ -317,7 +420,7 @@ def last_whole_checkpoint(output_dir: StrPath) -> str | None:
         problems = verify_checkpoint(folder)
         if not problems:
             return folder
-        logger.warning("Passing over %s: %s", folder, "; ".join(problems))
+        logger.warning("Skipping %s: %s", folder, "; ".join(problems))
     return None
 
 

@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-# Files that a loss of power leaves as they were or as they are to be.
-
-
 StrPath = str | os.PathLike[str]
 
 

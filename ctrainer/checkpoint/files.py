@@ -95,7 +95,7 @@ def unchanged(*paths: StrPath) -> Iterator[Callable[[], None]]:
 
 
 def _stamp(path: StrPath) -> tuple[int, ...]:
-    """What changes with a file; () where there is none, which its reader tells."""
+    """Values that change with a file; () without a file: its reader raises."""
     try:
         found = os.stat(path)
     except OSError:

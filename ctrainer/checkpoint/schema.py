@@ -87,7 +87,7 @@ ANY = Kind("anything", lambda v: True)
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))
 NUMBER = Kind("a number", _is_number)  # NaN too: losses may be
 TEXT = Kind("a string without NUL", lambda v: isinstance(v, str) and "\0" not in v)
-STEPS = none_or(number(0))  # logging_steps and the like: a share of the run below 1
+STEPS = none_or(number(0))  # logging_steps and the like: below 1 a part of the run
 
 _CALLBACK = fields({"args": mapping(), "attributes": mapping()})
 

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ctrainer import _C
-from ctrainer.adapters import parallel
-from ctrainer.comm import processes, run
+from ctrainer.comm import parallel, processes, run
 from ctrainer.comm.run import world
 
 
@@ -35,29 +34,34 @@ class ModuleShown(nn.Module):
 
 
 class DataParallel(ModuleShown):
-    """Every rank has the module and a part of the batch; gradients become averages.
+    """A module that every rank has, each with a part of the batch; gradients become
+    averages.
 
     The average is taken while the backward pass runs: a bucket of gradients is
     exchanged as soon as all of it is there. At the beginning parameters and buffers
     become those of rank 0. Every rank has to make it, with the same arguments, and to
-    run forward and backward as often as the others.
+    run forward and backward as often as the others. Parameters may be frozen, and
+    trained later, between updates, on all ranks alike (torch's wrapper leaves gradients
+    of the latter to each rank). state_dict() has the names of `module` with "module."
+    before them, as torch's has. Other attributes are the module's.
 
-    module: in host memory, its parameters of any floating point dtypes. communicator:
-    the ranks; by default those of comm.world(). The others are as in torch's
-    DistributedDataParallel: bucket_cap_mb=25, the size of a bucket in MiB;
-    find_unused_parameters=False, parameters without a gradient count as zeros rather
-    than being an error; static_graph=False, the same parameters get gradients as often
-    in every pass; broadcast_buffers=True, buffers become those of rank 0 in each
-    forward pass; gradient_as_bucket_view=True, where torch has False, gradients are
-    views of the buckets, whose memory they share; init_sync=True, rank 0's parameters
-    and buffers for all, after a check that all have the same names, shapes and dtypes;
-    comm_hook=None, as in register_comm_hook.
-
-    Parameters may be frozen, and trained later, between updates, on all ranks alike
-    (torch's wrapper leaves gradients of the latter to each rank).
-
-    state_dict() has the names of `module` with "module." before them, as torch's has.
-    Other attributes are the module's.
+    Args:
+        module (nn.Module): In host memory, its parameters of any floating point dtypes.
+        communicator (_C.Communicator | None, default None): The ranks; None:
+            comm.world().
+        bucket_cap_mb (float | None, default None): The size of a bucket in MiB; None:
+            25.
+        find_unused_parameters (bool, default False): Parameters without a gradient
+            count as zeros rather than being an error.
+        static_graph (bool, default False): The same parameters get gradients as often
+            in every pass.
+        gradient_as_bucket_view (bool, default True): Gradients are views of the
+            buckets, whose memory they share; torch has False.
+        broadcast_buffers (bool, default True): Buffers become those of rank 0 in each
+            forward pass.
+        init_sync (bool, default True): Rank 0's parameters and buffers for all, after a
+            check that all have the same names, shapes and dtypes.
+        comm_hook (default None): As in register_comm_hook.
 
     Raises:
         ValueError: the ranks' modules differ, or nothing is to be trained.
@@ -67,6 +71,14 @@ class DataParallel(ModuleShown):
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
     Training", 2020.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer import DataParallel
+        >>> model = DataParallel(torch.nn.Linear(3, 2))  # on each rank
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> model.module.weight.grad.shape
+        torch.Size([2, 3])
     """
 
     module: nn.Module
@@ -140,6 +152,11 @@ class DataParallel(ModuleShown):
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module and return its output; the backward pass averages gradients.
+
+        Args:
+            *inputs, **kwargs: Of the module's forward.
+        """
         with_grad, syncs = torch.is_grad_enabled(), self._syncs()
         if with_grad and any(parameter.requires_grad for parameter in self._frozen):
             self._take_in_trainable()
@@ -152,9 +169,12 @@ class DataParallel(ModuleShown):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of passes that begin in here stay each rank's own, and add up.
+        """Let gradients of passes that begin in the block stay each rank's own, and add
+        up.
 
-        The first pass after it averages the sum. Its forward pass counts, as in torch.
+        Yields:
+            None; the first pass after it averages the sum. Its forward pass counts, as
+            in torch.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -172,12 +192,19 @@ class DataParallel(ModuleShown):
     ) -> Iterator[None]:
         """Let ranks have different numbers of batches.
 
-        At its end a rank takes part in the passes of those that go on, with gradients
-        of zero, and at last all have the parameters and buffers of one that was the
-        last to train. divide_by_initial_world_size: sums of gradients are divided by
-        the number of all ranks, else by that of those with data. enable: False has no
-        effect at all. throw_on_early_termination: all raise RuntimeError as soon as one
-        has no data.
+        At the end of its block a rank takes part in the passes of those that continue,
+        with gradients of zero, and at last all have the parameters and buffers of one
+        that was the last to train.
+
+        Args:
+            divide_by_initial_world_size (bool, default True): Divide sums of gradients
+                by the number of all ranks; else by that of those with data.
+            enable (bool, default True): False: the block has no effect at all.
+            throw_on_early_termination (bool, default False): Let all raise RuntimeError
+                as soon as one has no data.
+
+        Yields:
+            None.
         """
         if not enable:
             yield
@@ -194,10 +221,13 @@ class DataParallel(ModuleShown):
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Choose how gradients travel: before the first pass, the same on every rank.
 
-        hook: "no", "fp16" or "bf16", accelerate's DDPCommunicationHookType of these, or
-        torch's hook of that kind, none of which reads `state`.
+        Args:
+            state: Not read; torch's hooks of these kinds do not either.
+            hook: "no", "fp16" or "bf16", accelerate's DDPCommunicationHookType of
+                these, or torch's hook of that kind.
 
-        Raises ValueError for other hooks.
+        Raises:
+            ValueError: another hook.
         """
         name = _name_of(hook)
         self.reducer.compress(name)

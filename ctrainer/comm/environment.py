@@ -159,18 +159,33 @@ def from_environment(
     *,
     ranks: Sequence[int] | None = None,
 ) -> _C.Communicator:
-    """Join the processes that the launcher of this one has started.
+    """Join the processes that the launcher of this one has started, and return their
+    group.
 
-    All ranks call it equally often; each call makes a new group. ranks: only these
-    join, in this order, and only they call it; on one machine. Without a launcher it
-    is a group of this process alone. Ranks of one machine share memory. Those of
+    All ranks call it equally often; each call makes a new group. Without a launcher it
+    is a group of this process alone; where torch.distributed is initialised without a
+    launcher, its default group is used. Ranks of one machine share memory. Those of
     several do so within each, and between them use MPI where mpirun has started them
     and mpi4py is installed, else torch.distributed, initialised with gloo if need be.
-    Where it is initialised without a launcher, its default group is used.
-    timeout_seconds: how long a rank waits for others, here and in each collective.
 
-    Raises RuntimeError naming the rank that does not come, ValueError where the
-    launcher's variables make no sense or do not say where the ranks meet.
+    Args:
+        timeout_seconds (float, default 1800.0): How long a rank waits
+            for others, here and in each collective.
+        environ (Mapping[str, str] | None, default None): The launcher's variables;
+            None: os.environ.
+        ranks (Sequence[int] | None, default None): Only these join, in this order, and
+            only they call it; on one machine. None: all.
+
+    Raises:
+        RuntimeError: a rank does not come; the message names it.
+        ValueError: the launcher's variables make no sense or do not say where the ranks
+            find each other.
+
+    Example:
+        >>> from ctrainer.comm import from_environment
+        >>> group = from_environment()
+        >>> group.rank, group.world_size
+        (0, 1)
     """
     place = place_of(os.environ if environ is None else environ)
     if place is None:

@@ -57,7 +57,7 @@ def communicator(
 class MPIBackend:
     """Collectives of an mpi4py communicator on buffers in host memory.
 
-    MPI has no 16-bit floats: they are reduced in float32 and rounded once.
+    MPI has no bf16 and fp16 floats: they are reduced in float32 and rounded once.
     """
 
     def __init__(self, comm: Any, timeout_seconds: float) -> None:
@@ -125,7 +125,7 @@ class MPIBackend:
 
 
 class _Array:
-    """A buffer as MPI can reduce it: of 16-bit floats, a copy in float32."""
+    """A buffer as MPI can reduce it: of bf16 and fp16 floats, a copy in float32."""
 
     def __init__(self, view: memoryview, dtype: str) -> None:
         self.stored = dtype

@@ -20,15 +20,25 @@ _is_child: list[int] = []  # this process, if it was forked off one that had joi
 
 
 def world(timeout_seconds: float | None = None) -> _C.Communicator:
-    """The group of all processes of the run, which every part of ctrainer shares.
+    """Return the group of all processes of the run, which every part of ctrainer
+    shares.
 
     The first call joins it, as from_environment() does, and all ranks have to make it;
     later ones return the same group, or join anew where it has been closed. Without a
     launcher, and in a process forked off a rank, such as a worker of a data loader, it
-    is a group of one. timeout_seconds: how long the ranks wait for each other where
-    this call joins; None: 1800.
+    is a group of one.
 
-    Raises what from_environment() raises.
+    Args:
+        timeout_seconds (float | None, default None): How long the ranks wait for each
+            other where this call joins; None: 1800.
+
+    Raises:
+        RuntimeError, ValueError: as from_environment().
+
+    Example:
+        >>> from ctrainer.comm import world
+        >>> world().world_size
+        1
     """
     if _joined and is_open(_joined[0]):
         return _joined[0]

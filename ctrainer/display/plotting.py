@@ -32,8 +32,19 @@ def plot(
 ) -> None:
     """Draw the losses, and beside them the metrics, of `trainer.state.log_history`.
 
-    The kind of picture follows from the suffix of `path`: png, svg, pdf. Raises
-    ValueError when nothing was logged, ImportError without matplotlib.
+    Args:
+        log_history (Sequence[Mapping[str, Any]]): Logs with "step" and numbers by name.
+        path (str | os.PathLike[str]): The picture; its suffix says the kind: png, svg,
+            pdf.
+        title (str, default ''): Above the picture.
+
+    Raises:
+        ValueError: nothing was logged.
+        ImportError: matplotlib is not installed.
+
+    Example:
+        >>> from ctrainer import plot
+        >>> plot([{"loss": 2.0, "step": 1}, {"loss": 1.0, "step": 2}], "loss.svg")
     """
     losses, metrics = curves(log_history), metric_curves(log_history)
     panels = [p for p in (("loss", losses), ("evaluation", metrics)) if p[1]]

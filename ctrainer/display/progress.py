@@ -180,10 +180,25 @@ def memory_in_use() -> int | None:
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows how far a run is and how it goes.
+    """Shows how far a run is and how it goes: a line in a terminal, a page in a
+    notebook, lines in a log. The logs that it is shown are never changed.
 
-    `max_str_len` cuts longer texts among the logs. The logs that it is shown are never
-    changed.
+    Args:
+        max_str_len (int, default 100): Longer texts among the logs are cut.
+
+    Args of every method:
+        args (TrainingArguments): The run's.
+        state (TrainerState): How far the run is.
+        control (TrainerControl): Not read.
+        eval_dataloader: Of the evaluation, for its number of batches.
+        metrics (dict): Of the evaluation or prediction.
+        logs (dict): Numbers by name.
+        **kwargs: Not read.
+
+    Example:
+        >>> from ctrainer import ProgressCallback
+        >>> ProgressCallback(max_str_len=40).max_str_len
+        40
     """
 
     def __init__(self, max_str_len: int = 100) -> None:

@@ -66,7 +66,7 @@ def clock(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-    """The course of `values` as blocks; each stands for the mean of its share."""
+    """The course of `values` as blocks; each stands for the mean of its part."""
     finite = [v for v in values if math.isfinite(v)]
     n = min(width, len(finite))
     if n < 2:

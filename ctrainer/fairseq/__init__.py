@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         GroupedIterator,
     )
     from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
-    from ctrainer.fairseq.progress_bar import build_progress_bar, training_progress_bar
+    from ctrainer.fairseq.progress_bar import training_progress_bar
     from ctrainer.fairseq.trainer import Trainer
 
 _HOMES = {
@@ -36,7 +36,6 @@ _HOMES = {
     "as_config": "config",
     "batch_by_size": "data_utils",
     "build_lr_scheduler": "lr_scheduler",
-    "build_progress_bar": "progress_bar",
     "install": "_install",
     "install_fairseq_aliases": "aliases",
     "parse_training_args": "config",
@@ -86,7 +85,6 @@ __all__ = [
     "as_config",
     "batch_by_size",
     "build_lr_scheduler",
-    "build_progress_bar",
     "install",
     "install_fairseq_aliases",
     "parse_training_args",

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
-from ctrainer.fairseq._trainer_base import setting
+from ctrainer.fairseq._trainer_step import setting
 from ctrainer.fairseq.lr_scheduler import SCHEDULES
 from ctrainer.fairseq.optim import OPTIMIZERS
 from ctrainer.fairseq.trainer import Trainer as Ours
@@ -29,7 +29,7 @@ class Trainer(Ours):
             raise ValueError(
                 f"--use-bmuf does not go with optimizer {self.cfg.optimizer._name!r} "
                 f"and schedule {self.cfg.lr_scheduler._name!r}, of which fairseq alone "
-                "knows one: workers would never meet"
+                "knows one: workers would never synchronize"
             )
         params = tools.trainable(self._model, self._criterion)
         self._optimizer = self._of_fairseq(import_module("fairseq.optim"), params)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-# Attributes of other packages that are replaced, and given back.
+# Attributes of other packages that are replaced, and restored.
 
 
 _ABSENT: Any = object()
@@ -29,7 +29,7 @@ class Patches:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Give back everything, the latest first."""
+        """Restore everything, the latest first."""
         while self._before:
             owner, name, value = self._before.pop()
             if value is _ABSENT:
@@ -80,7 +80,7 @@ def cure_dataclasses(patches: Patches) -> str:
 
 
 def cure_numpy(patches: Patches, numpy: ModuleType) -> str:
-    """Give back the names of Python's types that NumPy 1.24 dropped."""
+    """Restore the names of Python's types that NumPy 1.24 dropped."""
     kinds = {"float": float, "int": int, "object": object, "complex": complex}
     missing = [name for name in kinds if name not in vars(numpy)]
     for name in missing:
@@ -175,21 +175,28 @@ _installation = _Installation()
 
 
 def install(trainer: bool = True) -> list[str]:
-    """Make an installed fairseq 0.12 import, and train with ctrainer.fairseq.Trainer,
-    or a subclass of it that knows the optimizers and schedules registered there.
+    """Make an installed fairseq 0.12 import, and train with ctrainer.fairseq.Trainer.
 
-    To be called before fairseq is imported, whose tasks then log into our metrics.
-    `fairseq_cli.train.main(cfg)` and everything else that names fairseq's Trainer gets
-    ours; its model-parallel Trainer keeps the original as its base.
+    It is a subclass of that Trainer that knows the optimizers and schedules registered
+    there. To be called before fairseq is imported, whose tasks then log into ctrainer's
+    metrics. `fairseq_cli.train.main(cfg)` and everything else that names fairseq's
+    Trainer gets ctrainer's; its model-parallel Trainer keeps the original as its base.
+    A second call does what the first has left.
 
-    trainer: False cures fairseq and leaves its Trainer and its metrics.
+    Args:
+        trainer (bool, default True): False mends fairseq and leaves its Trainer and its
+            metrics.
 
-    A second call does what the first has left. Returns what was done, a line each, and
-    logs it.
+    Returns:
+        What was done, a line each, which is logged too.
 
     Raises:
         ImportError: there is no fairseq, or it does not import for another reason;
             everything is then as before.
+
+    Example:
+        >>> from ctrainer.fairseq import install
+        >>> lines = install()  # doctest: +SKIP
     """
     if "fairseq" not in sys.modules and find_spec("fairseq") is None:
         raise ImportError(
@@ -215,8 +222,12 @@ def _lines() -> list[str]:
 
 
 def uninstall() -> None:
-    """Give back fairseq's Trainer and what else was replaced, except its metrics,
-    which those that have imported them go on using."""
+    """Undo install(), except for the metrics, which those that have imported them keep.
+
+    Example:
+        >>> from ctrainer.fairseq import uninstall
+        >>> uninstall()
+    """
     _installation.undo()
 
 

@@ -46,7 +46,7 @@ def _bits(options: Any, name: str) -> int | None:
 
 
 def reduces_quantized(cfg: Any) -> bool:
-    """Do gradients travel quantized, which remember what they miss?"""
+    """Are gradients exchanged quantized, with error-feedback residuals?"""
     group = getattr(cfg, "distributed_training", None)
     return is_sharded(cfg) and getattr(group, "reduce_bits", 32) != 32
 
@@ -138,7 +138,7 @@ def shards_optimizer_state(cfg: Any) -> bool:
     return getattr(group, "zero_sharding", "none") == "os"
 
 
-def share_out(
+def sharded_optimizer(
     communicator: _C.Communicator,
     cls: Callable[..., Any],
     precision: dict[str, Any],
@@ -170,8 +170,8 @@ def check_zero(setting: Callable[..., Any], cfg: Any) -> None:
         )
     if setting(cfg, "optimizer", "_name", None) == "composite":
         raise ValueError(
-            "--optimizer composite does not go with --zero-sharding os, which shares "
-            "out the state of one optimizer"
+            "--optimizer composite does not go with --zero-sharding os, which shards "
+            "the state of one optimizer"
         )
     _check_precision(setting, cfg)
 

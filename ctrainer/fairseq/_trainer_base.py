@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Annotated, Any, get_origin
@@ -13,20 +12,16 @@ from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.arguments.settings import hints, without_none
 from ctrainer.fairseq import _sharding
 from ctrainer.fairseq._sharding import ShardedEMA
+from ctrainer.fairseq._trainer_step import Step, setting
 from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
 from ctrainer.fairseq.config.trees import groups, is_dict_config, tree_of
 from ctrainer.fairseq.config.values import convert
-from ctrainer.fairseq.ema import build_ema
+from ctrainer.fairseq.ema import EMA
 from ctrainer.fairseq.iterators import EpochBatchIterator, StreamingEpochBatchIterator
 from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
 from ctrainer.fairseq.optim import build_trainer_optimizer
 
 # What fairseq's Trainer checks of its config, and what ours rejects.
-
-
-def setting(cfg: Any, group: str, name: str, default: Any) -> Any:
-    """cfg.group.name, or fairseq's default where the config lacks it."""
-    return getattr(getattr(cfg, group, None), name, default)
 
 
 def check_config(cfg: Any) -> None:
@@ -115,35 +110,16 @@ _REJECTED: list[tuple[str, str, tuple[Any, ...], str]] = [
 logger = logging.getLogger("ctrainer.fairseq.trainer")
 
 
-class Core(_C.FairseqTrainer):
-    """Attributes by fairseq's names, the group of processes, and what is made on first
-    use."""
+class Core(Step):
+    """The group of processes, and the parts that are made on first use."""
 
-    cfg: Any
-    task: Any
-    device: Any
-    quantizer: Any
-    _metrics: Any
-    _model: Any
-    _criterion: Any
-    _dummy_batch: Any
     _ema: Any
     _average_model: Any
     _epoch_itr: Any
-    _criterion_trains: bool
     _group: _C.Communicator | None
-    _gathered_optim_state: Any
-    _lr_scheduler: Any
-    _optimizer: Any
     _optim_history: list[dict[str, Any]] | None
-    _wrapped_criterion: Any
-    _wrapped_model: Any
     _saves: BackgroundSaves
-    _warn_once: set[str]
     _worker_states: tuple[int, list[Any]] | None
-    _start_time: float
-    _previous_training_time: float
-    _cumulative_training_time: float | None
 
     # The group of processes that train on different batches
 
@@ -182,10 +158,10 @@ class Core(_C.FairseqTrainer):
 
     @property
     def _communicator(self) -> _C.Communicator:
-        """Of all that the processes exchange, gradients too: in one group those that
-        are in different steps are told so, over two they would wait for each other."""
+        """The group of all exchanges, gradients too: ranks in different steps get an
+        error in one group, and would wait for each other over two."""
         if self._group is None:
-            from ctrainer.comm import wrappers
+            from ctrainer.fairseq import wrappers
 
             self._group = wrappers.ranks(self.data_parallel_process_group, self.device)
         return self._group
@@ -220,10 +196,14 @@ class Core(_C.FairseqTrainer):
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
+        """Whether this process writes checkpoints: the first, or with sharded state
+        each."""
         return self.is_data_parallel_master or _sharding.saves_shards(self.cfg)
 
     @property
     def always_call_state_dict_during_save_checkpoint(self) -> bool:
+        """Whether all processes have to call state_dict(): they bring the state
+        together."""
         # The processes bring the state together.
         return self.is_fsdp and not _sharding.saves_shards(self.cfg)
 
@@ -236,7 +216,7 @@ class Core(_C.FairseqTrainer):
         return str(suffix)
 
     def _sync_stats(self) -> bool:
-        """Are sums and logs of this update exchanged? With BMUF where workers meet."""
+        """Are sums and logs of this update exchanged? With BMUF at synchronizations."""
         if self.data_parallel_world_size == 1:
             return False
         if not self._uses_bmuf:
@@ -248,21 +228,27 @@ class Core(_C.FairseqTrainer):
 
     # Made on first use
 
-    def _wrap_model(self) -> None:
-        if self.is_fsdp and setting(self.cfg, "ema", "store_ema", False):
-            self._average_model = self._wrap(tools.copy_of(self._model))
-        self._wrapped_model = self._wrap(self._model)
+    def _build_part(self, part: str) -> None:
+        """Make the model, criterion or ema that the trainer uses."""
+        if part == "model":
+            if self.is_fsdp and setting(self.cfg, "ema", "store_ema", False):
+                self._average_model = self._wrap(tools.copy_of(self._model))
+            self._wrapped_model = self._wrap(self._model)
+        elif part == "ema":
+            self._ema = self._new_ema()
+            logger.info("Exponential Moving Average Shadow Model is initialized.")
+        else:
+            self._wrapped_criterion = self._wrap_criterion()
 
-    def _wrap_criterion(self) -> None:
-        trains = self._criterion_trains
-        if trains and self.is_fsdp:
+    def _wrap_criterion(self) -> Any:
+        if not self._criterion_trains:
+            return self._criterion
+        if self.is_fsdp:
             raise ValueError(
                 "the criterion has parameters, which --ddp-backend=fully_sharded would "
                 "leave out of checkpoints; move them into the model"
             )
-        self._wrapped_criterion = (
-            self._wrap(self._criterion) if trains else self._criterion
-        )
+        return self._wrap(self._criterion)
 
     def _wrap(self, module: Any) -> Any:
         """The module as all processes train it together; a collective."""
@@ -270,7 +256,7 @@ class Core(_C.FairseqTrainer):
             return module
         if self.is_fsdp:
             return _sharding.wrap(self.cfg, module, self._sharing_communicator())
-        from ctrainer.comm import wrappers
+        from ctrainer.fairseq import wrappers
 
         return wrappers.wrap(
             self.cfg.distributed_training,
@@ -283,24 +269,19 @@ class Core(_C.FairseqTrainer):
         alone = self.data_parallel_world_size == 1
         return _C.Communicator() if alone else self._communicator
 
-    def clip_grad_norm(self, clip_norm: Any, /) -> Any:
-        """Clip the gradients to that norm; return what it was. With sharded parameters
-        it is that of all processes, which all call this."""
+    def clip_grad_norm(self, clip_norm: Any) -> Any:
+        """Clip the gradients to a norm; return the norm before. With sharded parameters
+        it is that of all processes, which all call this.
+
+        Args:
+            clip_norm: The largest norm; 0: no clipping.
+        """
         if not self.is_fsdp:
             return super().clip_grad_norm(clip_norm)
         norm_of_all = _sharding.norm_of_all(self._sharing_communicator())
         return self.optimizer.clip_grad_norm(
             float(clip_norm), aggregate_norm_fn=norm_of_all
         )
-
-    def _gather_logs(self, logs: list[Any] | None) -> list[Any]:
-        """The logs of all processes in one list; None: none of this one."""
-        mine = tools.to_bytes(logs or [])
-        return [
-            log
-            for data in self._communicator.gather_bytes(mine)
-            for log in tools.from_bytes(data, "what another process logged")
-        ]
 
     def _build_optimizer(self) -> None:
         model = self.model if self.is_fsdp else self._model
@@ -321,33 +302,30 @@ class Core(_C.FairseqTrainer):
         )
         self._lr_scheduler.step_update(0)
 
-    def _build_ema(self) -> None:
-        if self.is_fsdp:
-            sharded = self.model  # and its copy, made in the same moment
-            self._ema = ShardedEMA(self._average_model, sharded, self.cfg.ema)
-        else:
-            self._ema = build_ema(self._model, self.cfg.ema, self.device)
-        logger.info("Exponential Moving Average Shadow Model is initialized.")
+    def _new_ema(self) -> Any:
+        if not self.is_fsdp:
+            return EMA(self._model, self.cfg.ema, self.device)
+        sharded = self.model  # and its copy, made in the same moment
+        return ShardedEMA(self._average_model, sharded, self.cfg.ema)
 
     # Time
 
     def cumulative_training_time(self) -> float:
-        """Seconds of training, those before a restart included."""
+        """Return the seconds of training, those before a restart included."""
         if self._cumulative_training_time is not None:
             return self._cumulative_training_time
         return self._local_cumulative_training_time()
-
-    def _local_cumulative_training_time(self) -> float:
-        return time.time() - self._start_time + self._previous_training_time
 
 
 # The iterators that fairseq's Trainer asks its task for.
 
 
 def resolve_max_positions(*limits: Any) -> Any:
-    """The least of limits that are None, numbers, tuples of them or dicts of them.
+    """Return the least of limits. A number beside a tuple or a dict limits each of its
+    entries.
 
-    A number beside a tuple or a dict limits each of its entries.
+    Args:
+        *limits: None, numbers, tuples of them or dicts of them.
     """
     found = None
     for limit in limits:
@@ -381,10 +359,17 @@ class Iterators(Core):
         shard_batch_itr: bool = True,
         disable_iterator_cache: bool = False,
     ) -> Any:
-        """The EpochBatchIterator of the training subset at `epoch`, from 1.
+        """Return the EpochBatchIterator of the training subset.
 
-        load_dataset: have the task load the subset first. shard_batch_itr: this
-        worker's share of the batches, else all of them.
+        Args:
+            epoch (int): From 1.
+            combine (bool, default True): Put the subset's parts together: train, train1
+                and so on.
+            load_dataset (bool, default True): Have the task load the subset first.
+            data_selector (Callable[..., Any] | None, default None): Not read here;
+                passed to the task.
+            shard_batch_itr (bool, default True): This rank's batches, else all of them.
+            disable_iterator_cache (bool, default False): Make the iterator anew.
         """
         data, limit = self.cfg.dataset, self._option("max_tokens", None)
         if load_dataset:
@@ -418,11 +403,16 @@ class Iterators(Core):
     def get_valid_iterator(
         self, subset: str, disable_iterator_cache: bool = False
     ) -> Any:
-        """The EpochBatchIterator of a validation subset, which the task has loaded.
+        """Return the EpochBatchIterator of a validation subset, which the task has
+        loaded.
 
-        Every validation begins at epoch 1, with the same draws. One on the data set
-        that is being trained on has an iterator of its own, and leaves the data set at
-        training's epoch."""
+        Every validation begins at epoch 1, with the same draws. A subset that is being
+        trained on has an iterator of its own, and stays at training's epoch.
+
+        Args:
+            subset (str): Its name.
+            disable_iterator_cache (bool, default False): Make the iterator anew.
+        """
         dataset, of_training = self.task.dataset(subset), self._epoch_itr
         is_trained_on = getattr(of_training, "dataset", None) is dataset
         batch_iterator = self.task.get_batch_iterator(

@@ -1,4 +1,4 @@
-"""What each worker has of its own between the ends of blocks, in fairseq's checkpoints.
+"""fairseq's checkpoints: the trainer's state, failures, and the workers' own models.
 
 With BMUF and SlowMo every worker updates a model of its own. The file holds the first
 one's where fairseq has the model and the optimizer's state, and the others' beside it.
@@ -21,7 +21,8 @@ from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.adapters.nan_detector import NanDetector, nonfinite_grads
 from ctrainer.checkpoint.files import is_there, naming
 from ctrainer.fairseq import _sharding
-from ctrainer.fairseq._trainer_base import Core, setting
+from ctrainer.fairseq._trainer_base import Core
+from ctrainer.fairseq._trainer_step import setting
 from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
@@ -72,7 +73,7 @@ def take_own(state: State, rank: int, workers: int, filename: str) -> State:
         return state
     if saved is None:
         logger.warning(
-            "%s has the first worker's state alone, which all go on from: call "
+            "%s has the first worker's state alone, from which all resume: call "
             "consolidate_optimizer() on all workers before save_checkpoint()",
             filename,
         )
@@ -97,10 +98,11 @@ def take_own(state: State, rank: int, workers: int, filename: str) -> State:
     return {**state, **parts, "extra_state": {**extra, **averages}}
 
 
-# What codes have missed of gradients, in fairseq's checkpoints.
+# The error-feedback residuals of gradients, in fairseq's checkpoints.
 
 
-RESIDUALS_KEY = "code_feedback"  # of extra_state: a list, what each process missed
+RESIDUALS_KEY = "residuals"  # of extra_state: a list by process
+_OLD_RESIDUALS_KEY = "code_feedback"
 
 
 def collect_residuals(module: Any, own: bool) -> list[Any]:
@@ -116,21 +118,21 @@ def collect_residuals(module: Any, own: bool) -> list[Any]:
     for rank in range(group.world_size):
         data = group.broadcast_bytes(mine if rank == group.rank else None, rank)
         if group.rank == 0:
-            found.append(tools.from_bytes(data, "what codes have missed"))
+            found.append(tools.from_bytes(data, "error-feedback residuals"))
     return found
 
 
 def load_residuals(
     module: Any, extra_state: dict[str, Any], filename: str, own: bool
 ) -> None:
-    """Resume with what collect_residuals() gave, of as many processes; else from
-    nothing, with a warning."""
-    saved = extra_state.get(RESIDUALS_KEY) or []
+    """Resume with the list of collect_residuals(), from the same number of processes;
+    else from 0, with a warning."""
+    saved = extra_state.get(RESIDUALS_KEY) or extra_state.get(_OLD_RESIDUALS_KEY) or []
     expected = 1 if own else module.world_size
     if len(saved) != expected:
         logger.warning(
-            "%s has what codes have missed of %d processes, and these are %d: it "
-            "begins with nothing",
+            "%s has the error-feedback residuals of %d processes, and these are %d: "
+            "the residuals begin at 0",
             filename,
             len(saved),
             expected,
@@ -193,10 +195,11 @@ class Checkpoints(Core):
         return self._has_own_model and self.data_parallel_world_size > 1 and whole
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, in fairseq's layout; tensors are not copied.
+        """Return the whole state, in fairseq's layout; tensors are not copied.
 
-        With BMUF and SlowMo that of the other workers too, if consolidate_optimizer()
-        has brought it here since the last update."""
+        With BMUF and SlowMo the state of the other workers too, if
+        consolidate_optimizer() has brought it here since the last update.
+        """
         state = self._state_dict()
         if self._worker_states is not None:
             updates, states = self._worker_states
@@ -230,8 +233,8 @@ class Checkpoints(Core):
             if self._averages_models:
                 state["extra_state"][_SLOWMO] = self.model.blocks_state_dict()
             if _sharding.reduces_quantized(self.cfg):
-                missed = collect_residuals(self.model, self._saves_shards)
-                state["extra_state"][RESIDUALS_KEY] = missed
+                residuals = collect_residuals(self.model, self._saves_shards)
+                state["extra_state"][RESIDUALS_KEY] = residuals
         return state
 
     @property
@@ -260,11 +263,16 @@ class Checkpoints(Core):
         }
 
     def save_checkpoint(self, filename: str, extra_state: Any) -> str | None:
-        """Write state_dict() with extra_state; return the absolute path.
+        """Write state_dict() with extra_state; return the absolute path, None on ranks
+        that do not save.
 
         The file appears when it is whole. With write_checkpoints_asynchronously the
         state is copied and a thread writes it; the next save, load_checkpoint() and
         finish_saves() wait for that, and raise OSError where it has failed.
+
+        Args:
+            filename (str): The file.
+            extra_state: A dict of more state.
         """
         if not self.should_save_checkpoint_on_current_rank:
             return None
@@ -287,7 +295,11 @@ class Checkpoints(Core):
 
     def after_save(self, job: Callable[[], None]) -> None:
         """Run job() once the last save_checkpoint() has written its file: now, or in
-        the thread that writes it."""
+        its thread.
+
+        Args:
+            job (Callable[[], None]): What to run.
+        """
         if setting(self.cfg, "checkpoint", "write_checkpoints_asynchronously", False):
             self._saves.do(job)
         else:
@@ -301,11 +313,21 @@ class Checkpoints(Core):
         optimizer_overrides: dict[str, Any] | None = None,
         reset_meters: bool = False,
     ) -> dict[str, Any] | None:
-        """Load what save_checkpoint() of ours or of fairseq's wrote.
+        """Load what save_checkpoint() of this class or of fairseq's wrote.
 
-        reset_optimizer leaves optimizer, schedule and number of updates as they are;
-        optimizer_overrides replaces options of its groups. Returns extra_state, or
-        None where there is no such file. Of several processes all call this.
+        Of several processes all call this.
+
+        Args:
+            filename (str): The file.
+            reset_optimizer (bool, default False): Leave optimizer, schedule and number
+                of updates as they are.
+            reset_lr_scheduler (bool, default False): Leave the schedule as it is.
+            optimizer_overrides (dict[str, Any] | None, default None): Options that
+                replace those of the optimizer's groups.
+            reset_meters (bool, default False): Leave the meters as they are.
+
+        Returns:
+            extra_state, or None where there is no such file.
 
         Raises:
             Exception: the weights do not fit; the message says which.
@@ -482,10 +504,23 @@ class Failures(Checkpoints):
         sys.stderr.flush()
 
     def crash_extra_state(self) -> dict[str, Any]:
-        """What crash.pt has in extra_state beside the trainer's own: the position in
-        the data. A program that keeps more, such as the best metric, overrides it."""
+        """Return what crash.pt has in extra_state beside the trainer's own: the
+        position in the data. A program that keeps more, such as the best metric,
+        overrides it."""
         itr = self._epoch_itr
         return {} if itr is None else {"train_iterator": itr.state_dict()}
+
+    def _report_failure(
+        self, error: BaseException, samples: list[Any], place: int | None, rng: Any
+    ) -> None:
+        """After an exception in train_step(): crash.pt and, where numbers of the update
+        are not finite, their source. place: of the sample that failed; None: the
+        failure was in the update. rng: states of the generators before."""
+        try:
+            self._save_crash(error, samples, place, rng)
+        finally:
+            if place is None and isinstance(error, FloatingPointError):
+                self._find_nonfinite(error, samples, rng)
 
     def _save_crash(
         self, error: BaseException, samples: list[Any], place: int | None, rng: Any

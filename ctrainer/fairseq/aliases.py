@@ -57,13 +57,19 @@ def _name_children(ours: str) -> None:
 
 
 def install_fairseq_aliases() -> None:
-    """Make `fairseq` name our modules: fairseq.tasks, fairseq.logging.metrics and so on
-    are ctrainer.fairseq.tasks, ctrainer.fairseq.metrics and so on, each module one
-    object under both names.
+    """Make `fairseq` name ctrainer's modules.
 
-    A module is loaded when it is imported; a second call changes nothing. Raises
-    RuntimeError where fairseq is installed or loaded: two sets of metrics under one
-    name would each miss half of what is logged.
+    fairseq.tasks, fairseq.logging.metrics and so on are ctrainer.fairseq.tasks,
+    ctrainer.fairseq.metrics and so on, each module one object under both names. A
+    module is loaded when it is imported; a second call changes nothing.
+
+    Raises:
+        RuntimeError: fairseq is installed or loaded: two sets of metrics under one name
+            would each miss half of what is logged.
+
+    Example:
+        >>> from ctrainer.fairseq import install_fairseq_aliases
+        >>> install_fairseq_aliases()  # doctest: +SKIP
     """
     if _finder in sys.meta_path:
         return
@@ -78,7 +84,7 @@ def install_fairseq_aliases() -> None:
 
 
 def remove_fairseq_aliases() -> None:
-    """Undo `install_fairseq_aliases`; what was imported meanwhile goes on working."""
+    """Undo `install_fairseq_aliases`; modules imported meanwhile keep working."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
         for name in [n for n in sys.modules if n.partition(".")[0] == "fairseq"]:

@@ -10,24 +10,33 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.checkpoint.disk import replacing
 from ctrainer.checkpoint.files import naming
 
-# Checkpoints that are written while training goes on (--save-async).
+# Checkpoints that are written while training continues (--save-async).
 
 
 __all__ = ["BackgroundSaves"]
 
 
 class BackgroundSaves:
-    """Runs what belongs to a save in a thread, in order; after a failure nothing more
-    until wait() has raised it. A process that ends in order finishes what was begun."""
+    """Runs jobs of a save in a thread, in order; after a failure nothing more until
+    wait() has raised it. A process that ends in order finishes what was begun.
+
+    Example:
+        >>> from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
+        >>> saves, done = BackgroundSaves(), []
+        >>> saves.do(lambda: done.append(1))
+        >>> saves.wait()
+        >>> done
+        [1]
+    """
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -35,7 +44,11 @@ class BackgroundSaves:
         self._last: Callable[[], None] | None = None
 
     def do(self, job: Callable[[], None]) -> None:
-        """Run job() after those before it."""
+        """Run a job after those before it.
+
+        Args:
+            job (Callable[[], None]): What to run.
+        """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._last = self._pool.submit(self._run, job).result
@@ -48,7 +61,11 @@ class BackgroundSaves:
                 self._problem = problem
 
     def wait(self) -> None:
-        """Return when all is written; raise what has failed since the last time."""
+        """Return when all is written.
+
+        Raises:
+            OSError: a job has failed since the last time.
+        """
         if self._last is not None:
             self._last()
             self._last = None
@@ -93,8 +110,6 @@ def upgrade_state_dict(state: dict[str, Any]) -> dict[str, Any]:
         extra.pop("train_meters", None)  # 0.9's; today's are in "metrics"
     if state.get("args") is not None:
         _upgrade_args(vars(state["args"]), extra)
-    if _is_group(cfg := state.get("cfg")):
-        _upgrade_config(cfg)
     return state
 
 
@@ -108,17 +123,6 @@ def _upgrade_history(state: dict[str, Any]) -> None:
     if "lr_scheduler_state" not in last:
         last["lr_scheduler_state"] = {"best": last.pop("best_loss", None)}
     last.setdefault("num_updates", 0)
-
-
-# Option: the names of its values that were changed.
-_RENAMED = {
-    "arch": {"audio_cpc": "wav2vec"},
-    "criterion": {
-        "binary_cross_entropy": "wav2vec",
-        "kd_binary_cross_entropy": "wav2vec",
-    },
-    "task": {"speech_pretraining": "audio_pretraining"},
-}
 
 
 def _upgrade_args(args: dict[str, Any], extra: dict[str, Any] | None) -> None:
@@ -141,35 +145,9 @@ def _upgrade_args(args: dict[str, Any], extra: dict[str, Any] | None) -> None:
         args["lr"] = [args["lr"]]
     if isinstance(args.get("data"), list) and args["data"]:
         args["data"] = args["data"][0]
-    for option, names in _RENAMED.items():
-        if option in args:
-            args[option] = names.get(args[option], args[option])
     position = None if extra is None else extra.get("train_iterator")
     if position is not None:  # epochs were counted from 0 once
         position["epoch"] = max(position.get("epoch", 1), 1)
-
-
-def _upgrade_config(cfg: MutableMapping[str, Any]) -> None:
-    """print_alignment was a truth value once, and is a kind or None."""
-    generation, task = cfg.get("generation"), cfg.get("task")
-    if _is_group(generation):
-        shown = generation.get("print_alignment")
-        if isinstance(shown, bool):
-            generation["print_alignment"] = "hard" if shown else None
-    for holder in (task, _own_task(cfg.get("model"))):
-        wer = holder.get("eval_wer_config") if _is_group(holder) else None
-        if _is_group(wer) and isinstance(wer.get("print_alignment"), bool):
-            wer["print_alignment"] = "hard"
-
-
-def _is_group(value: Any) -> TypeGuard[MutableMapping[str, Any]]:
-    return isinstance(value, MutableMapping)
-
-
-def _own_task(model: Any) -> Any:
-    """The task that a wav2vec model keeps of its own pretraining."""
-    inner = model.get("w2v_args") if _is_group(model) else None
-    return inner.get("task") if _is_group(inner) else None
 
 
 logger = logging.getLogger(__name__)
@@ -353,21 +331,8 @@ def _paths(folder: str, pattern: str) -> list[tuple[float, str]]:
     """(number, path) of the files whose whole name matches, the greatest number first;
     the number is the pattern's first group."""
     matches = [re.fullmatch(pattern, name) for name in os.listdir(folder)]
-    found = [
-        (float(match[1]) if match.re.groups else 0.0, os.path.join(folder, match[0]))
-        for match in matches
-        if match
-    ]
+    found = [(float(m[1]), os.path.join(folder, m[0])) for m in matches if m]
     return sorted(found, reverse=True)
-
-
-def checkpoint_paths(
-    path: str, pattern: str = r"checkpoint(\d+)\.pt", keep_match: bool = False
-) -> list[Any]:
-    """The files of a folder whose names match, by the number in the pattern's group,
-    the greatest first; with keep_match (path, number)."""
-    found = _paths(path, pattern)
-    return [(name, number) if keep_match else name for number, name in found]
 
 
 def verify_checkpoint_directory(save_dir: str) -> None:
@@ -377,21 +342,6 @@ def verify_checkpoint_directory(save_dir: str) -> None:
     with open(probe, "w"):
         pass
     os.remove(probe)
-
-
-def torch_persistent_save(obj: Any, filename: str, async_write: bool = False) -> None:
-    """Write a file that torch.load reads, whole or not at all.
-
-    Raises ValueError for async_write: Trainer.save_checkpoint() writes in the
-    background, and knows when it has to wait for that.
-    """
-    if async_write:
-        raise ValueError(
-            "torch_persistent_save() with async_write has nobody who waits for the "
-            "file; set checkpoint.write_checkpoints_asynchronously and use "
-            "Trainer.save_checkpoint()"
-        )
-    tools.save_file(filename, obj)
 
 
 # ---- loading -------------------------------------------------------------------------
@@ -506,19 +456,6 @@ def load_checkpoint_to_cpu(
     return state
 
 
-def load_model_ensemble(
-    filenames: Sequence[str],
-    arg_overrides: dict[str, Any] | None = None,
-    task: Any = None,
-    strict: bool = True,
-) -> tuple[list[Any], Any]:
-    """(the models of checkpoints, the last one's config)."""
-    models, cfg, _ = load_model_ensemble_and_task(
-        filenames, arg_overrides, task, strict
-    )
-    return models, cfg
-
-
 def load_model_ensemble_and_task(
     filenames: Sequence[str],
     arg_overrides: dict[str, Any] | None = None,
@@ -541,22 +478,3 @@ def load_model_ensemble_and_task(
         model.load_state_dict(state["model"], strict=strict, model_cfg=cfg.model)
         ensemble.append(model)
     return ensemble, cfg, task
-
-
-def load_pretrained_component_from_model(component: Any, checkpoint: str) -> Any:
-    """Load a checkpoint's encoder into an encoder, or its decoder into a decoder."""
-    from ctrainer.fairseq.models import FairseqDecoder, FairseqEncoder
-
-    if isinstance(component, FairseqEncoder):
-        prefix = "encoder."
-    elif isinstance(component, FairseqDecoder):
-        prefix = "decoder."
-    else:
-        raise ValueError(
-            "component to load must be either a FairseqEncoder or FairseqDecoder, got "
-            f"a {type(component).__name__}"
-        )
-    weights = load_checkpoint_to_cpu(checkpoint)["model"]
-    own = {k[len(prefix) :]: v for k, v in weights.items() if k.startswith(prefix)}
-    component.load_state_dict(own, strict=True)
-    return component

@@ -18,10 +18,22 @@ def _sizes(dataset: Any) -> Any:
 
 
 class ConcatDataset(FairseqDataset):
-    """The samples of `datasets`, in their order.
+    """The samples of several data sets, in their order.
 
-    sample_ratios: how often each set is taken, a whole number for all or one for each;
-    its samples are then repeated. Source: fairseq, data/concat_dataset.py.
+    Args:
+        datasets (Sequence[Any]): One or more.
+        sample_ratios (int | Sequence[int], default 1): How often each set is taken, a
+            whole number for all or one for each; its samples are then repeated.
+
+    Raises:
+        ValueError: no data sets, or another number of ratios.
+
+    Source: fairseq, data/concat_dataset.py.
+
+    Example:
+        >>> from ctrainer.fairseq.data import ConcatDataset
+        >>> len(ConcatDataset([[1, 2], [3]], sample_ratios=[1, 2]))
+        4
     """
 
     def __init__(
@@ -57,7 +69,12 @@ class ConcatDataset(FairseqDataset):
         return self.datasets[at][i]
 
     def collater(self, samples: list[Any], **extra_args: Any) -> Any:
-        """A batch as the first data set collates it, or as torch does."""
+        """Return a batch as the first data set collates it, or as torch does.
+
+        Args:
+            samples (list[Any]): As `__getitem__` returns them.
+            **extra_args: Of the data set's collater.
+        """
         if hasattr(self.datasets[0], "collater"):
             return self.datasets[0].collater(samples, **extra_args)
         from ctrainer.adapters._torch_data import default_collate
@@ -82,7 +99,8 @@ class ConcatDataset(FairseqDataset):
         return np.concatenate([np.concatenate([_sizes(d)] * r) for d, r in parts])
 
     def ordered_indices(self) -> Any:
-        """The indices by size; those of pairs by the source's, then by the target's."""
+        """Return the indices by size; those of pairs by the source's, then by the
+        target's."""
         sizes = self.sizes
         if sizes.ndim == 1:
             return np.argsort(sizes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice, repeat, takewhile
 from typing import Any
@@ -118,29 +117,37 @@ def batch_by_size(
     max_tokens: float | None = None,
     max_sentences: int | None = None,
     required_batch_size_multiple: int = 1,
-    fixed_shapes: Any = None,
 ) -> list[Any]:
-    """Cuts ordered indices into batches, padded to their longest sample, within limits.
+    """Return ordered indices in batches, padded to their longest sample, within limits.
 
-    indices: (n,) integers. num_tokens_vec: their lengths, (n,), or else num_tokens_fn
-    gives each. max_tokens: samples times the longest, at most; max_sentences: samples,
-    at most; None is no limit. A batch of more than required_batch_size_multiple samples
-    has a multiple of it, and a last batch that has not, because there are no more, is
-    left out and warned of. fixed_shapes: (m, 2) of samples and tokens, of which a batch
-    has to fit one; max_sentences and the multiple then do not count.
+    Args:
+        indices: (n,) integers.
+        num_tokens_fn (Callable[[int], int] | None): Returns the length of a sample; not
+            called with num_tokens_vec.
+        num_tokens_vec (default None): Their lengths, (n,).
+        max_tokens (float | None, default None): Samples times the longest, at most;
+            None is no limit.
+        max_sentences (int | None, default None): Samples, at most; None is no limit.
+        required_batch_size_multiple (int, default 1): A batch of more samples than this
+            has a multiple of it, and a last batch that has not, because there are no
+            more, is left out and warned of.
 
-    Returns views of the indices, int64. Raises ValueError for a sample that is too
-    long.
+    Returns:
+        Views of the indices, int64.
 
-    Source: fairseq, data/data_utils.py and data_utils_fast.pyx. With fixed_shapes
-    fairseq forgets the length of a batch's first sample, and lets a sample through that
-    fits no shape; neither is so here.
+    Raises:
+        ValueError: a sample that is too long by itself; the message names it.
+
+    Example:
+        >>> import numpy as np
+        >>> from ctrainer.fairseq import batch_by_size
+        >>> lengths = np.array([2, 2, 3, 5])
+        >>> batches = batch_by_size(np.arange(4), None, lengths, max_tokens=6)
+        >>> [batch.tolist() for batch in batches]
+        [[0, 1], [2], [3]]
     """
     indices = _int64(indices)
     tokens = num_tokens_fn if num_tokens_vec is None else _int64(num_tokens_vec)
-    if fixed_shapes is not None:
-        shapes = np.ascontiguousarray(fixed_shapes, np.int64)
-        return _C.batch_fixed_shapes(indices, tokens, shapes)
     most = -1 if max_tokens is None else int(max_tokens)
     sentences = -1 if max_sentences is None else max_sentences
     multiple = required_batch_size_multiple
@@ -155,33 +162,6 @@ def batch_by_size(
         )
         batches.pop()
     return batches
-
-
-def batch_by_size_vec(
-    indices: Any,
-    num_tokens_vec: Any,
-    max_tokens: int,
-    max_sentences: int,
-    bsz_mult: int,
-) -> list[Any]:
-    """fairseq.data.data_utils_fast's: limits of 0 or less are none, the last batch
-    stays as it is."""
-    return _C.batch_by_size(
-        _int64(indices), _int64(num_tokens_vec), max_tokens, max_sentences, bsz_mult
-    )
-
-
-def batch_by_size_fn(
-    indices: Any,
-    num_tokens_fn: Callable[[int], int],
-    max_tokens: int,
-    max_sentences: int,
-    bsz_mult: int,
-) -> list[Any]:
-    """As batch_by_size_vec(), with a function that gives an index's length."""
-    return _C.batch_by_size(
-        _int64(indices), num_tokens_fn, max_tokens, max_sentences, bsz_mult
-    )
 
 
 # ---- filters -------------------------------------------------------------------------
@@ -230,23 +210,6 @@ def split_by_size(dataset: Any, indices: Any, limit: Any) -> tuple[Any, list[int
     plain = np.asarray(indices).tolist()
     kept = collect_filtered(lambda i: _fits(dataset.size(i), limit), plain, ignored)
     return np.fromiter(kept, np.int64), ignored
-
-
-def filter_by_size(
-    indices: Any, dataset: Any, max_positions: Any, raise_exception: bool = False
-) -> Any:
-    """Deprecated: dataset.filter_indices_by_size() does this.
-
-    Returns the indices within max_positions; warns of the others, or raises for them.
-    """
-    warnings.warn(
-        "data_utils.filter_by_size is deprecated. "
-        "Use `FairseqDataset::filter_indices_by_size` instead.",
-        stacklevel=2,
-    )
-    indices, ignored = split_by_size(dataset, indices, max_positions)
-    report_ignored(dataset, ignored, max_positions, raise_exception)
-    return indices
 
 
 def report_ignored(

@@ -1,4 +1,4 @@
-"""Where the processes of a run meet, and starting them: fairseq's distributed init.
+"""Start of the processes of a run, and their rendezvous: fairseq's distributed init.
 
 Source: fairseq, fairseq/distributed/utils.py: infer_init_method, distributed_init and
 call_main, and the group `distributed_training` of its config.
@@ -27,18 +27,26 @@ logger = logging.getLogger(__name__)
 
 
 def is_master(cfg: Any) -> bool:
-    """Is this the process of rank 0? cfg is the group distributed_training."""
+    """Return whether this is the process of rank 0.
+
+    Args:
+        cfg: The group distributed_training.
+    """
     return (cfg.distributed_rank or 0) == 0
 
 
 def infer_init_method(cfg: Any, force_distributed: bool = False) -> None:
     """Fill in how the processes find each other, unless cfg says it.
 
-    cfg: the group distributed_training; its fields distributed_init_method, _rank,
-    _world_size, _no_spawn and device_id are set. In this order: the variables
-    MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, as torchrun sets them; SLURM's, where
-    distributed_port is above 0; a free port of this machine, where the world size is
-    above 1 or force_distributed is set. Else cfg stays as it is: one process trains.
+    In this order: the variables MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, as
+    torchrun sets them; SLURM's, where distributed_port is above 0; a free port of this
+    machine, where the world size is above 1 or force_distributed is set. Else cfg stays
+    as it is: one process trains.
+
+    Args:
+        cfg: The group distributed_training, whose distributed_init_method, _rank,
+            _world_size, _no_spawn and device_id are set.
+        force_distributed (bool, default False): Make a group of one process, too.
 
     Raises:
         ValueError: SLURM's variables contradict cfg; the message names both.
@@ -100,9 +108,12 @@ def distributed_init(cfg: Any) -> int:
     """Join the group of processes that a whole config describes; return the rank.
 
     Does nothing but set the rank where torch.distributed is initialised already. The
-    backend nccl means gloo where the run is on the CPU. heartbeat_timeout above 0 is
-    the time in seconds after which a collective gives up on the others; by default
-    half an hour. Processes but the first log warnings only.
+    backend nccl means gloo where the run is on the CPU. Processes but the first log
+    warnings only.
+
+    Args:
+        cfg: A FairseqConfig; heartbeat_timeout above 0 is the seconds after which a
+            collective gives up on the others, else half an hour.
 
     Raises:
         ValueError: distributed_init_method is None: call infer_init_method() first.
@@ -141,10 +152,16 @@ def distributed_init(cfg: Any) -> int:
 def distributed_main(
     i: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """What process i of this machine runs: main(cfg, **kwargs) within the group.
+    """Run main(cfg, **kwargs) as process i of this machine within the group, and return
+    its result.
 
-    kwargs may hold start_rank, the rank of this machine's first process, and
-    after_distributed_init_fn, called with cfg, which it may replace.
+    Args:
+        i (int): From 0.
+        main (Callable[..., Any]): The program.
+        cfg: A FairseqConfig.
+        kwargs (dict[str, Any]): May hold start_rank, the rank of this machine's first
+            process, and after_distributed_init_fn, called with cfg, which it may
+            replace.
     """
     from ctrainer.comm import processes
 
@@ -177,7 +194,15 @@ def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
 
     Processes are started where cfg.distributed_training asks for several and none has
     been started yet; when one fails the others are ended. main has to be importable by
-    its name then. What it returns is returned where it runs in this process.
+    its name then.
+
+    Args:
+        cfg: A FairseqConfig.
+        main (Callable[..., Any]): The program.
+        **kwargs: Of main.
+
+    Returns:
+        What main returns where it runs in this process, else None.
     """
     from ctrainer.comm import processes
 

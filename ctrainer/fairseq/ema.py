@@ -13,7 +13,7 @@ from ctrainer import _C
 from ctrainer.adapters import fairseq_parameters
 from ctrainer.adapters import torch_fairseq as tools
 
-__all__ = ["EMA", "build_ema"]
+__all__ = ["EMA"]
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +21,25 @@ logger = logging.getLogger(__name__)
 class EMA:
     """average = average * decay + weights * (1 - decay), of the whole state_dict().
 
-    config: ema_decay; ema_start_update, before which the average is a copy;
-    ema_update_freq: one update in that many is averaged; ema_fp32: the averages are
-    kept in float32, in fp32_params; ema_seed_model: a checkpoint to begin with.
     Entries that are no floats, and those with "version" in their names, are copied.
+
+    Args:
+        model: Whose weights are averaged.
+        config: ema_decay; ema_start_update, before which the average is a copy;
+            ema_update_freq: one update in that many is averaged; ema_fp32: the averages
+            are kept in float32, in fp32_params; ema_seed_model: a checkpoint to begin
+            with.
+        device (default None): Where the averages are; None: where the model is.
+
+    Example:
+        >>> import torch
+        >>> from argparse import Namespace
+        >>> from ctrainer.fairseq.ema import EMA
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> ema = EMA(layer, Namespace(ema_decay=0.9))
+        >>> ema.step(layer, updates=1)
+        >>> ema.get_decay()
+        0.9
     """
 
     def __init__(self, model: Any, config: Any, device: Any = None) -> None:
@@ -61,13 +76,23 @@ class EMA:
         )
 
     def build_fp32_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Make the float32 averages of a state, by default that of the model."""
+        """Make the float32 averages of a state.
+
+        Args:
+            state_dict (dict[str, Any] | None, default None): The state; None: that of
+                the model.
+        """
         state = self.model.state_dict() if state_dict is None else state_dict
         names, _ = tools.averaged_tensors(self.model)
         self.fp32_params = {name: tools.float32_copy(state[name]) for name in names}
 
     def step(self, new_model: Any, updates: int) -> None:
-        """Average the weights after update number `updates`, if that is due."""
+        """Average the weights after an update, if that is due.
+
+        Args:
+            new_model: With the weights.
+            updates (int): Number of the update, from 1.
+        """
         if new_model is not self._source:
             self._follow(new_model)
         start = getattr(self.config, "ema_start_update", 0)
@@ -81,17 +106,26 @@ class EMA:
         tools.copy_others(self.model, new_model, self.fp32_params)
 
     def get_decay(self) -> float:
+        """Return the decay of the last step."""
         return self.decay
 
     def get_model(self) -> Any:
-        """The model whose weights are the averages."""
+        """Return the model whose weights are the averages."""
         return self.model
 
     def restore(
         self, state_dict: dict[str, Any], build_fp32_params: bool = False
     ) -> None:
-        """Take over averages from a model's state; raise ValueError where some of the
-        averages are not in it, or others are."""
+        """Take over averages from a model's state.
+
+        Args:
+            state_dict (dict[str, Any]): The state.
+            build_fp32_params (bool, default False): Make the float32 averages of it,
+                too.
+
+        Raises:
+            ValueError: some of the averages are not in it, or others are.
+        """
         result = self.model.load_state_dict(state_dict, strict=False)
         averaged, _ = tools.averaged_tensors(self.model)
         missing = [name for name in result.missing_keys if name in averaged]
@@ -107,10 +141,10 @@ class EMA:
             self._follow(self._source)
 
     def reverse(self, model: Any) -> Any:
-        """Write the averages into a model, and return it."""
+        """Write the averages into a model, and return it.
+
+        Args:
+            model: The model.
+        """
         model.load_state_dict(self.model.state_dict(), strict=False)
         return model
-
-
-def build_ema(model: Any, config: Any, device: Any = None) -> EMA:
-    return EMA(model, config, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,12 @@ from ctrainer.fairseq import data_utils
 
 
 class EpochListening:
-    """Hears of the beginning of epochs."""
+    """Hears of the beginning of epochs.
+
+    Example:
+        >>> from ctrainer.fairseq.data import EpochListening
+        >>> EpochListening().set_epoch(1)
+    """
 
     @property
     def can_reuse_epoch_itr_across_epochs(self) -> bool:
@@ -20,14 +24,32 @@ class EpochListening:
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Is told the number of the epoch that begins, from 1."""
+        """Take in the number of the epoch that begins.
+
+        Args:
+            epoch (int): From 1.
+        """
 
 
 class FairseqDataset(EpochListening):
     """Base of data sets with fairseq's methods.
 
     Subclasses have `__getitem__`, `__len__`, `collater`, `num_tokens` and `size`, and
-    if they can `num_tokens_vec`. Source: fairseq, data/fairseq_dataset.py.
+    if they can `num_tokens_vec`.
+
+    Source: fairseq, data/fairseq_dataset.py.
+
+    Example:
+        >>> from ctrainer.fairseq.data import FairseqDataset
+        >>> class Numbers(FairseqDataset):
+        ...     def __getitem__(self, index):
+        ...         return index
+        ...     def __len__(self):
+        ...         return 3
+        ...     def num_tokens(self, index):
+        ...         return 1
+        >>> Numbers().ordered_indices()
+        array([0, 1, 2])
     """
 
     supports_fetch_outside_dataloader = True
@@ -39,40 +61,62 @@ class FairseqDataset(EpochListening):
         raise NotImplementedError
 
     def collater(self, samples: list[Any]) -> Any:
-        """A batch of a list of samples."""
+        """Return a batch of a list of samples.
+
+        Args:
+            samples (list[Any]): As `__getitem__` returns them.
+        """
         raise NotImplementedError
 
     def num_tokens(self, index: int) -> int:
-        """What a sample counts towards max_tokens."""
+        """Return what a sample counts towards max_tokens.
+
+        Args:
+            index (int): Of the sample.
+        """
         raise NotImplementedError
 
     def num_tokens_vec(self, indices: Any) -> Any:
-        """num_tokens() of an array of indices, as an array."""
+        """Return num_tokens() of an array of indices, as an array.
+
+        Args:
+            indices: (n,).
+        """
         raise NotImplementedError
 
     def size(self, index: int) -> Any:
-        """What is held against max_positions: a number or a tuple of them."""
+        """Return what is held against max_positions: a number or a tuple of them.
+
+        Args:
+            index (int): Of the sample.
+        """
         raise NotImplementedError
 
     def ordered_indices(self) -> Any:
-        """The indices, int64, in the order in which batches are made of them."""
+        """Return the indices, int64, in the order in which batches are made of them."""
         return np.arange(len(self), dtype=np.int64)
 
     @property
     def supports_prefetch(self) -> bool:
-        """Whether prefetch() is to be told an epoch's indices first."""
+        """Whether prefetch() is to be called with an epoch's indices first."""
         return False
 
     def attr(self, attr: str, index: int) -> Any:
+        """Return an attribute of the data set that a sample is of, or None.
+
+        Args:
+            attr (str): Its name.
+            index (int): Of the sample.
+        """
         return getattr(self, attr, None)
 
     def prefetch(self, indices: Any) -> None:
-        raise NotImplementedError
+        """Prefetch samples; for data sets with supports_prefetch.
 
-    def get_batch_shapes(self) -> Sequence[tuple[int | None, int]] | None:
-        """The shapes (sentences, tokens) that batches may have, None for any; sentences
-        None is as many as max_tokens allows."""
-        return None
+        Args:
+            indices: Of the samples.
+        """
+        raise NotImplementedError
 
     def batch_by_size(
         self,
@@ -81,13 +125,17 @@ class FairseqDataset(EpochListening):
         max_sentences: int | None = None,
         required_batch_size_multiple: int = 1,
     ) -> list[Any]:
-        """Batches of an ordered array of indices; see data_utils.batch_by_size()."""
-        shapes = self.get_batch_shapes()
-        if shapes is not None:
-            shapes = [
-                _shape(*s, max_tokens, max_sentences, required_batch_size_multiple)
-                for s in shapes
-            ]
+        """Return batches of ordered indices; see data_utils.batch_by_size().
+
+        Args:
+            indices: (n,).
+            max_tokens (int | None, default None): Samples times the longest, at most;
+                None is no limit.
+            max_sentences (int | None, default None): Samples, at most; None is no
+                limit.
+            required_batch_size_multiple (int, default 1): A batch of more samples has a
+                multiple of it.
+        """
         try:
             num_tokens_vec = np.asarray(self.num_tokens_vec(indices), np.int64)
         except NotImplementedError:
@@ -99,34 +147,17 @@ class FairseqDataset(EpochListening):
             max_tokens=max_tokens,
             max_sentences=max_sentences,
             required_batch_size_multiple=required_batch_size_multiple,
-            fixed_shapes=shapes,
         )
 
     def filter_indices_by_size(
         self, indices: Any, max_sizes: Any
     ) -> tuple[Any, list[int]]:
-        """The indices of samples within max_sizes, and the list of the others.
+        """Return the indices of samples within max_sizes, and the list of the others.
 
-        max_sizes: a number, a tuple to compare with a tuple size() one by one, None in
-        it being no limit, or a dict of such tuples by the keys of a dict size().
+        Args:
+            indices: (n,).
+            max_sizes: A number, a tuple to compare with a tuple size() one by one, None
+                in it being no limit, or a dict of such tuples by the keys of a dict
+                size().
         """
         return data_utils.split_by_size(self, indices, max_sizes)
-
-
-def _shape(
-    sentences: int | None,
-    tokens: int,
-    max_tokens: int | None,
-    max_sentences: int | None,
-    multiple: int,
-) -> tuple[int, int]:
-    """One of get_batch_shapes() with its batch size brought within the limits."""
-    if sentences is None:
-        if max_tokens is None:
-            raise ValueError("Must specify --max-tokens: a shape has no batch size")
-        sentences = max_tokens // tokens
-    if max_sentences is not None:
-        sentences = min(sentences, max_sentences)
-    elif sentences >= multiple:
-        sentences -= sentences % multiple
-    return sentences, tokens

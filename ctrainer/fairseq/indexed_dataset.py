@@ -37,16 +37,26 @@ CODES: dict[int, Any] = {
     9: np.uint32,
     10: np.uint64,
 }
-# Linux counts a private mapping against its memory, which a data set may exceed, unless
-# told not to. The value of asm-generic/mman-common.h; Python 3.13 has a name for it.
+# Without this flag Linux counts a private mapping against its memory, which a data set
+# may exceed. The value of asm-generic/mman-common.h; Python 3.13 has a name for it.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def index_file_path(prefix_path: str) -> str:
+    """Return PREFIX.idx.
+
+    Args:
+        prefix_path (str): PREFIX.
+    """
     return prefix_path + ".idx"
 
 
 def data_file_path(prefix_path: str) -> str:
+    """Return PREFIX.bin.
+
+    Args:
+        prefix_path (str): PREFIX.
+    """
     return prefix_path + ".bin"
 
 
@@ -247,11 +257,27 @@ class MMapIndex:
 class MMapIndexedDataset:
     """The items of PREFIX.bin as int64 tensors, or as they are as arrays.
 
-    Both files are mapped and none is read ahead; every item is checked to lie within
+    Both files are mapped and neither is prefetched; every item is checked to lie within
     the data when the set is opened. An item of int64 is the file's own memory: changing
     it in place changes this process's copy and not the file. Items of other dtypes are
-    converted. Pickled by its path. Raises ValueError for a file that is cut off or
-    corrupt, naming it.
+    converted. Pickled by its path.
+
+    Args:
+        path (str): PREFIX.
+
+    Raises:
+        ValueError: a file is cut off or corrupt; the message names it.
+        OSError: a file cannot be read.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq import MMapIndexedDataset
+        >>> from ctrainer.fairseq import MMapIndexedDatasetBuilder
+        >>> builder = MMapIndexedDatasetBuilder("train.bin")
+        >>> builder.add_item(torch.tensor([4, 5, 2]))
+        >>> builder.finalize("train.idx")
+        >>> MMapIndexedDataset("train")[0]
+        tensor([4, 5, 2])
     """
 
     Index = MMapIndex
@@ -298,7 +324,11 @@ class MMapIndexedDataset:
         return self._data[start : start + size]
 
     def array(self, i: int) -> Any:
-        """Item i as it lies in the file: a read-only array, without a copy."""
+        """Return item i as it lies in the file: a read-only array, without a copy.
+
+        Args:
+            i (int): From 0.
+        """
         view = self._view(i)
         view.flags.writeable = False
         return view
@@ -308,21 +338,46 @@ class MMapIndexedDataset:
         return long_tensor(self._view(i))
 
     def num_tokens(self, index: int) -> int:
+        """Return the length of an item.
+
+        Args:
+            index (int): From 0.
+        """
         return self._index[index][1]
 
     def size(self, index: int) -> int:
+        """Return the length of an item.
+
+        Args:
+            index (int): From 0.
+        """
         return self._index[index][1]
 
     @staticmethod
     def exists(path: str) -> bool:
+        """Return whether both files are there.
+
+        Args:
+            path (str): PREFIX.
+        """
         return pair_exists(path)
 
 
 class MMapIndexedDatasetBuilder(PairWriter):
-    """Writes a data set item by item: `out_file` is its .bin.
+    """Writes a data set item by item.
 
-    add_item() takes tensors and arrays; values that dtype does not hold are an error.
-    The files appear, whole, with finalize(index_file), and not at all without it.
+    The files appear, whole, with finalize(index_file), and not at all without it. For
+    an example see MMapIndexedDataset.
+
+    Args:
+        out_file (str | os.PathLike[str]): The .bin file.
+        dtype (default np.int64): Of the items; values that it does not hold are an
+            error.
+
+    Example:
+        >>> from ctrainer.fairseq import MMapIndexedDatasetBuilder
+        >>> builder = MMapIndexedDatasetBuilder("train.bin")
+        >>> builder.finalize("train.idx")  # no items
     """
 
     def __init__(self, out_file: str | os.PathLike[str], dtype: Any = np.int64) -> None:
@@ -330,10 +385,23 @@ class MMapIndexedDatasetBuilder(PairWriter):
         self._sizes = array("i")
 
     def add_item(self, tensor: Any) -> None:
+        """Append an item.
+
+        Args:
+            tensor: A tensor or array of whole numbers.
+        """
         self._sizes.append(self._write_item(np.asarray(tensor)))
 
     def merge_file_(self, another_file: str) -> None:
-        """Appends the items of another data set, given by its prefix."""
+        """Append the items of another data set.
+
+        Args:
+            another_file (str): Its PREFIX.
+
+        Raises:
+            ValueError: its elements have another dtype, or its items overlap or leave
+                gaps.
+        """
         other = MMapIndexedDataset(another_file)
         if other.dtype != self._dtype:
             raise ValueError(
@@ -351,7 +419,11 @@ class MMapIndexedDatasetBuilder(PairWriter):
         self._sizes.extend(other.sizes.tolist())
 
     def finalize(self, index_file: str | os.PathLike[str]) -> None:
-        """Writes the index and gives both files their names."""
+        """Write the index and give both files their names.
+
+        Args:
+            index_file (str | os.PathLike[str]): The .idx file.
+        """
         sizes = (
             np.frombuffer(self._sizes, np.int32)
             if self._sizes
@@ -389,10 +461,23 @@ _REJECTED = {
 
 
 class IndexedRawTextDataset(FairseqDataset):
-    """A text file, a line an item, encoded by `dictionary` when it is opened.
+    r"""A text file, a line an item, encoded by `dictionary` when it is opened.
 
-    dictionary: has encode_line(line, add_if_not_exist, append_eos, reverse_order),
-    which returns a tensor. The lines are kept too: get_original_text(i).
+    Args:
+        path (str): The file.
+        dictionary: Has encode_line(line, add_if_not_exist, append_eos, reverse_order),
+            which returns a tensor.
+        append_eos (bool, default True): Add </s> to each line.
+        reverse_order (bool, default False): Turn the words round.
+
+    Example:
+        >>> from ctrainer.fairseq.data import Dictionary, IndexedRawTextDataset
+        >>> words = Dictionary()
+        >>> index = words.add_symbol("hello")
+        >>> with open("text.txt", "w") as file:
+        ...     size = file.write("hello world\n")
+        >>> IndexedRawTextDataset("text.txt", words)[0]
+        tensor([4, 3, 2])
     """
 
     def __init__(
@@ -407,6 +492,12 @@ class IndexedRawTextDataset(FairseqDataset):
         self.read_data(path, dictionary)
 
     def read_data(self, path: str, dictionary: Any) -> None:
+        """Read and encode the lines.
+
+        Args:
+            path (str): The file.
+            dictionary: Encodes a line.
+        """
         with open(path, encoding="utf-8") as file:
             self.lines = [line.strip("\n") for line in file]
         self.tokens_list = [
@@ -421,6 +512,14 @@ class IndexedRawTextDataset(FairseqDataset):
         self.sizes = np.array([len(tokens) for tokens in self.tokens_list], np.int64)
 
     def check_index(self, i: int) -> None:
+        """Check that there is such a line.
+
+        Args:
+            i (int): From 0.
+
+        Raises:
+            IndexError: there is none.
+        """
         if not 0 <= i < len(self.lines):
             raise IndexError(f"index {i} is out of range of {len(self.lines)} lines")
 
@@ -429,6 +528,11 @@ class IndexedRawTextDataset(FairseqDataset):
         return self.tokens_list[i]
 
     def get_original_text(self, i: int) -> str:
+        """Return a line as it is in the file.
+
+        Args:
+            i (int): From 0.
+        """
         self.check_index(i)
         return self.lines[i]
 
@@ -443,12 +547,21 @@ class IndexedRawTextDataset(FairseqDataset):
 
     @staticmethod
     def exists(path: str) -> bool:
+        """Return whether there is a file of that name.
+
+        Args:
+            path (str): The file.
+        """
         return os.path.exists(path)
 
 
 def best_fitting_int_dtype(max_int_to_represent: int | None) -> Any:
-    """The dtype for tokens below that number: uint16 below 65500, uint32 below 2**32 -
-    1 or for None, else int64."""
+    """Return the dtype for tokens below a number: uint16 below 65500, uint32 below
+    2**32 - 1 or for None, else int64.
+
+    Args:
+        max_int_to_represent (int | None): The number.
+    """
     if max_int_to_represent is None:
         return np.uint32
     if max_int_to_represent < 65500:
@@ -457,13 +570,19 @@ def best_fitting_int_dtype(max_int_to_represent: int | None) -> Any:
 
 
 def get_available_dataset_impl() -> list[str]:
+    """Return the kinds of data sets that can be read."""
     return ["raw", "mmap"]
 
 
 def infer_dataset_impl(path: str) -> str | None:
-    """What the data set at `path` is: "raw" for a file of that name, "cached", "mmap"
-    or "huffman" by the first bytes of PATH.idx, "fasta" for PATH.fasta, None for
-    neither."""
+    """Return what a data set is.
+
+    "raw" for a file of that name, "cached", "mmap" or "huffman" by the first bytes of
+    PATH.idx, "fasta" for PATH.fasta, None for neither.
+
+    Args:
+        path (str): PATH.
+    """
     if IndexedRawTextDataset.exists(path):
         return "raw"
     if pair_exists(path):
@@ -484,11 +603,17 @@ def make_dataset(
     fix_lua_indexing: bool = False,
     dictionary: Any = None,
 ) -> Any:
-    """Opens a data set; None where there is none of that kind at `path`.
+    """Return a data set, opened; None where there is none of that kind.
 
-    impl: "raw" (needs the dictionary) or "mmap". fix_lua_indexing is of TorchNet's
-    format, and changes nothing of these. Raises ValueError
-    for fairseq's other kinds, and for a file that is not what impl says.
+    Args:
+        path (str): The file or PREFIX.
+        impl (str | None): "raw" (needs the dictionary) or "mmap".
+        fix_lua_indexing (bool, default False): Of TorchNet's format; changes nothing of
+            these.
+        dictionary (default None): Encodes the lines of "raw".
+
+    Raises:
+        ValueError: fairseq's other kinds, and a file that is not what impl says.
     """
     if impl in _REJECTED:
         raise ValueError(
@@ -507,6 +632,12 @@ def make_dataset(
 
 
 def dataset_exists(path: str, impl: str) -> bool:
+    """Return whether there is a data set.
+
+    Args:
+        path (str): The file or PREFIX.
+        impl (str): "raw", or else a pair of .idx and .bin.
+    """
     if impl == "raw":
         return IndexedRawTextDataset.exists(path)
     return pair_exists(path)
@@ -515,9 +646,15 @@ def dataset_exists(path: str, impl: str) -> bool:
 def make_builder(
     out_file: str | os.PathLike[str], impl: str, vocab_size: int | None = None
 ) -> MMapIndexedDatasetBuilder:
-    """A builder of the .bin file `out_file`, of the narrowest dtype for the vocabulary.
+    """Return a builder, of the narrowest dtype for the vocabulary.
 
-    Raises ValueError for an `impl` other than "mmap".
+    Args:
+        out_file (str | os.PathLike[str]): The .bin file.
+        impl (str): "mmap".
+        vocab_size (int | None, default None): Words; None: uint32.
+
+    Raises:
+        ValueError: another `impl`.
     """
     if impl != "mmap":
         raise ValueError(f"no builder makes data sets of kind {impl!r}: choose mmap")

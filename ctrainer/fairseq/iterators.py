@@ -4,14 +4,13 @@ resumed.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from queue import Empty, SimpleQueue
 from typing import Any, Self
 
@@ -28,10 +27,20 @@ logger = logging.getLogger(__name__)
 class CountingIterator:
     """Iterates over an iterable and counts.
 
-    `n` is the number of items consumed, those before `start` included; it begins at
-    `start`, or else at the iterable's own `n`, or else at 0, and nothing is skipped for
-    it. `total`, the length, is `n + len(iterable)` unless given; items beyond it are
-    not asked for. Raises IndexError where the iterable ends before.
+    `n` is the number of items consumed, those before `start` included. Items beyond
+    `total` are not asked for. Raises IndexError where the iterable ends before.
+
+    Args:
+        iterable: The items; nothing of it is skipped.
+        start (int | None, default None): Where n begins; None or 0: the iterable's own
+            `n`, or else 0.
+        total (int | None, default None): The length; None: n + len(iterable).
+
+    Example:
+        >>> from ctrainer.fairseq import CountingIterator
+        >>> batches = CountingIterator([10, 20, 30])
+        >>> next(batches), batches.n, batches.has_next()
+        (10, 1, True)
     """
 
     def __init__(
@@ -64,17 +73,26 @@ class CountingIterator:
         return item
 
     def has_next(self) -> bool:
-        """Whether there are items left."""
+        """Return whether there are items left."""
         return self.n < self.total
 
     def skip(self, n: int) -> Self:
-        """Consumes n items; StopIteration where there are fewer."""
+        """Consume items, and return the iterator.
+
+        Args:
+            n (int): How many; StopIteration where there are fewer.
+        """
         for _ in range(n):
             next(self)
         return self
 
     def take(self, n: int) -> Self:
-        """Ends at item n, counted from the beginning; an iterator below follows."""
+        """Let it end at item n, counted from the beginning, and return it; an iterator
+        below follows.
+
+        Args:
+            n (int): The new total, if it is less.
+        """
         self.total = min(self.total, n)
         if hasattr(self._itr, "take"):
             self._itr.take(max(n - self.n, 0))
@@ -91,11 +109,24 @@ def _groups(items: Iterable[Any], size: int, whole: bool) -> Iterator[list[Any]]
 
 
 class GroupedIterator(CountingIterator):
-    """Gives lists of `chunk_size` consecutive items: the micro-batches of one update.
+    """Lists of consecutive items: the micro-batches of one update.
 
     Counts lists: ceil(len / chunk_size) of them, beginning at ceil(n / chunk_size).
-    With `skip_remainder_batch` a shorter last list is left out, floor instead of ceil,
-    and the iterable is cut to what is used, so that its epoch ends with ours.
+
+    Args:
+        iterable: The items, with a length.
+        chunk_size (int): Items of a list, 1 or more.
+        skip_remainder_batch (bool, default False): Leave a shorter last list out, floor
+            instead of ceil, and cut the iterable to what is used, so that its epoch
+            ends with this.
+
+    Raises:
+        ValueError: chunk_size is below 1.
+
+    Example:
+        >>> from ctrainer.fairseq import GroupedIterator
+        >>> list(GroupedIterator([1, 2, 3], chunk_size=2))
+        [[1, 2], [3]]
     """
 
     def __init__(
@@ -126,32 +157,7 @@ def check_shard(num_shards: int, shard_id: int) -> None:
         )
 
 
-class ShardedIterator(CountingIterator):
-    """Every `num_shards`-th item from number `shard_id` on.
-
-    Every shard has ceil(len / num_shards) items: where the iterable does not divide
-    evenly, the last is `fill_value`. `skip_remainder_batch` is accepted and does
-    nothing, as in fairseq. Raises ValueError for a shard that there is not.
-    """
-
-    def __init__(
-        self,
-        iterable: Any,
-        num_shards: int,
-        shard_id: int,
-        fill_value: Any = None,
-        skip_remainder_batch: bool | None = None,
-    ) -> None:
-        check_shard(num_shards, shard_id)
-        own = islice(iterable, shard_id, len(iterable), num_shards)
-        super().__init__(
-            chain(own, repeat(fill_value)),
-            start=-(-getattr(iterable, "n", 0) // num_shards),
-            total=-(-len(iterable) // num_shards),
-        )
-
-
-# An iterator whose items a thread fetches ahead.
+# An iterator whose items a thread prefetches.
 
 
 _LOOK_SECONDS = 1.0  # between two looks whether there is a thread to wait for
@@ -201,16 +207,28 @@ class _Channel:
 
 
 class BufferedIterator:
-    """Iterates over an iterable that a thread reads, up to `size` items ahead.
+    """Iterates over an iterable that a thread reads, up to `size` items prefetched.
 
     The thread starts with the first item asked for, on the CUDA device that is current
     then, and ends with the source, at `total` items, with close(), or when nobody holds
     the iterator any more. An exception in the thread is raised by the next `next()`,
-    after the items before it, and by every later one.
+    after the items before it, and by every later one. A buffer that is nearly empty
+    after the first five minutes is warned of, at most every fifteen.
 
-    A buffer that is nearly empty after the first five minutes is warned of, at most
-    every fifteen. Source: fairseq, data/iterators.py, whose thread outlives a consumer
-    that stops early, and whose `next()` after the end waits for ever.
+    Args:
+        size (int): Items, 1 or more.
+        iterable: Has a length.
+
+    Raises:
+        ValueError: size is below 1.
+
+    Source: fairseq, data/iterators.py, whose thread outlives a consumer that stops
+    early, and whose `next()` after the end waits for ever.
+
+    Example:
+        >>> from ctrainer.fairseq.iterators import BufferedIterator
+        >>> list(BufferedIterator(2, [1, 2, 3]))
+        [1, 2, 3]
     """
 
     def __init__(self, size: int, iterable: Any) -> None:
@@ -262,7 +280,12 @@ class BufferedIterator:
                     ) from None
 
     def take(self, n: int) -> Self:
-        """Ends after n items at most, and tells the source so if it has take()."""
+        """End after n items at most, and return the iterator; a source with take()
+        follows.
+
+        Args:
+            n (int): The new total, if it is less.
+        """
         self.total = min(self.total, n)
         if hasattr(self._iterable, "take"):
             self._iterable.take(n)
@@ -333,52 +356,33 @@ def reader_of(loader: Any, seed: int | None, rank: int, world_size: int) -> Any:
 
 
 class EpochBatchIterating:
-    """What a trainer asks of its source of batches, epoch by epoch, counted from 1.
+    """The interface of a trainer's source of batches, epoch by epoch, counted from 1.
 
     seed_by_place: rows and collators draw random numbers by the seed, the epoch and the
     batch's place in it, whatever the number of workers; False on a subclass or an
     object leaves the workers as torch seeds them.
+
+    Example:
+        >>> from ctrainer.fairseq import EpochBatchIterator
+        >>> from ctrainer.fairseq.iterators import EpochBatchIterating
+        >>> issubclass(EpochBatchIterator, EpochBatchIterating)
+        True
     """
 
     seed_by_place = True
 
-    def __len__(self) -> int:
-        """Batches of an epoch, for this worker."""
-        raise NotImplementedError
+    epoch: int
+    _cur_epoch_itr: CountingIterator | None = None
 
     @property
     def next_epoch_idx(self) -> int:
-        """The epoch that next_epoch_itr() would give."""
-        raise NotImplementedError
-
-    def next_epoch_itr(
-        self,
-        shuffle: bool = True,
-        fix_batches_to_gpus: bool = False,
-        set_dataset_epoch: bool = True,
-    ) -> CountingIterator:
-        """Begins the next epoch, or goes on with the one that was loaded.
-
-        shuffle: change the order of the batches. fix_batches_to_gpus: give each worker
-        the same batches in every epoch, for data sets that prefetch. set_dataset_epoch:
-        tell the data set's set_epoch(), if it has one.
-        """
-        raise NotImplementedError
+        """The epoch that next_epoch_itr() returns next."""
+        return self.epoch + 1 if self.end_of_epoch() else self.epoch
 
     def end_of_epoch(self) -> bool:
-        """Whether the epoch that was begun last is used up."""
-        raise NotImplementedError
-
-    @property
-    def iterations_in_epoch(self) -> int:
-        """Batches consumed of the current epoch."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Return whether the epoch that was begun last is used up."""
+        current = self._cur_epoch_itr
+        return current is not None and not current.has_next()
 
     @property
     def first_batch(self) -> Any:
@@ -387,11 +391,39 @@ class EpochBatchIterating:
 
 
 class StreamingEpochBatchIterator(EpochBatchIterating):
-    """Batches of `max_sentences` samples of a torch IterableDataset with a length.
+    """Batches of samples of a torch IterableDataset with a length.
 
-    Its order is its own. Within an epoch it goes on by the data set's state_dict(), if
-    it has that and load_state_dict(), else by reading past what was seen. seed: of the
-    draws. buffer_size: at most 20, batches that the workers, if any, hold ready.
+    Its order is its own. Within an epoch it resumes by the data set's state_dict(), if
+    it has that and load_state_dict(), else by reading past what was seen.
+
+    Args:
+        dataset: The data set.
+        max_sentences (int, default 1): Samples of a batch.
+        collate_fn (Callable[[Any], Any] | None, default None): Makes a batch of a list
+            of samples; None: torch's.
+        epoch (int, default 1): Where to begin, from 1.
+        num_workers (int, default 0): Processes that read; 0: this one.
+        buffer_size (int, default 0): Batches that the workers, if any, hold ready, at
+            most 20.
+        timeout (float, default 0): Seconds to wait for a batch of a worker; 0: for
+            ever.
+        persistent_workers (bool, default True): Keep the processes between epochs.
+        seed (int, default 1): Of the draws.
+
+    Raises:
+        TypeError: the data set is not iterable.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.iterators import StreamingEpochBatchIterator
+        >>> class Stream(torch.utils.data.IterableDataset):
+        ...     def __iter__(self):
+        ...         return iter(range(4))
+        ...     def __len__(self):
+        ...         return 4
+        >>> epochs = StreamingEpochBatchIterator(Stream(), max_sentences=2)
+        >>> [batch.tolist() for batch in epochs.next_epoch_itr()]
+        [[0, 1], [2, 3]]
     """
 
     def __init__(
@@ -422,11 +454,6 @@ class StreamingEpochBatchIterator(EpochBatchIterating):
         self.seed = seed
         self._reader: Any = None
         self._loaded: dict[str, Any] = {}  # a state, until its epoch begins
-        self._current_epoch_iterator: CountingIterator | None = None
-
-    @property
-    def next_epoch_idx(self) -> int:
-        return self.epoch + 1 if self.end_of_epoch() else self.epoch
 
     def next_epoch_itr(
         self,
@@ -434,6 +461,15 @@ class StreamingEpochBatchIterator(EpochBatchIterating):
         fix_batches_to_gpus: bool = False,
         set_dataset_epoch: bool = True,
     ) -> CountingIterator:
+        """Begin the next epoch, or continue the one that was loaded, and return its
+        batches.
+
+        Args:
+            shuffle, fix_batches_to_gpus (bool): Not read: the order is
+                the data set's.
+            set_dataset_epoch (bool, default True): Call the data set's set_epoch(), if
+                it has one.
+        """
         self.epoch = self.next_epoch_idx
         if set_dataset_epoch and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
@@ -445,8 +481,8 @@ class StreamingEpochBatchIterator(EpochBatchIterating):
         batches = epoch_of(
             self._reader, self.epoch, n, None if stream is None else from_json(stream)
         )
-        self._current_epoch_iterator = CountingIterator(batches, start=n)
-        return self._current_epoch_iterator
+        self._cur_epoch_itr = CountingIterator(batches, start=n)
+        return self._cur_epoch_itr
 
     def _make_loader(self) -> Any:
         options: dict[str, Any] = {}
@@ -465,33 +501,35 @@ class StreamingEpochBatchIterator(EpochBatchIterating):
             **options,
         )
 
-    def end_of_epoch(self) -> bool:
-        current = self._current_epoch_iterator
-        return current is not None and not current.has_next()
-
     @property
     def iterations_in_epoch(self) -> int:
-        current = self._current_epoch_iterator
+        """Batches of the epoch that were taken."""
+        current = self._cur_epoch_itr
         n = self._loaded.get("iterations_in_epoch", 0) if current is None else current.n
         return int(n)
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, as fairseq's, and within one the place in it; at the end of an
-        epoch the next, which fairseq's begins anew."""
+        """Return the epoch, as fairseq's, and within one the place in it; at the end of
+        an epoch the next, which fairseq's begins anew."""
         n = self.iterations_in_epoch
         if self.end_of_epoch():
             return {"epoch": self.epoch + 1}
         if n == 0:
             return {"epoch": self.epoch}
-        if self._current_epoch_iterator is None:
+        if self._cur_epoch_itr is None:
             return {"epoch": self.epoch, **self._loaded}
         stream = to_json(self._reader.state())
         return {"epoch": self.epoch, "iterations_in_epoch": n, "stream": stream}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let next_epoch_itr() continue where state_dict() was called.
+
+        Args:
+            state_dict (dict[str, Any]): What state_dict() returned.
+        """
         self.epoch = state_dict["epoch"]
         self._loaded = {k: v for k, v in state_dict.items() if k != "epoch"}
-        self._current_epoch_iterator = None
+        self._cur_epoch_itr = None
 
 
 # Iterators over epochs of batches: sharded, shuffled, saved and resumed.
@@ -509,57 +547,50 @@ _MISMATCH = (
 )
 
 
-class FrozenBatchSampler:
-    """The batches of one epoch, as a DataLoader's batch_sampler that can be
-    refilled."""
-
-    def __init__(
-        self,
-        ordered_batches: Callable[[int, bool, bool], Sequence[Any]],
-        epoch: int,
-        fix_batches_to_gpus: bool,
-        shuffle: bool,
-        initial_offset: int,
-    ) -> None:
-        self.ordered_batches = ordered_batches
-        self.fix_batches_to_gpus = fix_batches_to_gpus
-        self.shuffle = shuffle
-        self.make_batches_for_epoch(epoch, initial_offset)
-
-    def make_batches_for_epoch(self, epoch: int, offset: int = 0) -> None:
-        """Orders the epoch's batches and leaves the first `offset` out."""
-        batches = self.ordered_batches(epoch, self.fix_batches_to_gpus, self.shuffle)
-        self.batches = batches[offset:]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
 class EpochBatchIterator(EpochBatchIterating):
-    """Epochs of the batches that `batch_sampler` lists, for one worker of num_shards.
+    """Epochs of the batches that `batch_sampler` lists, for one rank of num_shards.
 
-    dataset: what a torch DataLoader takes, with `__getitem__`. collate_fn: makes a
-    batch of a list of samples. batch_sampler: an iterable of batches of indices, or a
-    function (dataset, epoch) that is called for each epoch's.
-
-    Shuffled batches are permuted by NumPy's RandomState(seed + epoch), on all workers
-    alike, and then dealt out; where they do not divide evenly, a worker gets an empty
+    Shuffled batches are permuted by NumPy's RandomState(seed + epoch), on all ranks
+    alike, and then distributed; where they do not divide evenly, a rank gets an empty
     batch last. A data set with `supports_prefetch` is told first what it will be asked
-    for; with fix_batches_to_gpus its batches are dealt out first, and then permuted
-    with seed + epoch + shard_id. grouped_shuffling permutes groups of num_shards
-    neighbours, so that the workers' batches of a step stay alike in length; batches
-    that do not fill a group are left out of that epoch.
+    for; with fix_batches_to_gpus its batches are distributed first, and then permuted
+    with seed + epoch + shard_id.
 
-    buffer_size: how many batches, at most 20, a thread holds ready; 0 is no thread, nor
-    is there one without workers where draws go by place.
-    skip_remainder_batch: an epoch is one batch shorter, whether its last is full or
-    not. reuse_dataloader: one DataLoader for all epochs.
+    Args:
+        dataset: What a torch DataLoader takes, with `__getitem__`.
+        collate_fn (Callable[[Any], Any] | None): Makes a batch of a list of samples;
+            None: torch's.
+        batch_sampler: An iterable of batches of indices, or a function that makes one.
+        seed (int, default 1): Of the order and the draws.
+        num_shards (int, default 1): Ranks.
+        shard_id (int, default 0): This rank, from 0.
+        num_workers (int, default 0): Processes that read; 0: this one.
+        epoch (int, default 1): Where to begin, from 1.
+        buffer_size (int, default 0): Batches that a thread holds ready, at most 20; 0
+            is no thread, nor is there one without workers where draws go by place.
+        timeout (float, default 0): Seconds to wait for a batch of a worker; 0: for
+            ever.
+        disable_shuffling (bool, default False): Never change the order.
+        skip_remainder_batch (bool, default False): An epoch is one batch shorter,
+            whether its last is full or not.
+        grouped_shuffling (bool, default False): Permute groups of num_shards
+            neighbours, so that the ranks' batches of a step stay alike in length;
+            batches that do not fill a group are left out of that epoch.
 
-    Source: fairseq, data/iterators.py. It parts from it where an epoch would not be
-    resumed exactly: docs/fairseq.md lists these places.
+    Raises:
+        TypeError: the data set has no `__getitem__`.
+        ValueError: shard_id is not below num_shards.
+
+    Source: fairseq, data/iterators.py, but where an epoch would not be resumed exactly:
+    docs/fairseq.md lists these places.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq import EpochBatchIterator
+        >>> rows = torch.arange(4)
+        >>> epochs = EpochBatchIterator(rows, torch.stack, [[0, 1], [2, 3]])
+        >>> [batch.tolist() for batch in epochs.next_epoch_itr(shuffle=False)]
+        [[0, 1], [2, 3]]
     """
 
     def __init__(
@@ -577,44 +608,33 @@ class EpochBatchIterator(EpochBatchIterating):
         disable_shuffling: bool = False,
         skip_remainder_batch: bool = False,
         grouped_shuffling: bool = False,
-        reuse_dataloader: bool = False,
-        persistent_workers: bool = True,
     ) -> None:
-        check_dataset(dataset)
-        check_shard(num_shards, shard_id)
+        if not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"dataset is a {type(dataset).__name__} without __getitem__; a stream "
+                "is for StreamingEpochBatchIterator"
+            )
+        if not 0 <= shard_id < num_shards:
+            raise ValueError(
+                "shard_id must be between 0 and num_shards, got "
+                f"{shard_id} of {num_shards}"
+            )
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self.batch_sampler = batch_sampler
+        self.frozen_batches = tuple(batch_sampler)  # of all workers, not shuffled
         self.seed = seed
         self.num_shards = num_shards
         self.shard_id = shard_id
         self.num_workers = num_workers
-        self.persistent_workers = persistent_workers and num_workers > 0
         self.buffer_size = min(buffer_size, MOST_BUFFERED)
         self.timeout = timeout
         self.disable_shuffling = disable_shuffling
         self.skip_remainder_batch = skip_remainder_batch
         self.grouped_shuffling = grouped_shuffling
-        self.reuse_dataloader = reuse_dataloader
-
         self.epoch = max(epoch, 1)
         self.shuffle = not disable_shuffling
-        self.dataloader: Any = None  # the one that is used again
-        self.epoch_batch_sampler: FrozenBatchSampler
-        self._buffered: BufferedIterator | None = None  # the last one over it
-        self._frozen_batches = None if callable(batch_sampler) else tuple(batch_sampler)
-        self._cur_epoch_itr: CountingIterator | None = None
         self._next_epoch_itr: CountingIterator | None = None  # one that was loaded
         self._supports_prefetch = bool(getattr(dataset, "supports_prefetch", False))
-
-    # ---- the batches before they are ordered ---------------------------------------
-
-    @property
-    def frozen_batches(self) -> tuple[Any, ...]:
-        """The batches of indices of all workers, before shuffling."""
-        if self._frozen_batches is None:
-            self._frozen_batches = tuple(self.batch_sampler(self.dataset, self.epoch))
-        return self._frozen_batches
 
     def __len__(self) -> int:
         return -(-len(self.frozen_batches) // self.num_shards)
@@ -623,37 +643,27 @@ class EpochBatchIterator(EpochBatchIterating):
     def first_batch(self) -> Any:
         """The first batch before shuffling, collated; "DUMMY" where the data set has
         supports_fetch_outside_dataloader False. Raises Exception if there is none."""
-        indices = self._first_indices()
-        if indices is None:
+        if not self.frozen_batches:
             raise Exception(_EMPTY)
         if not getattr(self.dataset, "supports_fetch_outside_dataloader", True):
             return "DUMMY"
-        samples = [self.dataset[i] for i in indices]
+        samples = [self.dataset[i] for i in self.frozen_batches[0]]
         return samples if self.collate_fn is None else self.collate_fn(samples)
-
-    def _first_indices(self) -> Sequence[int] | None:
-        return next(iter(self.frozen_batches), None)
 
     # ---- position ------------------------------------------------------------------
 
     @property
     def n(self) -> int:
+        """Batches of the epoch that were taken."""
         return self.iterations_in_epoch
 
     @property
     def iterations_in_epoch(self) -> int:
+        """Batches of the epoch that were taken."""
         for itr in (self._cur_epoch_itr, self._next_epoch_itr):
             if itr is not None:
                 return itr.n
         return 0
-
-    @property
-    def next_epoch_idx(self) -> int:
-        return self.epoch + 1 if self.end_of_epoch() else self.epoch
-
-    def end_of_epoch(self) -> bool:
-        current = self._cur_epoch_itr
-        return current is not None and not current.has_next()
 
     def next_epoch_itr(
         self,
@@ -661,7 +671,20 @@ class EpochBatchIterator(EpochBatchIterating):
         fix_batches_to_gpus: bool = False,
         set_dataset_epoch: bool = True,
     ) -> CountingIterator:
-        self._turn_to(self.next_epoch_idx)
+        """Begin the next epoch, or continue the one that was loaded, and return its
+        batches.
+
+        Args:
+            shuffle (bool, default True): Change the order of the batches.
+            fix_batches_to_gpus (bool, default False): Give each rank the same batches
+                in every epoch, for data sets that prefetch.
+            set_dataset_epoch (bool, default True): Call the data set's set_epoch(), if
+                it has one.
+
+        Raises:
+            RuntimeError: the epoch has no batches at the loaded place.
+        """
+        self.epoch = self.next_epoch_idx
         if set_dataset_epoch and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
         itr, self._next_epoch_itr = self._next_epoch_itr, None
@@ -679,14 +702,9 @@ class EpochBatchIterator(EpochBatchIterating):
         self._cur_epoch_itr = itr
         return itr
 
-    def _turn_to(self, epoch: int) -> None:
-        if callable(self.batch_sampler) and epoch != self.epoch:
-            self._frozen_batches = None
-        self.epoch = epoch
-
     def state_dict(self) -> dict[str, Any]:
-        """fairseq's version 2: epoch, iterations_in_epoch and shuffle. At the end of an
-        epoch it is the beginning of the next."""
+        """Return fairseq's version 2: epoch, iterations_in_epoch and shuffle. At the
+        end of an epoch it is the beginning of the next."""
         ended = self.end_of_epoch()
         return {
             "version": 2,
@@ -696,13 +714,17 @@ class EpochBatchIterator(EpochBatchIterating):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Makes next_epoch_itr() go on where state_dict() was called.
+        """Let next_epoch_itr() continue where state_dict() was called.
 
-        Raises RuntimeError where the epoch has no batches at that place; a state
-        without a version, fairseq's first, then means the next epoch.
+        Args:
+            state_dict (dict[str, Any]): The state; one without a version, fairseq's
+                first, means the next epoch where this one has no batches at that place.
+
+        Raises:
+            RuntimeError: the epoch has no batches at that place.
         """
         self._cur_epoch_itr = self._next_epoch_itr = None
-        self._turn_to(state_dict["epoch"])
+        self.epoch = state_dict["epoch"]
         self.shuffle = state_dict.get("shuffle", True)
         offset = state_dict.get("iterations_in_epoch", 0)
         if offset > 0:
@@ -712,7 +734,7 @@ class EpochBatchIterator(EpochBatchIterating):
             if self._next_epoch_itr is None:
                 if state_dict.get("version", 1) != 1:
                     raise RuntimeError(_MISMATCH)
-                self._turn_to(self.epoch + 1)
+                self.epoch += 1
 
     # ---- one epoch -----------------------------------------------------------------
 
@@ -729,7 +751,7 @@ class EpochBatchIterator(EpochBatchIterating):
             return None
         # Without workers a thread would draw from the generators that training uses.
         if self.buffer_size > 0 and not (self.seed_by_place and self.num_workers == 0):
-            batches = self._buffered = BufferedIterator(self.buffer_size, batches)
+            batches = BufferedIterator(self.buffer_size, batches)
         itr = CountingIterator(batches, start=offset)
         if self.skip_remainder_batch:
             itr.take(max(len(itr) - 1, 0))
@@ -737,37 +759,28 @@ class EpochBatchIterator(EpochBatchIterating):
         return itr
 
     def _loader(self, epoch: int, shuffle: bool, fixed: bool, offset: int) -> Any:
-        if self.dataloader is not None:
-            if self._buffered is not None:
-                self._buffered.close()  # two threads must not read from one loader
-            self.epoch_batch_sampler.fix_batches_to_gpus = fixed
-            self.epoch_batch_sampler.shuffle = shuffle
-            self.epoch_batch_sampler.make_batches_for_epoch(epoch, offset)
-            return epoch_of(self.dataloader, epoch, offset)
-        # The loader's batches do not own this object, which owns the loader: a cycle
-        # would leave workers to the garbage collector (_torch_reading._Indices).
-        ordered = functools.partial(type(self).ordered_batches, weakref.proxy(self))
-        self.epoch_batch_sampler = FrozenBatchSampler(
-            ordered, epoch, fixed, shuffle, initial_offset=offset
-        )
         loader = load(
             self.dataset,
             self.collate_fn,
-            batch_sampler=self.epoch_batch_sampler,
+            batch_sampler=self.ordered_batches(epoch, fixed, shuffle)[offset:],
             num_workers=self.num_workers,
             timeout=self.timeout,
-            persistent_workers=self.persistent_workers,
+            persistent_workers=self.num_workers > 0,
         )
         seed = self.seed if self.seed_by_place else None
         reader = reader_of(loader, seed, self.shard_id, self.num_shards)
-        if self.reuse_dataloader:
-            self.dataloader = reader
         return epoch_of(reader, epoch, offset)
 
     def ordered_batches(
         self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool
     ) -> list[Any]:
-        """This worker's batches of indices in the order of an epoch."""
+        """Return this rank's batches of indices in the order of an epoch.
+
+        Args:
+            epoch (int): From 1.
+            fix_batches_to_gpus (bool): Give each rank the same batches in every epoch.
+            shuffle (bool): Change the order.
+        """
         seed = self.seed + epoch
         fixed = fix_batches_to_gpus and self._supports_prefetch
         batches = list(self.frozen_batches)
@@ -790,87 +803,13 @@ class EpochBatchIterator(EpochBatchIterating):
         return list(chain.from_iterable(groups))
 
     def _own(self, batches: list[Any]) -> list[Any]:
-        """This worker's share, which the data set is told of if it wants to know."""
+        """The batches of this worker, also for the data set's prefetch()."""
         own = batches[self.shard_id :: self.num_shards]
         if len(own) * self.num_shards < len(batches):
             own.append([])
         if self._supports_prefetch:
             self.dataset.prefetch(list(chain.from_iterable(own)))
         return own
-
-
-class GroupedEpochBatchIterator(EpochBatchIterator):
-    """Epochs of batches from several data sets, one data set at a time.
-
-    batch_samplers: for each data set its batches of indices into `dataset`. mult_rate *
-    num_shards neighbouring batches stay together and come from one data set, so that
-    all workers, and with mult_rate micro-batches all of an update, work on the same
-    one; what does not fill such a step is left out. Each data set's batches are
-    permuted with seed + epoch, and then the steps. skip_remainder_batch changes
-    nothing: every step is whole. `len()` counts the batches of this worker (fairseq's
-    counts all workers').
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Callable[[Any], Any] | None,
-        batch_samplers: Iterable[Iterable[Any]],
-        seed: int = 1,
-        num_shards: int = 1,
-        shard_id: int = 0,
-        num_workers: int = 0,
-        epoch: int = 0,
-        mult_rate: int = 1,
-        buffer_size: int = 0,
-        skip_remainder_batch: bool = False,
-    ) -> None:
-        super().__init__(
-            dataset,
-            collate_fn,
-            tuple(tuple(batches) for batches in batch_samplers),
-            seed=seed,
-            num_shards=num_shards,
-            shard_id=shard_id,
-            num_workers=num_workers,
-            epoch=epoch,
-            buffer_size=buffer_size,
-        )
-        self.step_size = mult_rate * num_shards
-        self.lengths = [
-            len(batches) // self.step_size * self.step_size
-            for batches in self.frozen_batches
-        ]
-
-    def __len__(self) -> int:
-        return sum(self.lengths) // self.num_shards
-
-    def _first_indices(self) -> Sequence[int] | None:
-        return next(chain.from_iterable(self.frozen_batches), None)
-
-    def ordered_batches(
-        self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool
-    ) -> list[Any]:
-        seed = self.seed + epoch
-        sets = [list(batches) for batches in self.frozen_batches]
-        if shuffle:
-            sets = [self._shuffled(batches, seed) for batches in sets]
-        whole = zip(sets, self.lengths, strict=True)
-        batches = list(chain.from_iterable(one[:n] for one, n in whole))
-        if shuffle:
-            size = self.step_size
-            steps = np.random.RandomState(seed).permutation(len(batches) // size)
-            runs = (batches[i * size : (i + 1) * size] for i in steps)
-            batches = list(chain.from_iterable(runs))
-        return self._own(batches)
-
-
-def check_dataset(dataset: Any) -> None:
-    if not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            f"dataset is a {type(dataset).__name__} without __getitem__; a stream is "
-            "for StreamingEpochBatchIterator"
-        )
 
 
 # The iterators over batches of fairseq's data/iterators.py, by its names.
@@ -881,9 +820,6 @@ __all__ = [
     "CountingIterator",
     "EpochBatchIterating",
     "EpochBatchIterator",
-    "FrozenBatchSampler",
-    "GroupedEpochBatchIterator",
     "GroupedIterator",
-    "ShardedIterator",
     "StreamingEpochBatchIterator",
 ]

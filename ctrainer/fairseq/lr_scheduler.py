@@ -35,11 +35,44 @@ def _setting(cfg: Any, name: str, default: Any) -> Any:
 
 
 class FairseqLRScheduler:
-    """What all have: the best validation loss, and hooks that change nothing.
+    """The base of the schedules: the best validation loss, and hooks that change
+    nothing.
 
-    maximize says that a greater val_loss is better; by default the config's
-    maximize_best_checkpoint_metric does, where it has that. (fairseq's base class keeps
-    the least in any case.)
+    Args:
+        cfg (object): The schedule's options; those that are missing have
+            fairseq's defaults.
+        optimizer: Has get_lr() and set_lr().
+        maximize (bool | None, default None): A greater val_loss is better; None: the
+            config's maximize_best_checkpoint_metric, where it has that. (fairseq's base
+            class keeps the least in any case.)
+        **options (bool): maximize.
+
+    Args of every method:
+        epoch (int): Counted from 1.
+        num_updates (int): Updates done.
+        val_loss (float | None): Of the epoch's validation.
+        state_dict (dict): What state_dict() of this class or of fairseq's returned.
+        total_num_update (int): The schedule's new end, in updates.
+
+    Returns of every method:
+        The learning rate, or what the name says.
+
+    Raises:
+        ValueError: the optimizer lacks a method, or an option is out of range.
+
+    Example:
+        >>> from argparse import Namespace
+        >>> from ctrainer.fairseq import build_lr_scheduler
+        >>> class Optimizer:
+        ...     lr = 0.0
+        ...     def get_lr(self):
+        ...         return self.lr
+        ...     def set_lr(self, lr):
+        ...         self.lr = lr
+        >>> cfg = Namespace(lr=[0.1], warmup_updates=10, warmup_init_lr=0.0)
+        >>> schedule = build_lr_scheduler("inverse_sqrt", cfg, Optimizer())
+        >>> schedule.step_update(5)
+        0.05
     """
 
     _config: ClassVar[type[Any]] = schedules.PassThroughScheduleConfig
@@ -89,24 +122,46 @@ class FairseqLRScheduler:
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what state_dict() of this class or of fairseq's gave."""
+        """Load what state_dict() of this class or of fairseq's returned.
+
+        Args:
+            state_dict (Mapping[str, Any]): With the best loss.
+        """
         self.best = state_dict["best"]
 
     def step_begin_epoch(self, epoch: int) -> Any:
-        """Set the rate of an epoch, counted from 1, before its first update."""
+        """Set the learning rate of an epoch before its first update, and return it.
+
+        Args:
+            epoch (int): Counted from 1.
+        """
 
     def step(self, epoch: int, val_loss: float | None = None) -> Any:
-        """Take in an epoch's end; return the rate where the schedule sets one."""
+        """Take in an epoch's end; return the learning rate where the schedule sets one.
+
+        Args:
+            epoch (int): Counted from 1.
+            val_loss (float | None, default None): Of the epoch's validation.
+        """
         if val_loss is not None:
             known = val_loss if self.best is None else self.best
             self.best = self._better(known, val_loss)
 
     def step_update(self, num_updates: int) -> Any:
-        """Set the rate after num_updates updates and return it."""
+        """Set the learning rate after some updates and return it.
+
+        Args:
+            num_updates (int): Updates done.
+        """
         return self.optimizer.get_lr()
 
     def reinit(self, total_num_update: int, num_updates: int) -> None:
-        """Go on towards another number of updates, where the schedule has one."""
+        """Continue towards another number of updates, where the schedule has one.
+
+        Args:
+            total_num_update (int): The new number.
+            num_updates (int): Updates done.
+        """
 
 
 # fairseq's schedules whose rate the number of updates alone decides.
@@ -130,7 +185,12 @@ class OfUpdates(FairseqLRScheduler):
         return options
 
     def step(self, epoch: int, val_loss: float | None = None) -> Any:
-        """Note the loss; return the rate, which it does not change."""
+        """Note the loss; return the learning rate, which it does not change.
+
+        Args:
+            epoch (int): Counted from 1.
+            val_loss (float | None, default None): Of the epoch's validation.
+        """
         super().step(epoch, val_loss)
         return self.optimizer.get_lr()
 
@@ -205,7 +265,7 @@ class StepLRSchedule(OfUpdates):
 
 
 class FixedLRSchedule(FairseqLRScheduler):
-    """A rate for each epoch, with a linear warm-up."""
+    """A learning rate for each epoch, with a linear warm-up."""
 
     _config = schedules.FixedLRScheduleConfig
 
@@ -224,12 +284,20 @@ class FixedLRSchedule(FairseqLRScheduler):
         return {"lr": self.lr}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load an epoch's rate."""
+        """Load an epoch's learning rate.
+
+        Args:
+            state_dict (Mapping[str, Any]): With "lr".
+        """
         if "lr" in state_dict:
             self._set_base(state_dict["lr"])
 
     def get_next_lr(self, epoch: int) -> float:
-        """Return the rate of an epoch, counted from 1."""
+        """Return the learning rate of an epoch.
+
+        Args:
+            epoch (int): Counted from 1.
+        """
         rates, forced = self._rates(), self._settings["force_anneal"]
         if forced is None or epoch < forced:
             return rates[min(epoch, len(rates)) - 1]
@@ -273,7 +341,11 @@ class PolynomialDecayLRSchedule(FairseqLRScheduler):
         self.lr = lr
 
     def get_next_lr(self, epoch: int) -> Any:
-        """Return the rate that an epoch begins with; annealing, that of now."""
+        """Return the learning rate that an epoch begins with; annealing, that of now.
+
+        Args:
+            epoch (int): Counted from 1.
+        """
         rates, forced = self._rates(), self._settings["force_anneal"]
         if forced is None or epoch < forced:
             return rates[min(epoch, len(rates) - 1)]
@@ -292,7 +364,12 @@ class PolynomialDecayLRSchedule(FairseqLRScheduler):
         return self.optimizer.get_lr()
 
     def reinit(self, total_num_update: int, num_updates: int) -> None:
-        """Decay towards another total_num_update; only where there is a warm-up."""
+        """Decay towards another total_num_update; only where there is a warm-up.
+
+        Args:
+            total_num_update (int): The new number.
+            num_updates (int): Updates done.
+        """
         if self._settings["warmup_updates"] > 0:
             self.total_num_update = total_num_update
             self._set_base(self.lr)
@@ -300,10 +377,11 @@ class PolynomialDecayLRSchedule(FairseqLRScheduler):
 
 
 class ReduceLROnPlateauLRSchedule(FairseqLRScheduler):
-    """Linear warm-up, then lr_shrink times the rate when the loss stops improving.
+    """Linear warm-up, then lr_shrink times the learning rate when the loss stops
+    improving.
 
-    num_bad_epochs is saved, so that patience goes on after a resume; fairseq, which
-    forgets it, passes the key over.
+    num_bad_epochs is saved, so that patience continues after a resume; fairseq, which
+    forgets it, ignores the key.
     """
 
     _config = schedules.ReduceLROnPlateauLRScheduleConfig
@@ -339,12 +417,23 @@ class ReduceLROnPlateauLRSchedule(FairseqLRScheduler):
         return {name: getattr(self.lr_scheduler, name) for name in names}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; of fairseq's, which has no num_bad_epochs, with 0 of them."""
+        """Load a state.
+
+        Args:
+            state_dict (Mapping[str, Any]): Of fairseq's, which has no num_bad_epochs,
+                with 0 of them.
+        """
         state = {"num_bad_epochs": 0, **state_dict}
         self.lr_scheduler.load_state_dict({**self.lr_scheduler.state_dict(), **state})
 
     def step(self, epoch: int, val_loss: float | None = None) -> Any:
-        """Take in an epoch's loss, once the warm-up is over, and return the rate."""
+        """Take in an epoch's loss, once the warm-up is over, and return the learning
+        rate.
+
+        Args:
+            epoch (int): Counted from 1.
+            val_loss (float | None, default None): Of the epoch's validation.
+        """
         super().step(epoch, val_loss)
         if val_loss is not None and self.warmup_end:
             self.lr_scheduler.step(val_loss)
@@ -353,7 +442,12 @@ class ReduceLROnPlateauLRSchedule(FairseqLRScheduler):
         return self.optimizer.get_lr()
 
     def step_update(self, num_updates: int) -> Any:
-        """Set the rate of the warm-up; after it, leave it to step()."""
+        """Set the learning rate of the warm-up, and return it; after it, leave it to
+        step().
+
+        Args:
+            num_updates (int): Updates done.
+        """
         if 0 < self._warmup_updates < num_updates:
             self.warmup_end = True
         elif self._warmup_updates > 0:
@@ -363,7 +457,7 @@ class ReduceLROnPlateauLRSchedule(FairseqLRScheduler):
 
 
 class ManualSchedule(FairseqLRScheduler):
-    """Rates from given epochs and updates on; an update's replaces an epoch's."""
+    """Learning rates from given epochs and updates on; an update's comes first."""
 
     _config = schedules.ManualScheduleConfig
 
@@ -396,12 +490,20 @@ class ManualSchedule(FairseqLRScheduler):
         return {"lr": self.lr}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load an epoch's rate."""
+        """Load an epoch's learning rate.
+
+        Args:
+            state_dict (Mapping[str, Any]): With "lr".
+        """
         if "lr" in state_dict:
             self.lr = state_dict["lr"]
 
     def get_next_lr(self, epoch: int) -> Any:
-        """Return the rate of an epoch."""
+        """Return the learning rate of an epoch.
+
+        Args:
+            epoch (int): Counted from 1.
+        """
         return self._at(self.epoch2lr, epoch)
 
     def step_begin_epoch(self, epoch: int) -> Any:
@@ -426,9 +528,12 @@ def _changes(table: Any) -> dict[int, float]:
 
 
 class PassThroughScheduleSchedule(FairseqLRScheduler):
-    """Hands everything on to the optimizer's own lr_scheduler.
+    """Passes everything on to the optimizer's own lr_scheduler.
 
-    (fairseq does not hand on step(), so that losses do not reach schedules in it.)
+    (fairseq does not pass step() on, so that losses do not reach schedules in it.)
+
+    Raises:
+        ValueError: the optimizer has no lr_scheduler.
     """
 
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
@@ -445,14 +550,23 @@ class PassThroughScheduleSchedule(FairseqLRScheduler):
         return made
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the inner schedule's state."""
+        """Load the inner schedule's state.
+
+        Args:
+            state_dict (Mapping[str, Any]): Of the inner schedule.
+        """
         self.optimizer.lr_scheduler.load_state_dict(state_dict)
 
     def step_begin_epoch(self, epoch: int) -> Any:
         return self.optimizer.lr_scheduler.step_begin_epoch(epoch)
 
     def step(self, epoch: int, val_loss: float | None = None) -> Any:
-        """Note the loss and hand it on."""
+        """Note the loss and pass it on; return what the inner schedule returns.
+
+        Args:
+            epoch (int): Counted from 1.
+            val_loss (float | None, default None): Of the epoch's validation.
+        """
         super().step(epoch, val_loss)
         return self.optimizer.lr_scheduler.step(epoch, val_loss)
 
@@ -494,11 +608,32 @@ SCHEDULES: dict[str, type[FairseqLRScheduler]] = {
 def build_lr_scheduler(
     name: str, cfg: Any, optimizer: Any, *, maximize: bool | None = None
 ) -> FairseqLRScheduler:
-    """Return the schedule called name, as --lr-scheduler does.
+    """Return the schedule of that name, as --lr-scheduler does.
+
+    Args:
+        name (str): "inverse_sqrt" and so on.
+        cfg (object): Its options.
+        optimizer: Has get_lr() and set_lr().
+        maximize (bool | None, default None): A greater val_loss is better; None: as the
+            config says.
 
     Raises:
         ValueError: there is none of that name, or a setting is out of range; the
             message names it.
+
+    Example:
+        >>> from argparse import Namespace
+        >>> from ctrainer.fairseq import build_lr_scheduler
+        >>> class Optimizer:
+        ...     lr = 0.0
+        ...     def get_lr(self):
+        ...         return self.lr
+        ...     def set_lr(self, lr):
+        ...         self.lr = lr
+        >>> cfg = Namespace(lr=[0.1, 0.05])
+        >>> schedule = build_lr_scheduler("fixed", cfg, Optimizer())
+        >>> schedule.step_begin_epoch(2)
+        0.05
     """
     if name not in SCHEDULES:
         raise ValueError(f"lr_scheduler is {name!r}; expected one of {list(SCHEDULES)}")

@@ -49,18 +49,32 @@ State = dict[str, Any]
 
 
 class Meter:
-    """What every meter offers; subclass it for `metrics.log_custom`.
+    """The interface of every meter; subclass it for `metrics.log_custom`.
 
     A checkpoint names the class and makes it anew without arguments.
+
+    Args of every method:
+        state_dict (dict): What state_dict() returned.
+
+    Example:
+        >>> from ctrainer.fairseq.meters import Meter
+        >>> Meter().state_dict()
+        {}
     """
 
     def state_dict(self) -> State:
+        """Return what load_state_dict() takes, of plain values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Take over what `state_dict` gave."""
+        """Take over what state_dict() returned.
+
+        Args:
+            state_dict (State): The state.
+        """
 
     def reset(self) -> None:
+        """Forget all values."""
         raise NotImplementedError(f"{type(self).__name__} must define reset()")
 
     @property
@@ -70,8 +84,12 @@ class Meter:
 
 
 def safe_round(number: Any, ndigits: int) -> Any:
-    """`number` rounded to `ndigits` decimals; what has no single value is returned as
-    it is."""
+    """Return a number rounded; what has no single value is returned as it is.
+
+    Args:
+        number: A number, or a tensor or array of one element.
+        ndigits (int): Decimals.
+    """
     if hasattr(number, "__round__"):
         return round(number, ndigits)
     if is_tensor(number):
@@ -98,11 +116,22 @@ class _RoundedMeter(Meter):
 
 
 class AverageMeter(_RoundedMeter):
-    """The weighted mean of what it was updated with.
+    """The weighted mean of its values.
 
     `val` is the latest value, `sum` that of value times weight, `count` that of the
     weights. An update of weight 0 changes `val` alone, which is reported as long as
     nothing has had weight.
+
+    Args:
+        round (int | None, default None): Decimals that are reported; None: all.
+
+    Example:
+        >>> from ctrainer.fairseq.meters import AverageMeter
+        >>> meter = AverageMeter(round=2)
+        >>> meter.update(1.0, n=2)
+        >>> meter.update(4.0)
+        >>> meter.avg
+        2.0
     """
 
     def __init__(self, round: int | None = None) -> None:
@@ -115,7 +144,12 @@ class AverageMeter(_RoundedMeter):
         self.count: Scalar = 0
 
     def update(self, val: Scalar, n: Scalar = 1) -> None:
-        """Add `val` with weight `n`; None is left out."""
+        """Add a value.
+
+        Args:
+            val (Scalar): The value; None is left out.
+            n (Scalar, default 1): Its weight.
+        """
         if val is None:
             return
         if n > 0:
@@ -139,6 +173,7 @@ class AverageMeter(_RoundedMeter):
 
     @property
     def avg(self) -> Scalar:
+        """The weighted mean."""
         return self.sum / self.count if self.count > 0 else self.val
 
     def _value(self) -> Scalar:
@@ -146,7 +181,18 @@ class AverageMeter(_RoundedMeter):
 
 
 class SumMeter(_RoundedMeter):
-    """The sum of what it was updated with."""
+    """The sum of its values.
+
+    Args:
+        round (int | None, default None): Decimals that are reported; None: all.
+
+    Example:
+        >>> from ctrainer.fairseq.meters import SumMeter
+        >>> meter = SumMeter()
+        >>> meter.update(3)
+        >>> meter.sum
+        3
+    """
 
     def __init__(self, round: int | None = None) -> None:
         self.round = round
@@ -156,7 +202,11 @@ class SumMeter(_RoundedMeter):
         self.sum: Scalar = 0
 
     def update(self, val: Scalar) -> None:
-        """Add `val`; None is left out."""
+        """Add a value.
+
+        Args:
+            val (Scalar): The value; None is left out.
+        """
         if val is not None:
             self.sum = type_as(self.sum, val) + val
 
@@ -172,7 +222,19 @@ class SumMeter(_RoundedMeter):
 
 
 class ConcatTensorMeter(Meter):
-    """The tensors that it was updated with, joined along `dim`; reports []."""
+    """Its tensors, joined; reports [].
+
+    Args:
+        dim (int, default 0): Along which they are joined.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.meters import ConcatTensorMeter
+        >>> meter = ConcatTensorMeter()
+        >>> meter.update(torch.ones(2))
+        >>> meter.tensor
+        tensor([1., 1.])
+    """
 
     def __init__(self, dim: int = 0) -> None:
         self.dim = dim
@@ -182,6 +244,11 @@ class ConcatTensorMeter(Meter):
         self.tensor: Any = None
 
     def update(self, val: Any) -> None:
+        """Append a tensor.
+
+        Args:
+            val (torch.Tensor): The tensor.
+        """
         if self.tensor is None:
             self.tensor = val
         else:
@@ -200,8 +267,19 @@ class ConcatTensorMeter(Meter):
 
 
 class TimeMeter(_RoundedMeter):
-    """Events per second since `reset`, `init` seconds and `n` events before it
-    included."""
+    """Events per second since `reset`.
+
+    Args:
+        init (float, default 0): Seconds before it that count.
+        n (Scalar, default 0): Events before it that count.
+        round (int | None, default None): Decimals that are reported; None: all.
+
+    Example:
+        >>> from ctrainer.fairseq.meters import TimeMeter
+        >>> meter = TimeMeter(init=10, n=20)
+        >>> meter.n
+        20
+    """
 
     def __init__(
         self, init: float = 0, n: Scalar = 0, round: int | None = None
@@ -210,12 +288,23 @@ class TimeMeter(_RoundedMeter):
         self.reset(init, n)
 
     def reset(self, init: float = 0, n: Scalar = 0) -> None:
+        """Start the clock.
+
+        Args:
+            init (float, default 0): Seconds before it that count.
+            n (Scalar, default 0): Events before it that count.
+        """
         self.init = init
         self.start = time.perf_counter()
         self.n = n
         self.i = 0  # updates since the reset
 
     def update(self, val: Scalar = 1) -> None:
+        """Count events.
+
+        Args:
+            val (Scalar, default 1): Their number.
+        """
         self.n = type_as(self.n, val) + val
         self.i += 1
 
@@ -231,10 +320,12 @@ class TimeMeter(_RoundedMeter):
 
     @property
     def avg(self) -> Scalar:
+        """Events per second."""
         return self.n / self.elapsed_time
 
     @property
     def elapsed_time(self) -> float:
+        """Seconds, those before the reset included."""
         return self.init + (time.perf_counter() - self.start)
 
     def _value(self) -> Scalar:
@@ -242,8 +333,20 @@ class TimeMeter(_RoundedMeter):
 
 
 class StopwatchMeter(_RoundedMeter):
-    """Seconds between `start` and `stop`: their sum, or with weights their mean; what
-    has passed since `start` as long as nothing has been stopped."""
+    """Seconds between `start` and `stop`: their sum, or with weights their mean; before
+    the first stop the seconds since `start`.
+
+    Args:
+        round (int | None, default None): Decimals that are reported; None: all.
+
+    Example:
+        >>> from ctrainer.fairseq.meters import StopwatchMeter
+        >>> meter = StopwatchMeter()
+        >>> meter.start()
+        >>> meter.stop()
+        >>> meter.sum > 0
+        True
+    """
 
     def __init__(self, round: int | None = None) -> None:
         self.round = round
@@ -252,12 +355,16 @@ class StopwatchMeter(_RoundedMeter):
         self.start_time: float | None = None
 
     def start(self) -> None:
+        """Start the clock."""
         self.start_time = time.perf_counter()
 
     def stop(self, n: Scalar = 1, prehook: Callable[[], object] | None = None) -> None:
-        """Add the time since `start` with weight `n`; without a start, nothing.
+        """Add the time since `start`; without a start, nothing.
 
-        `prehook` is called first, for instance to wait for the device.
+        Args:
+            n (Scalar, default 1): Its weight.
+            prehook (Callable[[], object] | None, default None): Called first, for
+                instance to wait for the device.
         """
         if self.start_time is None:
             return
@@ -283,10 +390,12 @@ class StopwatchMeter(_RoundedMeter):
 
     @property
     def avg(self) -> Scalar:
+        """The mean of the times by their weights, or without weights their sum."""
         return self.sum / self.n if self.n > 0 else self.sum
 
     @property
     def elapsed_time(self) -> float:
+        """Seconds since `start`; 0 before."""
         if self.start_time is None:
             return 0.0
         return time.perf_counter() - self.start_time
@@ -312,6 +421,14 @@ class MetersDict(dict[str, Meter]):
     """Meters by name, in the order of (priority, insertion); low priorities first.
 
     `meters[key] = (priority, meter)` adds one; a key is given once.
+
+    Example:
+        >>> from ctrainer.fairseq.meters import AverageMeter, MetersDict
+        >>> meters = MetersDict()
+        >>> meters["loss"] = 10, AverageMeter()
+        >>> meters["loss"].update(0.5)
+        >>> meters.get_smoothed_values()
+        OrderedDict([('loss', 0.5)])
     """
 
     _DerivedMeter = DerivedMeter
@@ -328,7 +445,16 @@ class MetersDict(dict[str, Meter]):
         return [(*self._ranks[key], key) for key in self]
 
     def add_meter(self, key: str, meter: Meter, priority: int) -> None:
-        """Add a meter. Raises ValueError where the key has one."""
+        """Add a meter.
+
+        Args:
+            key (str): Its name.
+            meter (Meter): The meter.
+            priority (int): Low ones come first.
+
+        Raises:
+            ValueError: the key has one.
+        """
         if key in self:
             raise ValueError(
                 f"MetersDict doesn't support reassignment: there is a meter {key!r}"
@@ -352,13 +478,21 @@ class MetersDict(dict[str, Meter]):
         self.add_meter(key, value[1], value[0])
 
     def get_smoothed_value(self, key: str) -> Scalar:
-        """One meter's value as it is reported. Raises KeyError."""
+        """Return one meter's value as it is reported.
+
+        Args:
+            key (str): Its name.
+
+        Raises:
+            KeyError: there is none.
+        """
         meter = self[key]
         derive = getattr(meter, "derived_from", None)
         return meter.smoothed_value if derive is None else derive(self)
 
     def get_smoothed_values(self) -> OrderedDict[str, Scalar]:
-        """Those of all meters whose names do not begin with an underscore."""
+        """Return all values as they are reported, but those of names that begin with an
+        underscore."""
         shown = [key for key in self if not key.startswith("_")]
         return OrderedDict((key, self.get_smoothed_value(key)) for key in shown)
 
@@ -367,7 +501,7 @@ class MetersDict(dict[str, Meter]):
         return type(self), (), None, None, iter(entries)
 
     def state_dict(self) -> list[tuple[int, str, str, State]]:
-        """(priority, key, class name, state) of each meter but derived ones."""
+        """Return (priority, key, class name, state) of each meter but derived ones."""
         return [
             (priority, key, type(self[key]).__name__, self[key].state_dict())
             for priority, _, key in self.priorities
@@ -375,10 +509,14 @@ class MetersDict(dict[str, Meter]):
         ]
 
     def load_state_dict(self, state_dict: list[tuple[int, str, str, State]]) -> None:
-        """Replace all meters by those of `state_dict`.
+        """Replace all meters by those of a state.
 
-        Raises ValueError for a class that is no Meter of a loaded module; the
-        dictionary is then left as it was.
+        Args:
+            state_dict (list[tuple[int, str, str, State]]): What state_dict() returned.
+
+        Raises:
+            ValueError: a class that is no Meter of a loaded module; nothing has
+                changed.
         """
         revived = MetersDict()
         for priority, key, class_name, state in state_dict:
@@ -388,12 +526,17 @@ class MetersDict(dict[str, Meter]):
         self.take_over(revived)
 
     def take_over(self, other: MetersDict) -> None:
-        """Replace all meters by those of `other`, the objects themselves."""
+        """Replace all meters by those of another dictionary, the objects themselves.
+
+        Args:
+            other (MetersDict): The other one.
+        """
         self.clear()
         for priority, _, key in other.priorities:
             self.add_meter(key, other[key], priority)
 
     def reset(self) -> None:
+        """Reset each meter."""
         for meter in self.values():
             meter.reset()
 

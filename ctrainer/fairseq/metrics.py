@@ -54,7 +54,6 @@ __all__ = [
     "reset",
     "reset_meter",
     "reset_meters",
-    "reset_time_meters",
     "safe_round",
     "state_dict",
 ]
@@ -101,13 +100,21 @@ def reset() -> None:
 
 @contextmanager
 def aggregate(name: str | None = None, new_root: bool = False) -> Iterator[MetersDict]:
-    """Collect what is logged inside, under `name` or, unnamed, for the block alone.
+    """Collect what is logged inside the block. Also a decorator.
 
-    A name that was used before goes on with its meters. With `new_root` the enclosing
-    contexts, "default" included, see nothing of it. Also a decorator. The context is
-    left whatever the block raises.
+    The context is left whatever the block raises.
 
-    Raises ValueError for the name "default", which is always active.
+    Args:
+        name (str | None, default None): Under which meters are kept and continued;
+            None: for the block alone.
+        new_root (bool, default False): The enclosing contexts, "default" included, see
+            nothing of it.
+
+    Yields:
+        The meters.
+
+    Raises:
+        ValueError: the name is "default", which is always active.
     """
     if name == "default":
         raise ValueError("the aggregator 'default' is always active; name another")
@@ -129,6 +136,7 @@ def aggregate(name: str | None = None, new_root: bool = False) -> Iterator[Meter
 
 
 def get_active_aggregators() -> list[MetersDict]:
+    """Return the meters of the contexts that are open, "default" first."""
     return list(_contexts.stack.active.values())
 
 
@@ -149,11 +157,17 @@ def log_scalar(
     priority: int = 10,
     round: int | None = None,
 ) -> None:
-    """Log `value` for a mean in which it counts `weight` times.
+    """Log a value for a weighted mean.
 
-    With weight 0 the latest value is what is reported. Low priorities are reported
-    first; `round` is the number of decimals, None for all. Both are taken from the
-    first call for a key.
+    Args:
+        key (str): Name of the value.
+        value (Scalar): The value.
+        weight (Scalar, default 1): Times that it counts; with 0 the latest value is
+            reported.
+        priority (int, default 10): Low ones are reported first; the first call for a
+            key decides.
+        round (int | None, default None): Decimals, None for all; the first call for a
+            key decides.
     """
     for meter in _meters(key, lambda: AverageMeter(round=round), priority):
         meter.update(value, weight)
@@ -162,13 +176,27 @@ def log_scalar(
 def log_scalar_sum(
     key: str, value: Scalar, priority: int = 10, round: int | None = None
 ) -> None:
-    """Log `value` for a sum."""
+    """Log a value for a sum.
+
+    Args:
+        key (str): Name of the value.
+        value (Scalar): The value.
+        priority (int, default 10): Low ones are reported first.
+        round (int | None, default None): Decimals, None for all.
+    """
     for meter in _meters(key, lambda: SumMeter(round=round), priority):
         meter.update(value)
 
 
 def log_concat_tensor(key: str, value: Any, priority: int = 10, dim: int = 0) -> None:
-    """Log a tensor that is joined to those before it along `dim`; reported as []."""
+    """Log a tensor that is joined to those before it; reported as [].
+
+    Args:
+        key (str): Name of the value.
+        value (torch.Tensor): The tensor.
+        priority (int, default 10): Low ones are reported first.
+        dim (int, default 0): Along which it is joined.
+    """
     for meter in _meters(key, lambda: ConcatTensorMeter(dim=dim), priority):
         meter.update(value)
 
@@ -176,9 +204,14 @@ def log_concat_tensor(key: str, value: Any, priority: int = 10, dim: int = 0) ->
 def log_derived(
     key: str, fn: Callable[[MetersDict], Scalar], priority: int = 20
 ) -> None:
-    """Log a value that `fn` computes from the other meters whenever it is read.
+    """Log a value that is computed from the other meters whenever it is read.
 
     It is not part of `state_dict`, so it has to be logged again after a restart.
+
+    Args:
+        key (str): Name of the value.
+        fn (Callable[[MetersDict], Scalar]): (meters) -> the value.
+        priority (int, default 20): Low ones are reported first.
     """
     for _ in _meters(key, lambda: DerivedMeter(fn), priority):
         pass
@@ -187,9 +220,14 @@ def log_derived(
 def log_speed(
     key: str, value: Scalar, priority: int = 30, round: int | None = None
 ) -> None:
-    """Log `value` for a rate per second.
+    """Log events for a rate per second.
 
-    The first call for a key starts the clock, and its value is not counted.
+    Args:
+        key (str): Name of the rate. The first call for it starts the clock, and its
+            value is not counted.
+        value (Scalar): Events.
+        priority (int, default 30): Low ones are reported first.
+        round (int | None, default None): Decimals, None for all.
     """
     for meters in get_active_aggregators():
         meter: Any = meters.get(key)
@@ -200,7 +238,13 @@ def log_speed(
 
 
 def log_start_time(key: str, priority: int = 40, round: int | None = None) -> None:
-    """Start a stopwatch, which `log_stop_time` reads."""
+    """Start a stopwatch, which `log_stop_time` reads.
+
+    Args:
+        key (str): Its name.
+        priority (int, default 40): Low ones are reported first.
+        round (int | None, default None): Decimals, None for all.
+    """
     for meter in _meters(key, lambda: StopwatchMeter(round=round), priority):
         meter.start()
 
@@ -210,8 +254,12 @@ def log_stop_time(
 ) -> None:
     """Add the seconds since `log_start_time`, where it was called.
 
-    Their sum is reported, or with a weight above 0 their mean. `prehook` is called
-    before the clock is read, for instance torch.cuda.synchronize.
+    Args:
+        key (str): The stopwatch.
+        weight (Scalar, default 0.0): 0: the sum of the seconds is reported; above 0:
+            their mean.
+        prehook (Callable[[], object] | None, default None): Called before the clock is
+            read, for instance torch.cuda.synchronize.
     """
     for meters in get_active_aggregators():
         meter: Any = meters.get(key)
@@ -226,57 +274,88 @@ def log_custom(
     priority: int = 50,
     **kwargs: Any,
 ) -> None:
-    """Log with a meter of your own, made by `new_meter_fn`; further arguments go to
-    its `update`."""
+    """Log with a meter of your own.
+
+    Args:
+        new_meter_fn (Callable[[], Meter]): Makes the meter.
+        key (str): Name of the value.
+        *args, **kwargs: Of the meter's `update`.
+        priority (int, default 50): Low ones are reported first.
+    """
     for meter in _meters(key, new_meter_fn, priority):
         meter.update(*args, **kwargs)
 
 
 def reset_meter(name: str, key: str) -> None:
-    """Reset one meter of the aggregator `name`, if there is one."""
+    """Reset one meter, if there is one.
+
+    Args:
+        name (str): Of the aggregator.
+        key (str): Of the meter.
+    """
     meter = get_meter(name, key)
     if meter is not None:
         meter.reset()
 
 
 def reset_meters(name: str) -> None:
-    """Reset all meters of the aggregator `name`, if there is one."""
+    """Reset all meters of an aggregator, if there is one.
+
+    Args:
+        name (str): Of the aggregator.
+    """
     meters = get_meters(name)
     if meters is not None:
         meters.reset()
 
 
-def reset_time_meters(name: str = "default") -> None:
-    """Start the clocks of the rates of `name` anew, as a restart should: otherwise they
-    count the time and the events of the process that wrote the checkpoint."""
-    for meter in (get_meters(name) or {}).values():
-        if isinstance(meter, TimeMeter):
-            meter.reset()
-
-
 def get_meter(name: str, key: str) -> Meter | None:
-    """The meter `key` of the aggregator `name`, or None."""
+    """Return a meter, or None.
+
+    Args:
+        name (str): Of the aggregator.
+        key (str): Of the meter.
+    """
     meters = get_meters(name)
     return None if meters is None else meters.get(key)
 
 
 def get_meters(name: str) -> MetersDict | None:
-    """The meters of the aggregator `name`, or None."""
+    """Return the meters of an aggregator, or None.
+
+    Args:
+        name (str): Of the aggregator.
+    """
     return _contexts.named.get(name)
 
 
 def get_smoothed_value(name: str, key: str) -> Scalar:
-    """One value as it is reported. Raises KeyError where nothing was logged."""
+    """Return one value as it is reported.
+
+    Args:
+        name (str): Of the aggregator.
+        key (str): Of the meter.
+
+    Raises:
+        KeyError: nothing was logged.
+    """
     return _contexts.named[name].get_smoothed_value(key)
 
 
 def get_smoothed_values(name: str) -> OrderedDict[str, Scalar]:
-    """All values as they are reported. Raises KeyError for an unknown name."""
+    """Return all values as they are reported.
+
+    Args:
+        name (str): Of the aggregator.
+
+    Raises:
+        KeyError: an unknown name.
+    """
     return _contexts.named[name].get_smoothed_values()
 
 
 def state_dict() -> OrderedDict[str, list[tuple[int, str, str, dict[str, Any]]]]:
-    """The state of the named aggregators, as a checkpoint keeps it."""
+    """Return the state of the named aggregators, as a checkpoint keeps it."""
     return OrderedDict(
         (name, meters.state_dict()) for name, meters in _contexts.named.items()
     )
@@ -285,10 +364,17 @@ def state_dict() -> OrderedDict[str, list[tuple[int, str, str, dict[str, Any]]]]
 def load_state_dict(
     state_dict: dict[str, list[tuple[int, str, str, dict[str, Any]]]],
 ) -> None:
-    """Replace the aggregators that `state_dict` names.
+    """Replace aggregators.
 
-    One that is active stays so, with the meters loaded; fairseq would go on logging to
-    the old ones. If a meter cannot be loaded, ValueError, and nothing has changed.
+    One that is active stays so, with the meters loaded; fairseq would continue to log
+    to the old ones.
+
+    Args:
+        state_dict (dict[str, list[tuple[int, str, str, dict[str, Any]]]]): What
+            state_dict() returned; other aggregators stay.
+
+    Raises:
+        ValueError: a meter cannot be loaded; nothing has changed.
     """
     loaded = {name: MetersDict() for name in state_dict}
     for name, meters in loaded.items():

@@ -8,7 +8,7 @@ clipped and used without being written. Parameters have to be in host memory.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -53,9 +53,9 @@ def options_of(cfg: Any) -> tuple[str, dict[str, Any]]:
     Raises ValueError for a name or an option that this package does not have.
     """
     name = name_of(cfg)
-    if name not in _READERS:
+    if name not in _ARGUMENTS:
         raise ValueError(f"optimizer {name!r} is made of groups and cannot be in one")
-    return name, {"lr": _rate(cfg), **_READERS[name](cfg)}
+    return name, _arguments(name, cfg)
 
 
 def _rate(cfg: Any) -> float:
@@ -69,79 +69,49 @@ def _pair(value: Any) -> tuple[float, float]:
     return float(first), float(second)
 
 
-def _take(cfg: Any, **names: Any) -> dict[str, Any]:
-    """Argument = cfg's value of the option named, or its default."""
-    return {key: getattr(cfg, name, value) for key, (name, value) in names.items()}
-
-
 _DECAY = ("weight_decay", 0.0)
+_BETAS = (0.9, 0.999)
+# Of each optimizer: the argument of ours, with fairseq's option and its default.
+_ARGUMENTS: dict[str, dict[str, tuple[str, Any]]] = {
+    "adafactor": {
+        "eps": ("adafactor_eps", (1e-30, 1e-3)),
+        "clip_threshold": ("clip_threshold", 1.0),
+        "decay_rate": ("decay_rate", -0.8),
+        "beta1": ("beta1", None),
+        "scale_parameter": ("scale_parameter", False),
+        "relative_step": ("relative_step", False),
+        "warmup_init": ("warmup_init", False),
+    },
+    "adam": {"betas": ("adam_betas", _BETAS), "eps": ("adam_eps", 1e-8)},
+    "adamax": {
+        "betas": ("adamax_betas", _BETAS),
+        "eps": ("adamax_eps", 1e-8),
+        "bias_correction": ("no_bias_correction", False),
+    },
+    "cpu_adam": {"betas": ("adam_betas", _BETAS), "eps": ("adam_eps", 1e-8)},
+    "lamb": {"betas": ("lamb_betas", _BETAS), "eps": ("lamb_eps", 1e-8)},
+    "nag": {"momentum": ("momentum", 0.99)},
+    "sgd": {"momentum": ("momentum", 0.0)},
+    "adadelta": {"rho": ("adadelta_rho", 0.9), "eps": ("adadelta_eps", 1e-6)},
+    "adagrad": {},
+}
 
 
-def _adam(cfg: Any) -> dict[str, Any]:
+def _arguments(name: str, cfg: Any) -> dict[str, Any]:
+    """The arguments of our class. fairseq rejects adafactor's relative_step beside its
+    lr, which is always there; here it takes the place of lr."""
     if getattr(cfg, "fp16_adam_stats", False):
         raise ValueError(
             "fp16_adam_stats: the state is kept in float32 here; leave it off"
         )
-    taken = _take(cfg, eps=("adam_eps", 1e-8), weight_decay=_DECAY)
-    return {"betas": _pair(getattr(cfg, "adam_betas", (0.9, 0.999))), **taken}
-
-
-def _adafactor(cfg: Any) -> dict[str, Any]:
-    """fairseq rejects relative_step beside its lr, which is always there; here it takes
-    the place of lr."""
-    names = ("weight_decay", "scale_parameter", "relative_step", "warmup_init")
-    defaults = dict.fromkeys(names, False) | {"weight_decay": 0.0}
-    taken = _take(
-        cfg,
-        clip_threshold=("clip_threshold", 1.0),
-        decay_rate=("decay_rate", -0.8),
-        beta1=("beta1", None),
-        **{name: (name, defaults[name]) for name in names},
-    )
-    taken["eps"] = _pair(getattr(cfg, "adafactor_eps", (1e-30, 1e-3)))
-    return taken | ({"lr": None} if taken["relative_step"] else {})
-
-
-def _lamb(cfg: Any) -> dict[str, Any]:
-    taken = _take(cfg, eps=("lamb_eps", 1e-8), weight_decay=_DECAY)
-    return {"betas": _pair(getattr(cfg, "lamb_betas", (0.9, 0.999))), **taken}
-
-
-def _adamax(cfg: Any) -> dict[str, Any]:
-    taken = _take(cfg, eps=("adamax_eps", 1e-8), weight_decay=_DECAY)
-    taken["betas"] = _pair(getattr(cfg, "adamax_betas", (0.9, 0.999)))
-    taken["bias_correction"] = not getattr(cfg, "no_bias_correction", False)
-    return taken
-
-
-def _nag(cfg: Any) -> dict[str, Any]:
-    return _take(cfg, momentum=("momentum", 0.99), weight_decay=_DECAY)
-
-
-def _sgd(cfg: Any) -> dict[str, Any]:
-    return _take(cfg, momentum=("momentum", 0.0), weight_decay=_DECAY)
-
-
-def _adadelta(cfg: Any) -> dict[str, Any]:
-    named = {"rho": ("adadelta_rho", 0.9), "eps": ("adadelta_eps", 1e-6)}
-    return _take(cfg, **named, weight_decay=_DECAY)
-
-
-def _adagrad(cfg: Any) -> dict[str, Any]:
-    return _take(cfg, weight_decay=_DECAY)
-
-
-_READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "adafactor": _adafactor,
-    "adam": _adam,
-    "adamax": _adamax,
-    "cpu_adam": _adam,
-    "lamb": _lamb,
-    "nag": _nag,
-    "sgd": _sgd,
-    "adadelta": _adadelta,
-    "adagrad": _adagrad,
-}
+    named = {**_ARGUMENTS[name], "weight_decay": _DECAY}
+    made = {key: getattr(cfg, option, value) for key, (option, value) in named.items()}
+    for key in named.keys() & {"betas", "eps"}:
+        if not isinstance(made[key], int | float):
+            made[key] = _pair(made[key])
+    if name == "adamax":
+        made["bias_correction"] = not made["bias_correction"]
+    return {**made, "lr": None if made.get("relative_step") else _rate(cfg)}
 
 
 # fairseq's optimizers by its class names, over ours.
@@ -150,7 +120,26 @@ _READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
 class FairseqOptimizer(_C.FairseqOptimizer):
     """fairseq's interface over a torch.optim.Optimizer or the like.
 
-    optimizer: what updates. cfg: its config group, kept for those who read it.
+    Args:
+        cfg: Its config group, kept for those who read it.
+        optimizer: What updates.
+        core (LossScaler | None): The loss scale, of the wrappers of a precision.
+        flat (bool, default False): The state is saved as of one flat parameter, as
+            fairseq does.
+        rules (str): How the scaler acts, of the wrappers of a precision.
+        **options: scaler and rules of ctrainer._C.FairseqOptimizer.
+
+    Raises:
+        ValueError: an expert's parameters, which are not supported.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.optim import SGD
+        >>> from ctrainer import optim
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> optimizer = SGD(None, optim.SGD(layer.parameters(), lr=0.1))
+        >>> optimizer.get_lr()
+        0.1
     """
 
     supports_memory_efficient_fp16: ClassVar[bool] = False
@@ -161,7 +150,8 @@ class FairseqOptimizer(_C.FairseqOptimizer):
 
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
         groups = optimizer.param_groups
-        super().__init__(optimizer, on_host=tools.on_host(_all(groups)), **options)
+        on_host = tools.on_host(_all(groups))
+        super().__init__(optimizer, on_host=on_host, tools=tools, **options)
         self.cfg = cfg
         if any(hasattr(p, "expert") for p in _all(groups)):
             raise ValueError(
@@ -180,14 +170,21 @@ class FairseqOptimizer(_C.FairseqOptimizer):
         return {k: v for k, v in self.param_groups[0].items() if k != "params"}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, in torch's layout."""
+        """Return the state of the optimizer, in torch's layout."""
         state: dict[str, Any] = self.optimizer.state_dict()
         return state
 
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: Any = None
     ) -> None:
-        """Load a state; optimizer_overrides then replace options of every group."""
+        """Load a state.
+
+        Args:
+            state_dict (dict[str, Any]): What state_dict() of this class or of fairseq's
+                returned.
+            optimizer_overrides (default None): Options that then replace those of every
+                group.
+        """
         self.optimizer.load_state_dict(state_dict)
         for group in self.param_groups:
             group.update(optimizer_overrides or {})
@@ -196,16 +193,12 @@ class FairseqOptimizer(_C.FairseqOptimizer):
         """Average the state over processes, which all have the same."""
 
     def broadcast_global_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Send the state to all processes, which have all loaded it."""
+        """Return the state as it is: all processes have loaded it.
+
+        Args:
+            state_dict (dict[str, Any]): The state.
+        """
         return state_dict
-
-    _scalar = staticmethod(tools.scalar)
-
-    def _device_norm(self) -> Any:
-        return tools.grad_norm(self.param_groups)
-
-    def _device_divide(self, by: float) -> None:
-        tools.divide_grads(self.param_groups, by)
 
 
 def _all(groups: list[dict[str, Any]]) -> Iterable[Any]:
@@ -250,7 +243,7 @@ class Adagrad(FairseqOptimizer):
 
 
 class FairseqAdafactor(FairseqOptimizer):
-    """Adafactor, without fairseq's compounding of scaled rates."""
+    """Adafactor, without fairseq's compounding of scaled learning rates."""
 
     supports_memory_efficient_fp16 = True
 
@@ -350,7 +343,7 @@ def _group(name: str, cfg: Any, params: list[Any]) -> Group:
 
 class CompositeLRScheduler:
     """A schedule for each group, as the optimizer's lr_scheduler: the schedule
-    pass_through hands everything on to it."""
+    pass_through forwards all calls to it."""
 
     def __init__(self, schedules: dict[str, Any]) -> None:
         self.lr_schedulers = schedules
@@ -454,8 +447,8 @@ def _composite(cfg: Any, params: list[Any], **precision: Any) -> Any:
 def _inner(
     cfg: Any, params: Iterable[Any], sharing: Sharing = None, **precision: Any
 ) -> Any:
-    """Our engine's optimizer for a config group, its state shared out over the ranks
-    where there are any."""
+    """Our engine's optimizer for a config group, its state sharded over the ranks of
+    `sharing`, if given."""
     params = list(params)
     if not tools.on_host(params):
         raise ValueError(
@@ -466,7 +459,7 @@ def _inner(
         return _composite(cfg, params, **precision)
     cls, options = _wrapper(cfg, params)
     if sharing is not None:
-        return _sharding.share_out(sharing, cls, precision, **options)
+        return _sharding.sharded_optimizer(sharing, cls, precision, **options)
     return cls(**options, **precision)
 
 
@@ -480,11 +473,17 @@ def _with_schedules(cfg: Any, made: FairseqOptimizer) -> FairseqOptimizer:
 def build_optimizer(
     cfg: Any, params: Iterable[Any], sharing: Sharing = None
 ) -> FairseqOptimizer:
-    """The optimizer of a config group, as --optimizer names it. sharing: the group
-    whose ranks have a part of the state each.
+    """Return the optimizer of a config group, as --optimizer names it.
 
-    Raises ValueError for a name that fairseq has not, and for an option that is out of
-    range or that this package does not have.
+    Args:
+        cfg: The group, with `_name`.
+        params (Iterable[Any]): Parameters, or groups of them.
+        sharing (Sharing, default None): The group whose ranks have a shard of the state
+            each; None: whole.
+
+    Raises:
+        ValueError: a name that fairseq has not, and an option that is out of range or
+            not supported.
     """
     inner = _inner(cfg, params, sharing)
     return _with_schedules(cfg, CLASSES[name_of(cfg)](cfg, inner))
@@ -499,23 +498,40 @@ def _supports(cfg: Any, params: list[Any], what: str) -> bool:
 
 
 class DynamicLossScaler:
-    """fairseq's loss scaler: a wrapper of the one that the optimizer updates."""
+    """fairseq's loss scaler: a wrapper of the one that the optimizer updates.
+
+    Args:
+        core (_C.LossScaler): The other one.
+
+    Example:
+        >>> from ctrainer import LossScaler
+        >>> from ctrainer.fairseq.optim import DynamicLossScaler
+        >>> DynamicLossScaler(LossScaler(init_scale=128.0)).loss_scale
+        128.0
+    """
 
     def __init__(self, core: _C.LossScaler) -> None:
         self.core = core
 
     @property
     def loss_scale(self) -> float:
+        """The factor of the loss."""
         return self.core.scale
 
     def scale(self, outputs: Any) -> Any:
+        """Return the loss times the factor.
+
+        Args:
+            outputs: The loss.
+        """
         return self.core.scale * outputs
 
 
 class AmpScaler(DynamicLossScaler):
-    """The same with the method that torch's GradScaler has."""
+    """DynamicLossScaler with the method that torch's GradScaler has."""
 
     def get_scale(self) -> float:
+        """Return the factor of the loss."""
         return self.core.scale
 
 
@@ -532,7 +548,7 @@ class _Scaled(FairseqOptimizer):
         self.scaler = None if core is None else wrapper(core)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, and of the scaler."""
+        """Return the state of the optimizer, and of the scaler."""
         state = super().state_dict()
         if self.scaler is not None:
             state["loss_scale"] = self.scaler.loss_scale
@@ -542,7 +558,14 @@ class _Scaled(FairseqOptimizer):
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: Any = None
     ) -> None:
-        """Load a state of ours or of fairseq's, which has the scale alone."""
+        """Load a state.
+
+        Args:
+            state_dict (dict[str, Any]): ctrainer's, or fairseq's, which has the scale
+                alone.
+            optimizer_overrides (default None): Options that then replace those of every
+                group.
+        """
         plain = {k: v for k, v in state_dict.items() if not k.startswith("loss_scale")}
         super().load_state_dict(plain, optimizer_overrides)
         if self.scaler is None:
@@ -557,7 +580,7 @@ class _Scaled(FairseqOptimizer):
 
 
 class FP16Optimizer(_Scaled):
-    """Updates a float32 copy of 16-bit parameters; fp16 with a loss scale.
+    """Updates a float32 copy of fp16 or bf16 parameters; fp16 with a loss scale.
 
     flat: the state_dict() has all parameters joined to one, as fairseq's has them
     without fp16_no_flatten_grads. Its "master_param" is ours: fairseq makes the copy of
@@ -573,7 +596,7 @@ class FP16Optimizer(_Scaled):
         self.flat = flat
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, joined where flat, and of the scaler."""
+        """Return the state of the optimizer, joined where flat, and of the scaler."""
         state = super().state_dict()
         if self.flat:
             state.update(tools.flat_state(state, [p.numel() for p in self.params]))
@@ -582,7 +605,13 @@ class FP16Optimizer(_Scaled):
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: Any = None
     ) -> None:
-        """Load a state of ours or of fairseq's, flat or not."""
+        """Load a state.
+
+        Args:
+            state_dict (dict[str, Any]): ctrainer's or fairseq's, flat or not.
+            optimizer_overrides (default None): Options that then replace those of every
+                group.
+        """
         shapes = [p.shape for p in self.params]
         state = {**state_dict, **tools.unflatten_state(state_dict, shapes)}
         super().load_state_dict(state, optimizer_overrides)
@@ -595,7 +624,7 @@ class FP16Optimizer(_Scaled):
 
 
 class MemoryEfficientFP16Optimizer(_Scaled):
-    """Updates 16-bit parameters in place, with float32 state and arithmetic."""
+    """Updates fp16 or bf16 parameters in place, with float32 state and arithmetic."""
 
     supports_flat_params = True
 
@@ -613,8 +642,8 @@ class FairseqBMUF(BMUF):
 def build_trainer_optimizer(
     cfg: Any, params: Iterable[Any], communicator: _C.Communicator | None
 ) -> Any:
-    """The optimizer of a whole config, whose workers meet at the ends of blocks where
-    it uses BMUF.
+    """The optimizer of a whole config, whose workers synchronize at the ends of blocks
+    with BMUF.
 
     communicator: the group of the workers; None: this process trains alone.
     """
@@ -628,11 +657,17 @@ def build_trainer_optimizer(
 def build_precise_optimizer(
     cfg: Any, params: Iterable[Any], sharing: Sharing = None
 ) -> FairseqOptimizer:
-    """The optimizer of a whole config, wrapped as its precision asks; its state shared
-    out over the ranks of `sharing`.
+    """Return the optimizer of a whole config, wrapped as its precision asks.
 
-    Raises ValueError and RuntimeError, in fairseq's words, for an optimizer that the
-    precision excludes.
+    Args:
+        cfg: A FairseqConfig.
+        params (Iterable[Any]): Parameters, or groups of them.
+        sharing (Sharing, default None): The group whose ranks have a shard of the state
+            each; None: whole.
+
+    Raises:
+        ValueError, RuntimeError: an optimizer that the precision excludes, in fairseq's
+            words.
     """
     common, kind = cfg.common, CLASSES[name_of(cfg.optimizer)]
     params = list(params)

@@ -35,8 +35,14 @@ Step = int | None
 
 
 def format_stat(stat: Any) -> Any:
-    """`stat` as it is reported: numbers in six digits, a mean in three decimals, rates
-    and durations whole, a tensor as a list, anything else as it is."""
+    """Return a value as it is reported.
+
+    Numbers in six digits, a mean in three decimals, rates and durations whole, a tensor
+    as a list, anything else as it is.
+
+    Args:
+        stat: A number, a meter or a tensor.
+    """
     if isinstance(stat, Number):
         return f"{stat:g}"
     if isinstance(stat, AverageMeter):
@@ -52,7 +58,15 @@ def format_stat(stat: Any) -> Any:
 def rename_logger(
     named: logging.Logger, new_name: str | None
 ) -> Iterator[logging.Logger]:
-    """Let the records of `named` carry `new_name`, unless None, inside the block."""
+    """Let a logger's records carry another name inside the block.
+
+    Args:
+        named (logging.Logger): The logger.
+        new_name (str | None): The other name; None: its own.
+
+    Yields:
+        The logger.
+    """
     old_name = named.name
     named.name = old_name if new_name is None else new_name
     try:
@@ -62,7 +76,24 @@ def rename_logger(
 
 
 class BaseProgressBar:
-    """What all bars share: the prefix "epoch 001 | ...", and how stats are written."""
+    """The base of the bars: the prefix "epoch 001 | ...", and how stats are written.
+
+    Args:
+        iterable (Iterable[Any]): The batches.
+        epoch (int | None, default None): From 1; None: none is shown.
+        prefix (str | None, default None): After the epoch.
+
+    Args of every method:
+        stats (dict): Numbers and meters by name.
+        tag (str | None): Of what they are, such as "train".
+        step (int | None): Update or batch.
+        config (Mapping): The run's configuration.
+
+    Example:
+        >>> from ctrainer.fairseq.progress_bar import NoopProgressBar
+        >>> list(NoopProgressBar([1, 2], epoch=1))
+        [1, 2]
+    """
 
     def __init__(
         self,
@@ -83,19 +114,35 @@ class BaseProgressBar:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Whatever was raised goes on."""
+        """Exceptions pass through."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.iterable)
 
     def log(self, stats: Stats, tag: Tag = None, step: Step = None) -> None:
-        """Report `stats` on the way, where this bar does at all."""
+        """Report stats on the way, where this bar does at all.
+
+        Args:
+            stats (Stats): Numbers and meters by name.
+            tag (Tag, default None): Of what they are, such as "train".
+            step (Step, default None): Update or batch.
+        """
 
     def print(self, stats: Stats, tag: Tag = None, step: Step = None) -> None:
-        """Report `stats` at the end of an epoch, where this bar does at all."""
+        """Report stats at the end of an epoch, where this bar does at all.
+
+        Args:
+            stats (Stats): Numbers and meters by name.
+            tag (Tag, default None): Of what they are, such as "train".
+            step (Step, default None): Update or batch.
+        """
 
     def update_config(self, config: Mapping[str, Any]) -> None:
-        """Tell the tracker behind the bar, where there is one, the configuration."""
+        """Tell the tracker behind the bar, where there is one, the configuration.
+
+        Args:
+            config (Mapping[str, Any]): The run's.
+        """
 
     def _line(self, stats: Stats) -> str:
         """The line of an epoch's end: "prefix | name value | name value"."""
@@ -152,7 +199,11 @@ class _LineProgressBar(BaseProgressBar):
 
 
 class JsonProgressBar(_LineProgressBar):
-    """A JSON object a line; `update` in it is the epoch with its fraction."""
+    """A JSON object a line; `update` in it is the epoch with its fraction.
+
+    Args:
+        log_interval (int, default 1000): Batches between two lines.
+    """
 
     def log(self, stats: Stats, tag: Tag = None, step: Step = None) -> None:
         if not self._is_due(step):
@@ -179,7 +230,11 @@ class JsonProgressBar(_LineProgressBar):
 
 
 class SimpleProgressBar(_LineProgressBar):
-    """A plain line, for output that is not a terminal."""
+    """A plain line, for output that is not a terminal.
+
+    Args:
+        log_interval (int, default 1000): Batches between two lines.
+    """
 
     def log(self, stats: Stats, tag: Tag = None, step: Step = None) -> None:
         if not self._is_due(step):
@@ -232,7 +287,7 @@ def _tqdm_class() -> Any:
 # Bars around a bar that pass the numbers on: to TensorBoard, to Weights & Biases.
 #
 # Each package is imported when its wrapper is made, and rejected with what to install
-# where it is missing; fairseq goes on without.
+# where it is missing; fairseq continues without.
 
 
 class _TrackerBar(BaseProgressBar):
@@ -308,7 +363,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class TensorboardProgressBarWrapper(_TrackerBar):
-    """Writes events for TensorBoard, those of each tag into its own folder."""
+    """Writes events for TensorBoard, those of each tag into its own folder.
+
+    Args:
+        wrapped_bar (BaseProgressBar): The bar that reports, too.
+        tensorboard_logdir (str): The folder.
+    """
 
     def __init__(self, wrapped_bar: BaseProgressBar, tensorboard_logdir: str) -> None:
         super().__init__(wrapped_bar)
@@ -330,7 +390,16 @@ class TensorboardProgressBarWrapper(_TrackerBar):
 
 
 class WandBProgressBarWrapper(_TrackerBar):
-    """Logs to one run of Weights & Biases, under "tag/name"."""
+    """Logs to one run of Weights & Biases, under "tag/name".
+
+    Args:
+        wrapped_bar (BaseProgressBar): The bar that reports, too.
+        wandb_project (str): The project.
+        run_name (str | None, default None): Of the run; None: wandb's choice.
+
+    Raises:
+        ImportError: wandb is not installed.
+    """
 
     def __init__(
         self,
@@ -364,7 +433,6 @@ __all__ = [
     "TensorboardProgressBarWrapper",
     "TqdmProgressBar",
     "WandBProgressBarWrapper",
-    "build_progress_bar",
     "format_stat",
     "progress_bar",
     "rename_logger",
@@ -388,13 +456,30 @@ def progress_bar(
     wandb_run_name: str | None = None,
     azureml_logging: bool | None = False,
 ) -> BaseProgressBar:
-    """The bar for `log_format`: json, simple, tqdm or none; None: `default_log_format`.
+    """Return the bar for a format.
 
-    tqdm becomes simple where standard error is not a terminal. Lines are copied to
-    `log_file`. With `tensorboard_logdir` or `wandb_project` the numbers go there too.
+    tqdm becomes simple where standard error is not a terminal.
 
-    Raises ValueError for another format and for Aim and Azure ML, which are not
-    served; ImportError, saying what to install, for a package that is missing.
+    Args:
+        iterator (Iterable[Any]): The batches.
+        log_format (str | None, default None): json, simple, tqdm or none; None:
+            default_log_format.
+        log_interval (int | None, default 100): Batches between two lines.
+        log_file (str | None, default None): Lines are copied to this file.
+        epoch (int | None, default None): From 1.
+        prefix (str | None, default None): After the epoch.
+        aim_repo, aim_run_hash, aim_param_checkpoint_dir (str | None, default None): Of
+            Aim, which is not supported: leave them out.
+        tensorboard_logdir (str | None, default None): Numbers are written for
+            TensorBoard there, too.
+        default_log_format (str, default 'tqdm'): See log_format.
+        wandb_project (str | None, default None): Numbers go to this project, too.
+        wandb_run_name (str | None, default None): Of the run there.
+        azureml_logging (bool | None, default False): True is not supported.
+
+    Raises:
+        ValueError: another format, Aim or Azure ML.
+        ImportError: a package is missing; the message says what to install.
     """
     if aim_repo or azureml_logging:
         raise ValueError(
@@ -418,11 +503,24 @@ def training_progress_bar(
     prefix: str | None = None,
     is_master: bool = True,
 ) -> BaseProgressBar:
-    """The bar that fairseq's programs show for a FairseqConfig.
+    """Return the bar that fairseq's programs show for a FairseqConfig.
 
     Lines of the format "simple" take the place of tqdm's bar with no_progress_bar. Only
     the master has trackers; its run of Weights & Biases is called by WANDB_NAME or else
     by the last part of save_dir.
+
+    Args:
+        config: A FairseqConfig.
+        iterator (Iterable[Any]): The batches.
+        epoch (int): From 1.
+        prefix (str | None, default None): After the epoch.
+        is_master (bool, default True): This is the first rank.
+
+    Example:
+        >>> from ctrainer.fairseq import as_config, training_progress_bar
+        >>> cfg = as_config({"common": {"log_format": "none"}})
+        >>> list(training_progress_bar(cfg, [1, 2], epoch=1))
+        [1, 2]
     """
     common, save_dir = config.common, config.checkpoint.save_dir
     run_name = os.environ.get("WANDB_NAME", os.path.basename(save_dir))
@@ -471,31 +569,3 @@ def _copy_lines_to(log_file: str) -> None:
         if isinstance(handler, logging.FileHandler) and handler.baseFilename == path:
             return
     logger.addHandler(logging.FileHandler(filename=log_file))
-
-
-def build_progress_bar(
-    args: Any,
-    iterator: Iterable[Any],
-    epoch: int | None = None,
-    prefix: str | None = None,
-    default: str = "tqdm",
-    no_progress_bar: str = "none",
-) -> BaseProgressBar:
-    """The bar for options of a common group, a flat namespace or the like.
-
-    Only rank 0 writes for TensorBoard.
-    """
-    if getattr(args, "no_progress_bar", False):
-        default = no_progress_bar
-    is_first = getattr(args, "distributed_rank", 0) == 0
-    return progress_bar(
-        iterator,
-        log_format=args.log_format,
-        log_interval=args.log_interval,
-        epoch=epoch,
-        prefix=prefix,
-        tensorboard_logdir=(
-            getattr(args, "tensorboard_logdir", None) if is_first else None
-        ),
-        default_log_format=default,
-    )

@@ -25,10 +25,15 @@ class Registry:
         self._base = base
 
     def register(self, name: str, dataclass: type | None = None) -> Callable[[C], C]:
-        """A decorator that lets `name` mean a class. Its options are those of
-        `dataclass` or, without one, what its add_args(parser) declares.
+        """Return a decorator that lets a name mean a class.
 
-        Raises ValueError for a name that is taken and a class of another kind.
+        Args:
+            name (str): The name.
+            dataclass (type | None, default None): Its options; None: those that its
+                add_args(parser) declares.
+
+        Raises:
+            ValueError: a name that is taken, or a class of another kind.
         """
 
         def keep(cls: C) -> C:

@@ -37,12 +37,18 @@ def main(arguments: list[str]) -> int:
 
 
 def replay(crash: str, trainer: Any) -> str:
-    """Run forward and backward of the update again and say what went wrong in it.
+    """Run forward and backward pass of a failed update again, and return what went
+    wrong in it.
 
     The weights, the number of updates and the random numbers are those of the failed
     update. Stops at the first module and tensor that is not finite or raises.
 
-    Raises ValueError where `crash` is no file of a failed update.
+    Args:
+        crash (str): The file of the failed update.
+        trainer: A Trainer of the same config.
+
+    Raises:
+        ValueError: `crash` is no such file.
     """
     state = tools.load_file(crash)
     if "crash" not in state:

@@ -79,7 +79,7 @@ def import_components(common: Any) -> None:
 
 
 def train(cfg: Any) -> Trainer:
-    """Train as a config says, going on from its last checkpoint; return the trainer.
+    """Train as a config says, resuming from its last checkpoint; return the trainer.
 
     Raises ValueError for options that contradict each other or are not acted on.
     """

@@ -14,8 +14,9 @@ from typing import Any
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import metrics as own_metrics
 from ctrainer.fairseq._sharding import is_sharded
-from ctrainer.fairseq._trainer_base import Iterators, check_config, setting
+from ctrainer.fairseq._trainer_base import Iterators, check_config
 from ctrainer.fairseq._trainer_checkpoint import Failures
+from ctrainer.fairseq._trainer_step import setting
 from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
 from ctrainer.fairseq.config import as_config
 
@@ -27,23 +28,31 @@ logger = logging.getLogger(__name__)
 class Trainer(Iterators, Failures):
     """Trains a fairseq task, model and criterion, in one process or several.
 
-    cfg: fairseq's config: groups common, optimization, optimizer, lr_scheduler,
-        checkpoint, dataset, distributed_training, ema, model as attributes. What every
-        update reads is taken over here; reinitialize() reads it again.
-    task, model, criterion: as fairseq has them; the model is moved to the run's device
-        and precision in place.
-    quantizer: has set_trainer, begin_epoch and step_update; or None.
-    original_dummies: a dummy sample in the last place of an update voids the sample
-        size of all of it, as in fairseq. By default a dummy counts for nothing and the
-        others for what they are.
-
-    An argparse.Namespace as cfg is converted, with fairseq's warning.
-
     With distributed_world_size above 1 every process of torch.distributed's default
     group makes its own, on its own batches (ctrainer.fairseq.distributed joins it).
 
-    Raises ValueError for a setting that is not supported, or where several processes
-    are asked for and torch.distributed is not initialised.
+    Args:
+        cfg: fairseq's config: groups common, optimization, optimizer, lr_scheduler,
+            checkpoint, dataset, distributed_training, ema, model as attributes. Values
+            that every update reads are taken over here; reinitialize() reads them
+            again. An argparse.Namespace is converted, with fairseq's warning.
+        task: As fairseq has it.
+        model: As fairseq has it; moved to the run's device and precision in place.
+        criterion: As fairseq has it.
+        quantizer (default None): Has set_trainer, begin_epoch and step_update; or None.
+        original_dummies (bool, default False): A dummy batch in the last place of an
+            update voids the sample size of all of it, as in fairseq. By default a dummy
+            counts for nothing and the others for what they are.
+
+    Raises:
+        ValueError: a setting that is not supported, or several processes are asked for
+            and torch.distributed is not initialised.
+
+    Example:
+        >>> import inspect
+        >>> from ctrainer.fairseq import Trainer
+        >>> list(inspect.signature(Trainer).parameters)[:4]
+        ['cfg', 'task', 'model', 'criterion']
     """
 
     def __init__(
@@ -77,12 +86,11 @@ class Trainer(Iterators, Failures):
 
     def _place(self, model: Any, criterion: Any) -> None:
         """Move model and criterion, and tie again what the move has untied."""
-        self._fp16 = bool(setting(self.cfg, "common", "fp16", False))
-        self._bf16 = bool(setting(self.cfg, "common", "bf16", False))
-        half = not is_sharded(self.cfg)  # shards are of float32 and compute in 16 bits
+        fp16, bf16 = (setting(self.cfg, "common", n, False) for n in ("fp16", "bf16"))
+        half = not is_sharded(self.cfg)  # shards are float32 in any precision
         shared = tools.shared_parameters(model)
         self._criterion, self._model = (
-            tools.cast(module, self._fp16 and half, self._bf16 and half).to(self.device)
+            tools.cast(module, fp16 and half, bf16 and half).to(self.device)
             for module in (criterion, model)
         )
         for first, *others in shared:
@@ -114,7 +122,11 @@ class Trainer(Iterators, Failures):
     # Epochs
 
     def begin_epoch(self, epoch: int) -> None:
-        """Tell schedule, quantizer and task that an epoch begins."""
+        """Tell schedule, quantizer and task that an epoch begins.
+
+        Args:
+            epoch (int): From 1.
+        """
         logger.info("begin training epoch %s", epoch)
         self.lr_step_begin_epoch(epoch)
         if self.quantizer is not None:
@@ -122,13 +134,22 @@ class Trainer(Iterators, Failures):
         self.task.begin_epoch(epoch, self.get_model())
 
     def begin_valid_epoch(self, epoch: int) -> None:
-        """Tell the task that a validation begins."""
+        """Tell the task that a validation begins.
+
+        Args:
+            epoch (int): From 1.
+        """
         self.task.begin_valid_epoch(epoch, self.get_model())
 
     # Meters
 
     def get_meter(self, name: str) -> Any:
-        """A meter by its old name; deprecated, as in fairseq: see fairseq.metrics."""
+        """Return a meter by its old name; deprecated, as in fairseq: see
+        fairseq.metrics.
+
+        Args:
+            name (str): "train_loss" and so on.
+        """
         if "get_meter" not in self._warn_once:
             self._warn_once.add("get_meter")
             logger.warning(
@@ -140,24 +161,6 @@ class Trainer(Iterators, Failures):
             found = self._metrics.get_meter(group, key)
             return found or (kind() if kind is not None else train.get(name))
         return train.get(name)
-
-    # Called by the C half
-
-    _seed_torch = staticmethod(tools.seed)
-    _no_grad = staticmethod(tools.no_grad)
-    _empty_cache = staticmethod(tools.empty_cache)
-    _rng_state = staticmethod(tools.rng_state)
-
-    def _tell(self, level: str, text: str) -> None:
-        getattr(logger, level)(text)
-
-    def _convert_sample(self, sample: Any) -> Any:
-        early = bool(setting(self.cfg, "common", "on_cpu_convert_precision", False))
-        dtype = tools.sample_dtype(self._fp16, self._bf16)
-        return tools.convert_sample(sample, dtype, self.device, early)
-
-    def _log_memory(self) -> None:
-        self._metrics.log_scalar("gb_free", tools.memory_gb(), 0, 1500, 1)
 
 
 _OLD_METERS: dict[str, tuple[str, str, Any]] = {

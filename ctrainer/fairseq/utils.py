@@ -21,17 +21,13 @@ __all__ = [
     "deprecation_warning",
     "eval_bool",
     "eval_str_list",
-    "fill_with_neg_inf",
     "get_activation_fn",
-    "get_available_activation_fns",
     "get_perplexity",
     "has_parameters",
     "import_user_module",
     "item",
     "log_softmax",
     "make_positions",
-    "move_to_cpu",
-    "move_to_cuda",
     "resolve_max_positions",
     "set_torch_seed",
     "softmax",
@@ -50,16 +46,18 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tanh": torch.tanh,
 }
 has_parameters = tools.has_parameters
-move_to_cpu = tools.to_host
 set_torch_seed = tools.seed
 
 
-def get_available_activation_fns() -> list[str]:
-    return list(_ACTIVATIONS)
-
-
 def get_activation_fn(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function of that name. Raises ValueError with those that there are."""
+    """Return an activation.
+
+    Args:
+        activation (str): Its name.
+
+    Raises:
+        ValueError: there is none; the message has those that there are.
+    """
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f"--activation-fn {activation} not supported; choose "
@@ -69,38 +67,69 @@ def get_activation_fn(activation: str) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 def softmax(x: torch.Tensor, dim: int, onnx_trace: bool = False) -> torch.Tensor:
-    """In float32, whatever x is."""
+    """Return the softmax, in float32, whatever x is.
+
+    Args:
+        x (torch.Tensor): Logits.
+        dim (int): Along which it sums to 1.
+        onnx_trace (bool, default False): Not read.
+    """
     return F.softmax(x, dim=dim, dtype=torch.float32)
 
 
 def log_softmax(x: torch.Tensor, dim: int, onnx_trace: bool = False) -> torch.Tensor:
-    """In float32, whatever x is."""
+    """Return the logarithm of the softmax, in float32, whatever x is.
+
+    Args:
+        x (torch.Tensor): Logits.
+        dim (int): Along which it sums to 1.
+        onnx_trace (bool, default False): Not read.
+    """
     return F.log_softmax(x, dim=dim, dtype=torch.float32)
 
 
 def make_positions(
     tensor: torch.Tensor, padding_idx: int, onnx_trace: bool = False
 ) -> torch.Tensor:
-    """Positions of words in a row, from padding_idx + 1; padding has padding_idx."""
+    """Return positions of words in a row, from padding_idx + 1; padding has
+    padding_idx.
+
+    Args:
+        tensor (torch.Tensor): Words, (rows, length).
+        padding_idx (int): The number of padding.
+        onnx_trace (bool, default False): Not read.
+    """
     words = tensor.ne(padding_idx).long()
     return words.cumsum(1) * words + padding_idx
 
 
-def fill_with_neg_inf(t: torch.Tensor) -> torch.Tensor:
-    return t.float().fill_(float("-inf")).type_as(t)
-
-
 def strip_pad(tensor: torch.Tensor, pad: int) -> torch.Tensor:
+    """Return the words that are no padding.
+
+    Args:
+        tensor (torch.Tensor): Words.
+        pad (int): The number of padding.
+    """
     return tensor[tensor.ne(pad)]
 
 
 def item(tensor: Any) -> Any:
-    """The number of a tensor of one; anything else as it is."""
+    """Return the number of a tensor of one; anything else as it is.
+
+    Args:
+        tensor: A tensor, or anything.
+    """
     return tensor.item() if hasattr(tensor, "item") else tensor
 
 
 def get_perplexity(loss: Any, round: int = 2, base: float = 2) -> float:
-    """base ** loss, rounded; 0 for no loss, Inf beyond the greatest number."""
+    """Return base ** loss, rounded; 0 for no loss, Inf beyond the greatest number.
+
+    Args:
+        loss: By the base's logarithm, or None.
+        round (int, default 2): Decimals.
+        base (float, default 2): The base.
+    """
     if loss is None:
         return 0.0
     try:
@@ -109,19 +138,23 @@ def get_perplexity(loss: Any, round: int = 2, base: float = 2) -> float:
         return float("inf")
 
 
-def move_to_cuda(sample: Any, device: Any = None) -> Any:
-    """A nested sample on a GPU, by default the current one."""
-    place = torch.device("cuda" if device is None else device)
-    return tools.convert_sample(sample, None, place, False)
-
-
 def split_paths(paths: str, separator: str = os.pathsep) -> list[str]:
-    """Several paths; one that has a URL's "://" stays whole."""
+    """Return several paths; one that has a URL's "://" stays whole.
+
+    Args:
+        paths (str): Their text.
+        separator (str, by default os.pathsep): Between them, by default the system's.
+    """
     return [paths] if "://" in paths else paths.split(separator)
 
 
 def eval_str_list(x: Any, type: Callable[[Any], Any] = float) -> list[Any] | None:
-    """Numbers out of "1,2", "[1, 2]", a number or a list; None for None."""
+    """Return the numbers of "1,2", "[1, 2]", a number or a list; None for None.
+
+    Args:
+        x: Text, a number or a list.
+        type (Callable[[Any], Any], default float): Makes a number.
+    """
     if x is None:
         return None
     parts = x.strip("[]()").split(",") if isinstance(x, str) else x
@@ -129,11 +162,22 @@ def eval_str_list(x: Any, type: Callable[[Any], Any] = float) -> list[Any] | Non
 
 
 def eval_bool(x: Any, default: bool = False) -> bool:
-    """Whether a text says so; the default for None."""
+    """Return whether a text says true, 1 or yes.
+
+    Args:
+        x: The text.
+        default (bool, default False): For None.
+    """
     return default if x is None else str(x).strip().lower() in ("true", "1", "yes")
 
 
 def deprecation_warning(message: str, stacklevel: int = 3) -> None:
+    """Warn.
+
+    Args:
+        message (str): The text.
+        stacklevel (int, default 3): As that of warnings.warn.
+    """
     warnings.warn(message, stacklevel=stacklevel)
 
 
@@ -141,8 +185,12 @@ def import_user_module(args: Any) -> None:
     """Import the package in args.user_dir, which registers tasks, models and the like.
 
     Its folder's name is the module's. Modules within its folders `tasks`, `models` and
-    `criterions` are imported too. Where fairseq is not installed its names mean ours
-    meanwhile, and from then on. A second call with the same folder does nothing.
+    `criterions` are imported too. Where fairseq is not installed its names mean
+    ctrainer's meanwhile, and from then on. A second call with the same folder does
+    nothing.
+
+    Args:
+        args: user_dir as an attribute.
 
     Raises:
         FileNotFoundError: there is no such folder.

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,14 +74,14 @@ class Owned:
 
 
 def owned_by(shard: Shard) -> dict[int, Owned]:
-    """What each index of the optimizer's state is of.
+    """The parameter of each index of the optimizer's state.
 
     By `param_names` in the groups, as torch writes them for an optimizer made of named
     parameters: keys of the model's state_dict, or names of whole parameters, of which
     the optimizer has this rank's part. Else by order, if there are as many as the model
     has shards.
 
-    Raises ValueError where neither tells.
+    Raises ValueError if neither is possible.
     """
     assert shard.optimizer is not None
     groups = shard.optimizer["param_groups"]
@@ -93,8 +93,8 @@ def owned_by(shard: Shard) -> dict[int, Owned]:
     elif len(groups) > 1 or len(indices) != len(keys):
         raise ValueError(
             f"{shard.path}: its optimizer has {len(indices)} parameters in "
-            f"{len(groups)} groups, the model {len(keys)}, and nothing tells which is "
-            "which: make the optimizer of named_parameters(), so that its groups have "
+            f"{len(groups)} groups, the model {len(keys)}, in no known "
+            "order: make the optimizer of named_parameters(), so that its groups have "
             "param_names"
         )
     known = _all_owned(shard)
@@ -150,7 +150,7 @@ def consolidate_optimizers(shards: list[Shard]) -> State:
 
 
 def reshard_optimizers(shards: list[Shard], cuts: Mapping[str, Cut]) -> State | None:
-    """The state of one rank's shards, which `cuts` tells by key; None without any."""
+    """The state of one rank's shards, `cuts` by key; None without any state."""
     if all(shard.optimizer is None for shard in shards):
         return None
     _check_there(shards)
@@ -204,7 +204,7 @@ def _groups(shard: Shard, names: Mapping[int, list[str]]) -> list[State]:
 def check_same_update(shards: list[Shard]) -> None:
     """Shards of one model that were saved at different times fit each other in all but
     their values: raise ValueError where the optimizers count other steps for a
-    parameter. Without optimizers, or steps, there is nothing to tell them by."""
+    parameter. Without optimizers, or steps, there is no such check."""
     first: dict[int, tuple[Any, Shard]] = {}
     for shard in shards:
         for index, step in _steps(shard):
@@ -268,7 +268,7 @@ def _states(
 
 
 def _holders(owned: Owned, shards: list[Shard]) -> list[int]:
-    """The ranks that have elements of it; an optimizer may pass over none of them."""
+    """The ranks with elements of it; an optimizer must have skipped none of these."""
     lengths = owned.lengths(shards)
     return [r for r, n in enumerate(lengths) if n > 0] or list(range(len(shards)))
 
@@ -371,19 +371,28 @@ StateDict = dict[str, torch.Tensor]
 def consolidate_sharded_state_dicts(
     state_dict_list: Sequence[StateDict], shard_metadata: dict[str, Any]
 ) -> StateDict:
-    """The state_dict of the module that was wrapped, of the ranks' sharded ones.
+    """Return the state_dict of the module that was wrapped, of the ranks' sharded ones.
 
     Args:
-        state_dict_list: state_dict() of every rank, by rank.
-        shard_metadata: get_shard_metadata() of any of them.
+        state_dict_list (Sequence[StateDict]): state_dict() of every rank, by rank.
+        shard_metadata (dict[str, Any]): get_shard_metadata() of any of them.
 
     Returns:
         Tensors by the names that they have without wrappers; buffers have their own
         dtype again, and a tied parameter is there under each of its names.
 
     Raises:
-        ValueError: as many state_dicts as the metadata's world_size are needed; or
+        ValueError: other than the metadata's world_size state_dicts are given; or
             names, shapes and metadata do not fit.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fsdp import FullyShardedDataParallel
+        >>> from ctrainer.fsdp import consolidate_sharded_state_dicts
+        >>> model = FullyShardedDataParallel(torch.nn.Linear(4, 2))
+        >>> shards, metadata = [model.state_dict()], model.get_shard_metadata()
+        >>> consolidate_sharded_state_dicts(shards, metadata)["weight"].shape
+        torch.Size([2, 4])
     """
     expected = int(shard_metadata["world_size"])
     if len(state_dict_list) != expected:
@@ -391,12 +400,20 @@ def consolidate_sharded_state_dicts(
             f"expected the state_dicts of {expected} ranks (world_size in the "
             f"metadata), got {len(state_dict_list)}"
         )
-    made: dict[tuple[str, int | None], torch.Tensor] = {}
-    full: StateDict = OrderedDict()
-    for part in parts_of(state_dict_list[0], shard_metadata):
+    return _by_name(
+        parts_of(state_dict_list[0], shard_metadata),
+        lambda part: _join_tensors([s[part.key] for s in state_dict_list], part),
+    )
+
+
+def _by_name(parts: list[Part], make: Callable[[Part], Any]) -> OrderedDict[str, Any]:
+    """What is made of each part; names of a tied parameter have the same object."""
+    made: dict[tuple[str, int | None], Any] = {}
+    full = OrderedDict()
+    for part in parts:
         place = part.key, part.begin
         if place not in made:
-            made[place] = _join_tensors([s[part.key] for s in state_dict_list], part)
+            made[place] = make(part)
         full[part.name] = made[place]
     return full
 
@@ -431,17 +448,21 @@ def consolidate_sharded_model_checkpoints(
     *,
     save_optimizer: bool = False,
 ) -> tuple[StateDict, str]:
-    """One state_dict of the shard files ckpt_prefix + ckpt_suffix, saved as one file.
+    """Make one state_dict of the shard files ckpt_prefix + ckpt_suffix, and save it as
+    one file.
 
     Args:
-        ckpt_prefix, ckpt_suffix: together a glob pattern of the files, one of each
+        ckpt_prefix (str): With ckpt_suffix a glob pattern of the files, one of each
             rank, each {"model": state_dict(), "shard_metadata": get_shard_metadata()}
-            of torch.save, or a safetensors file of `save_sharded_checkpoint`.
-        save_path: a ".safetensors" file of the tensors, or else torch.save's
-            {"model": ...}; ckpt_prefix + "_consolidated.pth" if empty.
-        save_optimizer: also the optimizer's state, by the parameters' names: under
-            "optimizer" in the file, or beside a safetensors file as
-            "NAME.optimizer.safetensors".
+            of torch.save, or a safetensors file of `save_shard`.
+        ckpt_suffix (str, default '*.pth'): The end of that pattern.
+        save_path (str, default ''): A ".safetensors" file of the tensors, or else
+            torch.save's {"model": ...}; ckpt_prefix + "_consolidated.pth" if empty.
+        save_model (bool, default True): Write the file; False: only return the
+            state_dict.
+        save_optimizer (bool, default False): Write the optimizer's state, too, by the
+            parameters' names: under "optimizer" in the file, or beside a safetensors
+            file as "NAME.optimizer.safetensors".
 
     Returns:
         The state_dict and the path. With `save_model` the tensors are mapped from the
@@ -450,15 +471,28 @@ def consolidate_sharded_model_checkpoints(
     Raises:
         AssertionError: no files, or not one of each rank.
         ValueError: a file is damaged, of another save or none of shards, would be
-            replaced by the result, or was changed while it was read; named.
+            replaced by the result, or was changed while it was read; the message names
+            it.
         OSError: of the disk. What was at save_path is still there after any error.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fsdp import FullyShardedDataParallel, save_shard
+        >>> from ctrainer.fsdp import consolidate_sharded_model_checkpoints
+        >>> model = FullyShardedDataParallel(torch.nn.Linear(4, 2))
+        >>> metadata = model.get_shard_metadata()
+        >>> content = {"model": model.state_dict(), "shard_metadata": metadata}
+        >>> save_shard(content, "run-rank-0-of-1.pth")
+        >>> state, path = consolidate_sharded_model_checkpoints("run")
+        >>> state["weight"].shape, path
+        (torch.Size([2, 4]), 'run_consolidated.pth')
     """
     path = save_path or f"{ckpt_prefix}_consolidated.pth"
     results = [path, shard_files.optimizer_path(path)]
     with unchanged(*shard_paths(ckpt_prefix, ckpt_suffix, results)) as check:
         shards = find_shards(ckpt_prefix, ckpt_suffix, results)
         check_none_is_replaced(shards, results)
-        items = _full_items(shards)
+        items = _by_name(shards[0].parts(), partial(_full_item, shards))
         optimizer = None
         if save_optimizer:
             optimizer = consolidate_optimizers(shards)
@@ -471,18 +505,6 @@ def consolidate_sharded_model_checkpoints(
         shard_files.write_full(path, items, optimizer, check)
     logger.info("%d shards are consolidated in %s", len(shards), path)
     return shard_files.open_full(path), path
-
-
-def _full_items(shards: list[Shard]) -> dict[str, Item]:
-    first = shards[0]
-    made: dict[tuple[str, int | None], Item] = {}
-    full: dict[str, Item] = OrderedDict()
-    for part in first.parts():
-        place = part.key, part.begin
-        if place not in made:
-            made[place] = _full_item(shards, part)
-        full[part.name] = made[place]
-    return full
 
 
 def _full_item(shards: list[Shard], part: Part) -> Item:
@@ -506,16 +528,32 @@ def reshard_checkpoints(
 ) -> list[str]:
     """Write the shards, and optimizer states, that `world_size` ranks would have saved.
 
-    The new files are save_prefix + "-rank-R-of-N" with the old ones' ending; each
-    rank loads its own. Padding, division by rows or elements and dtypes are as they
-    were. What the ranks saved alike under other keys is in all of them.
+    The new files are save_prefix + "-rank-R-of-N" with the old ones' ending; each rank
+    loads its own. Padding, division by rows or elements and dtypes are as they were.
+    What the ranks saved alike under other keys is in all of them.
+
+    Args:
+        ckpt_prefix, ckpt_suffix (str): Together a glob pattern of the old files, one of
+            each rank.
+        world_size (int): Ranks that will load the new files, 1 or more.
+        save_prefix (str): Beginning of the new files' paths.
 
     Returns:
         Their paths, by rank.
 
     Raises:
-        As consolidate_sharded_model_checkpoints; ValueError also for a world_size
-        below 1.
+        ValueError: a world_size below 1, and as consolidate_sharded_model_checkpoints.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fsdp import FullyShardedDataParallel, reshard_checkpoints
+        >>> from ctrainer.fsdp import save_shard
+        >>> model = FullyShardedDataParallel(torch.nn.Linear(4, 2))
+        >>> metadata = model.get_shard_metadata()
+        >>> content = {"model": model.state_dict(), "shard_metadata": metadata}
+        >>> save_shard(content, "old-rank-0-of-1.pth")
+        >>> reshard_checkpoints("old", world_size=2, save_prefix="new")
+        ['new-rank-0-of-2.pth', 'new-rank-1-of-2.pth']
     """
     if world_size < 1:
         raise ValueError(f"world_size must be 1 or more, got {world_size}")

@@ -19,7 +19,20 @@ Metadata = tuple[list[str], list[torch.Size], list[int]]
 class FlatParameter(nn.Parameter):
     """Parameters side by side in one of one dimension.
 
-    params: a non-empty list or tuple of parameters of one dtype, none of them flat.
+    Args:
+        params (Sequence[nn.Parameter]): A non-empty list or tuple of parameters of one
+            dtype, none of them flat.
+        requires_grad (bool, default True): Whether it is trained.
+
+    Raises:
+        ValueError: params is empty, or an item is no parameter, or is flat.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fsdp import FlatParameter
+        >>> flat = FlatParameter([torch.nn.Parameter(torch.ones(2, 3))])
+        >>> flat.shape, [view.shape for view in flat.get_param_views()]
+        (torch.Size([6]), [torch.Size([2, 3])])
     """
 
     _shapes: list[torch.Size]
@@ -46,7 +59,15 @@ class FlatParameter(nn.Parameter):
     def get_param_views(
         self, external_data: torch.Tensor | None = None
     ) -> Iterator[torch.Tensor]:
-        """A view for each parameter, of this tensor or of other data of its length."""
+        """Yield a view for each parameter, of this tensor or of other data of its
+        length.
+
+        Args:
+            external_data (torch.Tensor | None, default None): The other data.
+
+        Raises:
+            ValueError: it has another number of elements.
+        """
         data = self if external_data is None else external_data
         numels = [shape.numel() for shape in self._shapes]
         if data.numel() != sum(numels):
@@ -80,15 +101,30 @@ def _lists_of(
 class FlattenParamsWrapper(nn.Module):
     """A module whose parameters are views of flat ones.
 
-    module: what is wrapped; attributes that are not found here are its own. param_list:
-    which parameters become one flat parameter each, a list or a list of lists; by
-    default all of them. flat_param_names: by default flat_param_0 and so on.
-    auto_unflatten_state_dict: state_dict() has the module's own parameters.
+    Args:
+        module (nn.Module): What is wrapped; attributes that are not found here are its
+            own.
+        param_list (Sequence[Any] | None, default None): Which parameters become one
+            flat parameter each, a list or a list of lists; None: all of them one.
+        flat_param_names (Sequence[str] | None, default None): None: flat_param_0 and so
+            on.
+        auto_unflatten_state_dict (bool, default True): Let state_dict() have the
+            module's own parameters.
+        _flatten (bool, default True): False leaves the parameters as they are until
+            they are flattened.
 
-    Raises ValueError for names that do not fit, for parameters that two flat ones
-    share, and for those that are flat already.
+    Raises:
+        ValueError: names that do not fit, parameters that two flat ones share, and
+            those that are flat already.
 
     Source: fairscale, fairscale/nn/misc/flatten_params_wrapper.py.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.compat.fairscale import FlattenParamsWrapper
+        >>> flat = FlattenParamsWrapper(torch.nn.Linear(3, 2))
+        >>> [(name, p.numel()) for name, p in flat.named_parameters()]
+        [('flat_param_0', 8)]
     """
 
     def __init__(
@@ -148,6 +184,7 @@ class FlattenParamsWrapper(nn.Module):
 
     @property
     def module(self) -> nn.Module:
+        """The module that is wrapped."""
         return self._fpw_module
 
     @property
@@ -157,7 +194,12 @@ class FlattenParamsWrapper(nn.Module):
         return flat
 
     def metadata(self, flat_param_idx: int) -> Metadata:
-        """The names, shapes and lengths of what is in a flat parameter, in order."""
+        """Return the names, shapes and numbers of elements of the parameters in a flat
+        one, in order.
+
+        Args:
+            flat_param_idx (int): Number of the flat parameter, from 0.
+        """
         entries = self._groups[flat_param_idx].entries
         names = [entry.places[0].path for entry in entries]
         shapes = [entry.param.size() for entry in entries]
@@ -166,7 +208,16 @@ class FlattenParamsWrapper(nn.Module):
     def get_param_views(
         self, external_data_list: Sequence[torch.Tensor | None] | None = None
     ) -> Iterator[torch.Tensor]:
-        """A view of each parameter, of the flat ones or of other data."""
+        """Yield a view of each parameter, of the flat ones or of other data.
+
+        Args:
+            external_data_list (Sequence[torch.Tensor | None] | None, default None): For
+                each flat parameter a tensor to view instead, or None.
+
+        Raises:
+            ValueError: a list of another length, or a tensor of another number of
+                elements.
+        """
         data = external_data_list or [None] * len(self.flat_params)
         if len(data) != len(self.flat_params):
             raise ValueError(
@@ -194,10 +245,17 @@ class FlattenParamsWrapper(nn.Module):
     def unflatten_params(
         self, flat_params: Sequence[torch.Tensor] | None = None
     ) -> Iterator[None]:
-        """Within it the module has its own parameters, over the flat ones' memory.
+        """Let the module have its own parameters within the block, over the flat ones'
+        memory.
 
-        flat_params: other data to be viewed, a tensor for each flat parameter. Within
-        another one it changes nothing, but for such data.
+        Within another such block it changes nothing, but for other data.
+
+        Args:
+            flat_params (Sequence[torch.Tensor] | None, default None): Other data to be
+                viewed, a tensor for each flat parameter.
+
+        Yields:
+            None.
         """
         was_flat = any(name in self._parameters for name in self.flat_param_names)
         if not self.flat_params or (flat_params is None and not was_flat):
@@ -220,20 +278,38 @@ class FlattenParamsWrapper(nn.Module):
             self._view_flat_params()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own parameters, or the flat ones without auto-unflattening."""
+        """Return the module's own parameters, or the flat ones without
+        auto-unflattening.
+
+        Args:
+            *args, **kwargs: As torch.nn.Module.state_dict's.
+        """
         if not self._auto_unflatten_state_dict:
             return super().state_dict(*args, **kwargs)
         with self.unflatten_params():
             return super().state_dict(*args, **kwargs)
 
     def flat_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The flat parameters."""
+        """Return the flat parameters.
+
+        Args:
+            *args, **kwargs: As torch.nn.Module.state_dict's.
+        """
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load what state_dict() or flat_state_dict() gave."""
+        """Load what state_dict() or flat_state_dict() returned; return the missing and
+        unexpected keys.
+
+        Args:
+            state_dict: Tensors by name.
+            strict (bool, default True): Raise RuntimeError for missing and unexpected
+                keys.
+            assign (bool, default False): Take the tensors themselves; of flat ones
+                alone.
+        """
         if any(key in state_dict for key in (*self.flat_param_names, "flat_param")):
             state = dict(state_dict)
             if "flat_param" in state:
@@ -243,6 +319,11 @@ class FlattenParamsWrapper(nn.Module):
             return super().load_state_dict(state_dict, strict)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module and return its output.
+
+        Args:
+            *args, **kwargs: Of the module's forward.
+        """
         if self.flat_params:
             self._view_flat_params()
         return self._fpw_module(*args, **kwargs)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ctrainer.fsdp import shard_metadata
+from ctrainer.fsdp import shard_files
 from ctrainer.fsdp.layout import Entry, Group, Place
 from ctrainer.fsdp.sharded import ShardedModule, TrainingState
 
@@ -44,9 +44,14 @@ def groups_of(units: list[Any]) -> Iterator[tuple[Any, Group, torch.Tensor]]:
             yield unit, group, shard
 
 
+def entries_of(units: list[Any]) -> Iterator[Entry]:
+    for _, group, _ in groups_of(units):
+        yield from group.entries
+
+
 @contextlib.contextmanager
 def summoned(units: list[Any], writeback: bool) -> Iterator[None]:
-    """Parameters over full tensors, which all ranks bring together. Collective."""
+    """Within it parameters are views of gathered tensors. Collective."""
     fulls, values = [], []
     for unit, group, shard in groups_of(units):
         full = gathered(unit, group, shard)
@@ -61,8 +66,8 @@ def summoned(units: list[Any], writeback: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown(units: list[Any], values: list[tuple[Entry, torch.Tensor]]) -> Iterator[None]:
-    """All parameters over these values, and listed by their modules in the place of the
-    shards or views; at the end back over the units' memory."""
+    """Within it parameters have these values, and modules list them instead of shards
+    or views; afterwards they are views of the units' memory again."""
     homes = [(entry, entry.param.data) for entry, _ in values]
     states = [(unit, unit.training_state) for unit in units]
     tables = _tables(units)
@@ -85,7 +90,7 @@ def shown(units: list[Any], values: list[tuple[Entry, torch.Tensor]]) -> Iterato
 
 
 def _places(unit: Any) -> Iterator[tuple[Place, torch.nn.Parameter]]:
-    """Where the unit's parameters are, and those that it has of other units."""
+    """The places of the unit's parameters, borrowed ones included."""
     for group in unit._groups:
         for entry in group.entries:
             yield from ((place, entry.param) for place in entry.places)
@@ -93,7 +98,7 @@ def _places(unit: Any) -> Iterator[tuple[Place, torch.nn.Parameter]]:
 
 
 def _tables(units: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What the modules list as parameters, and copies of it."""
+    """The modules' tables of parameters, and copies of them."""
     modules = [place.module for unit in units for place, _ in _places(unit)]
     tables = {id(m._parameters): m._parameters for m in (*units, *modules)}
     return [(table, dict(table)) for table in tables.values()]
@@ -123,24 +128,39 @@ def names_of(root: Any) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for name, unit in root.named_modules(remove_duplicate=False):
         for place, param in _places(unit) if is_unit(unit) else ():
-            path = shard_metadata.original_name(shard_metadata.join(name, place.path))
+            path = shard_files.original_name(shard_files.join(name, place.path))
             found.setdefault(id(param), []).append(path)
     return found
 
 
-def state_dict(root: Any, units: list[Any]) -> dict[str, torch.Tensor]:
-    """One group at a time is there beside the copy that is being made."""
-    names, state = names_of(root), dict[str, torch.Tensor]()
+def values_of(units: list[Any]) -> Iterator[tuple[Entry, torch.Tensor]]:
+    """Each parameter with all its values, a group at a time. Collective."""
     for unit, group, shard in groups_of(units):
         shown = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
         full = None if shown else gathered(unit, group, shard)
         for entry in group.entries:
-            value = entry.param if full is None else view_of(full, entry)
-            copy = value.detach().clone()
-            state.update(dict.fromkeys(names[id(entry.param)], copy))
+            yield entry, entry.param.detach() if full is None else view_of(full, entry)
+
+
+def state_dict(
+    root: Any, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> dict[str, torch.Tensor]:
+    """The unwrapped module's, with copies of one group after the other. Collective."""
+    names, state = names_of(root), dict[str, torch.Tensor]()
+    for entry, value in values_of(root.units()):
+        state.update(dict.fromkeys(names[id(entry.param)], copy(value)))
     for name, buffer in persistent_buffers(root):
         dtype = getattr(buffer, "_orig_dtype", buffer.dtype)
         state[name] = buffer.detach().to(dtype, copy=True)
+    return state
+
+
+def empty_state(root: Any) -> dict[str, torch.Tensor]:
+    """The names of state_dict(), with tensors of their shapes and no memory."""
+    names, state = names_of(root), dict(persistent_buffers(root))
+    for entry in entries_of(root.units()):
+        empty = torch.empty(entry.param.shape, device="meta")
+        state.update(dict.fromkeys(names[id(entry.param)], empty))
     return state
 
 
@@ -148,8 +168,8 @@ def persistent_buffers(root: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for module_name, module in root.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                path = shard_metadata.join(module_name, name)
-                yield shard_metadata.original_name(path), buffer
+                path = shard_files.join(module_name, name)
+                yield shard_files.original_name(path), buffer
 
 
 def load_state_dict(
@@ -175,15 +195,13 @@ def load_group(
     names: dict[int, list[str]],
     state: dict[str, Any],
 ) -> None:
-    """Copies what of each parameter is in this rank's part."""
+    """Copies this rank's part of each parameter."""
     flat, begin = shard.detach().view(-1), unit.rank * shard.numel()
     for entry in group.entries:
         found = [state[name] for name in names[id(entry.param)] if name in state]
-        low = max(begin, entry.at)
-        high = min(begin + shard.numel(), entry.at + entry.numel)
-        if found and low < high:
-            values = found[0].detach().reshape(-1)
-            flat[low - begin : high - begin] = values[low - entry.at : high - entry.at]
+        own, whole = entry.overlap(begin, shard.numel())
+        if found and own.start < own.stop:
+            flat[own] = found[0].detach().reshape(-1)[whole]
 
 
 def check(
@@ -193,8 +211,7 @@ def check(
     state: dict[str, Any],
     strict: bool,
 ) -> None:
-    entries = [e for _, group, _ in groups_of(units) for e in group.entries]
-    shapes = {n: e.param.shape for e in entries for n in names[id(e.param)]}
+    shapes = {n: e.param.shape for e in entries_of(units) for n in names[id(e.param)]}
     shapes.update({name: buffer.shape for name, buffer in buffers.items()})
     wrong = [
         f"{name} has shape {tuple(state[name].shape)}, expected {tuple(shape)}"

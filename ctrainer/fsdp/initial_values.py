@@ -1,5 +1,5 @@
-"""What values parameters and buffers have before they are shared: a module's own, new
-ones where it is on the meta device, or those of the first rank.
+"""The values of parameters and buffers before they are sharded: a module's own, new
+values for a module on the meta device, or those of the first rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer.adapters.parallel import describe
+from ctrainer.comm.parallel import describe
 
 Init = Callable[[nn.Module], object]
 
@@ -20,15 +20,15 @@ Init = Callable[[nn.Module], object]
 def settle(
     module: nn.Module, init: Init, groups: Sequence[_C.Communicator], unit: type
 ) -> None:
-    """Give what of `module` is not in a unit below it values.
+    """Give the tensors of `module` that are not in an inner unit values.
 
     init: called with each module that has parameters or buffers of its own on the meta
-    device. groups: the first rank's values go to all ranks of the first, then of the
-    next group, and only that rank needs some; empty: each rank has its own. Collective
-    over these.
+    device. groups: the first rank's values go to all ranks of the first group, then of
+    the next, and only that rank needs values; empty: each rank has its own. Collective
+    over the groups.
 
-    Raises ValueError, on all ranks of the groups, for what init leaves on the meta
-    device, and where names, shapes or dtypes differ.
+    Raises ValueError, on all ranks of the groups, for tensors that init leaves on the
+    meta device, and for names, shapes or dtypes that differ.
     """
     own = [m for m, _ in _outside(module, unit)]
     first = all(group.rank == 0 for group in groups)

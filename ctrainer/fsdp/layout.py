@@ -1,5 +1,5 @@
-"""How a module's parameters become groups of flat parameters, what of them is on this
-rank, and how a shard is seen: by parameter, and where parameters are frozen.
+"""The groups of a module's parameters, this rank's shards of them, and the views of
+shards by parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ctrainer.fsdp.sharded import Unit
 
 
-# Tensors in what modules take and return, and memory for them.
+# Tensors in containers, and memory for them.
 
 
 FLOAT_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -64,21 +64,16 @@ def tensor_over(
 ) -> torch.Tensor:
     """A view of memory that begins at element `offset`."""
     if not memory.on_host:
-        row = from_dlpack(memory)
+        flat = from_dlpack(memory)
         if shape.numel() == 0:
-            return torch.empty(shape, dtype=dtype, device=row.device)
+            return torch.empty(shape, dtype=dtype, device=flat.device)
         begin = offset * dtype.itemsize
-        row = row[begin : begin + shape.numel() * dtype.itemsize]
-        return row.view(dtype).view(shape)
+        flat = flat[begin : begin + shape.numel() * dtype.itemsize]
+        return flat.view(dtype).view(shape)
     if shape.numel() == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    flat = torch.frombuffer(
-        memory,
-        dtype=dtype,
-        offset=offset * dtype.itemsize,
-        count=shape.numel(),
-    )
-    return flat.view(shape)
+    n, at = shape.numel(), offset * dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, offset=at, count=n).view(shape)
 
 
 def new_zeros(shape: torch.Size, device: torch.device) -> torch.Tensor:
@@ -91,7 +86,7 @@ def new_zeros(shape: torch.Size, device: torch.device) -> torch.Tensor:
     return tensor_over(memory, torch.float32, 0, shape)
 
 
-# How a module's parameters become groups, and what of them is on this rank.
+# Groups of parameters, and this rank's shards of them.
 
 
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
@@ -123,10 +118,18 @@ class Entry:
     def numel(self) -> int:
         return int(self.param.numel())
 
+    def overlap(self, begin: int, numel: int) -> tuple[slice, slice]:
+        """What elements [begin, begin + numel) of the group have of the parameter:
+        the places among these elements, and in the parameter."""
+        low = max(begin, self.at)
+        high = max(low, min(begin + numel, self.at + self.numel))
+        own = slice(min(low - begin, numel), min(high - begin, numel))
+        return own, slice(low - self.at, high - self.at)
+
 
 @dataclass
 class Group:
-    """Parameters that lie side by side, padded to size elements."""
+    """Parameters behind each other, padded to size elements."""
 
     name: str  # "<module path>.<name>" of what is sharded
     entries: list[Entry]
@@ -142,9 +145,9 @@ class Group:
 
 
 class Part(NamedTuple):
-    """What of a parameter a rank has: its elements in C order, from `begin` on. The
-    ranks of the group have all of them, in rank order. Optimizers that look at whole
-    parameters read it, as the attribute `_part` of what they update."""
+    """A rank's part of a parameter: elements in C order, from `begin` on. The parts of
+    the group's ranks, in rank order, are the whole parameter. Optimizers that need
+    whole parameters read it from the attribute `_part`."""
 
     communicator: _C.Communicator
     begin: int
@@ -152,14 +155,15 @@ class Part(NamedTuple):
 
 
 def part_of(entry: Entry, begin: int, communicator: _C.Communicator) -> Part:
-    """The part of a parameter in what begins at element `begin` of its group."""
+    """The part of a parameter in a shard that begins at element `begin`."""
     own = min(max(begin - entry.at, 0), entry.numel)
     return Part(communicator, own, tuple(entry.param.size()))
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Whose part is which. on_dim_0: whole rows; pads: with zeros up to a multiple."""
+    """How groups are sharded. on_dim_0: along dimension 0; pads: with zeros to a
+    multiple of the ranks."""
 
     communicator: _C.Communicator
     rank: int
@@ -176,30 +180,24 @@ class Sharding:
             group.size = math.ceil(shape.numel() / unit) * unit
             group.shard_shape = torch.Size([group.size // self.world_size])
             return
-        rows = shape[0]
-        assert self.pads or rows % self.world_size == 0, (
-            f"{group.name} of shape {tuple(shape)} cannot be shared by its rows among "
-            f"{self.world_size} ranks; pass on_neuron=False, which pads"
+        assert self.pads or shape[0] % self.world_size == 0, (
+            f"{group.name} of shape {tuple(shape)} cannot be sharded on dimension 0 "
+            f"over {self.world_size} ranks; pass on_neuron=False, which pads"
         )
-        own = math.ceil(rows / self.world_size)
+        own = math.ceil(shape[0] / self.world_size)
         group.shard_shape = torch.Size([own, *shape[1:]])
         group.size = group.shard_shape.numel() * self.world_size
 
     def shard_of(self, group: Group, on_host: bool) -> Any:
-        """This rank's part of the group's values, in memory of its own: the host's, or
-        where the parameters are."""
+        """This rank's shard of the group, a copy in host memory or on the parameters'
+        device."""
         place = torch.device("cpu") if on_host else group.entries[0].param.device
         shard = new_zeros(group.shard_shape, place)
         begin = self.rank * shard.numel()
         flat = shard.view(-1)
         for entry in group.entries:
-            low = max(begin, entry.at)
-            high = min(begin + shard.numel(), entry.at + entry.numel)
-            if low < high:
-                values = entry.param.detach().reshape(-1)
-                flat[low - begin : high - begin] = values[
-                    low - entry.at : high - entry.at
-                ]
+            own, whole = entry.overlap(begin, shard.numel())
+            flat[own] = entry.param.detach().reshape(-1)[whole]
         made = nn.Parameter(shard, requires_grad=group.requires_grad)
         self.mark(made, group)
         return made
@@ -232,8 +230,8 @@ def _reject_hook(hook: object) -> None:
 
 
 def entries_of(root: nn.Module, params: Iterable[nn.Parameter]) -> list[Entry]:
-    """The parameters among params below root, in the order of its modules; of one that
-    is there under several names every place."""
+    """The parameters among params below root, in the order of its modules; with all
+    places of tied parameters."""
     wanted, found = set(params), dict[nn.Parameter, Entry]()
     for module_name, module in root.named_modules(remove_duplicate=False):
         for name, param in module._parameters.items():
@@ -248,7 +246,7 @@ def entries_of(root: nn.Module, params: Iterable[nn.Parameter]) -> list[Entry]:
 
 
 def of_other_units(root: nn.Module) -> list[tuple[Place, Any]]:
-    """Parameters below root that a unit outside of it has taken over."""
+    """Parameters below root that units outside of it own."""
     return [
         (Place(module_name, module, name), param)
         for module_name, module in root.named_modules()
@@ -257,20 +255,13 @@ def of_other_units(root: nn.Module) -> list[tuple[Place, Any]]:
     ]
 
 
-def line_up(entries: list[Entry]) -> int:
-    """Put the entries side by side; how many elements they are."""
-    at = 0
-    for entry in entries:
-        entry.at = at
-        at += entry.numel
-    return at
-
-
 def flat_group(name: str, entries: list[Entry]) -> Group:
     dtypes = {entry.param.dtype for entry in entries}
     assert len(dtypes) == 1, f"expects all parameters to have same dtype: {dtypes}"
-    size = torch.Size([line_up(entries)])
-    return Group(name, entries, size, entries[0].param.requires_grad)
+    at = 0
+    for entry in entries:
+        entry.at, at = at, at + entry.numel
+    return Group(name, entries, torch.Size([at]), entries[0].param.requires_grad)
 
 
 def under(group: Group, path: str) -> Group:
@@ -285,16 +276,16 @@ def lone_group(entry: Entry) -> Group:
 
 
 def hide(place: Place, param: nn.Parameter) -> None:
-    """Out of the module's table; forward() still finds it."""
+    """Remove a parameter from its module's table; forward() still finds it."""
     place.module._parameters.pop(place.name, None)
     object.__setattr__(place.module, place.name, param)
 
 
 def replace_parameters(unit: Unit, groups: list[Group], dtype: torch.dtype) -> None:
-    """Let the groups' parameters be views of the unit's memory, out of sight.
+    """Make the groups' parameters views of the unit's memory.
 
     They leave their modules' tables, so that parameters() yields shards alone, and
-    stay where forward() finds them.
+    forward() still finds them.
     """
     for number, (group, offset) in enumerate(zip(groups, unit.offsets, strict=True)):
         for entry in group.entries:
@@ -315,7 +306,7 @@ def replace_parameters(unit: Unit, groups: list[Group], dtype: torch.dtype) -> N
 
 
 def _held(unit: Any) -> Iterator[tuple[Group, Entry, Any]]:
-    """Each parameter, and what optimizers have of it: a view, or its group's shard."""
+    """Each parameter, and the tensor that optimizers have: a view, or a shard."""
     for number, (group, shard) in enumerate(
         zip(unit._groups, unit.sharded_params, strict=True)
     ):
@@ -325,8 +316,8 @@ def _held(unit: Any) -> Iterator[tuple[Group, Entry, Any]]:
 
 
 def watched(unit: Any) -> tuple[Any, ...]:
-    """What the engine compares before a forward: what optimizers have of a parameter
-    and itself, those that were wrapped as trained ones first."""
+    """The tensors whose requires_grad the engine compares before a forward: for each
+    parameter the optimizers' tensor and itself, first for those wrapped as trained."""
     trained: list[Any] = []
     frozen: list[Any] = []
     for group, entry, held in _held(unit):
@@ -335,8 +326,8 @@ def watched(unit: Any) -> tuple[Any, ...]:
 
 
 def settle(unit: Any) -> tuple[bool, ...]:
-    """Which of the parameters that were wrapped as trained ones are frozen now, on both
-    sides: the one that has changed tells.
+    """Which of the parameters that were wrapped as trained are frozen now; sets both
+    tensors of a parameter to the requires_grad that has changed.
 
     Raises RuntimeError for a parameter that was wrapped frozen and is to be trained,
     and for a part of a flat parameter.
@@ -367,53 +358,53 @@ def settle(unit: Any) -> tuple[bool, ...]:
     return tuple(found)
 
 
-# A shard by the parameters that lie in it, for optimizers that tell them apart.
+# Views of a shard, one for each parameter, for use_orig_params.
 
 
 Pieces = list[tuple[nn.Parameter, int]]  # a view, and where it begins in the shard
 
 
 class Views:
-    """The views of a shard, whose gradients side by side are its gradient."""
+    """The views of a shard; their gradients are views of its gradient."""
 
     def __init__(
         self, shard: nn.Parameter, group: Group, communicator: _C.Communicator
     ) -> None:
-        self.pieces = _cut(shard, group, communicator)
+        self.pieces = _views_of(shard, group, communicator)
         self.numel = shard.numel()
         self.shape = shard.shape
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What the next gradient is added to: that of all views that have one and want
-        more, -0 elsewhere; None where none has.
+        """The flat gradient that the next one is added to; -0 for views without a
+        gradient, or that are frozen; None if no view has a gradient.
 
-        A view whose gradient was replaced is given its place in the whole again.
+        A gradient that was replaced is copied to its place.
         """
         if all(view.grad is None for view, _ in self.pieces):
             return None
-        row = self._row()
+        flat = self._flat_grad()
         for view, begin in self.pieces:
-            place = _place(row, view, begin)
+            place = _place(flat, view, begin)
             if view.grad is None or not view.requires_grad:
                 if view.grad is not None:
                     view.grad = view.grad.clone()
-                place.fill_(-0.0)  # which a sum with no gradient is, too
+                place.fill_(-0.0)  # as the sum without a gradient
                 continue
             if view.grad.data_ptr() != place.data_ptr():
                 place.copy_(view.grad)
             view.grad = place
-        return row.view(self.shape)
+        return flat.view(self.shape)
 
-    def receive(self, row: torch.Tensor, missing: list[int]) -> None:
-        """Share out a reduced gradient, of which the views `missing` have nothing."""
-        flat = row.detach().view(-1)
+    def receive(self, grad: torch.Tensor, missing: list[int]) -> None:
+        """Set the views' gradients to views of a reduced one, but for `missing`."""
+        flat = grad.detach().view(-1)
         for number, (view, begin) in enumerate(self.pieces):
             if view.grad is None and view.requires_grad and number not in missing:
                 view.grad = _place(flat, view, begin)
 
-    def _row(self) -> torch.Tensor:
-        """What the views' gradients are parts of; a new one where of none."""
+    def _flat_grad(self) -> torch.Tensor:
+        """The tensor that the views' gradients are views of, or a new one."""
         for view, begin in self.pieces:
             grad = view.grad
             base = None if grad is None or grad.numel() == 0 else grad._base
@@ -426,27 +417,26 @@ class Views:
         )
 
     def follow(self, shard: nn.Parameter) -> None:
-        """Be views of another shard: optimizers go on with them."""
+        """Become views of another shard: optimizers keep the views."""
         for view, begin in self.pieces:
             view.data = _place(shard.detach().view(-1), view, begin)
 
 
-def _place(row: torch.Tensor, view: torch.Tensor, begin: int) -> torch.Tensor:
-    return row[begin : begin + view.numel()].view(view.shape)
+def _place(flat: torch.Tensor, view: torch.Tensor, begin: int) -> torch.Tensor:
+    return flat[begin : begin + view.numel()].view(view.shape)
 
 
-def _cut(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces:
-    """A view of every parameter's part in the shard: of one dimension, or its rows.
+def _views_of(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces:
+    """A view of every parameter's part of the shard, flat or sharded on dimension 0.
 
-    One that has nothing on this rank has a view of no elements: all ranks' optimizers
-    then have the same parameters.
+    A parameter without elements on this rank has an empty view: all ranks' optimizers
+    have the same parameters.
     """
     flat, offset = shard.detach().view(-1), communicator.rank * shard.numel()
     pieces: Pieces = []
     for entry in group.entries:
-        low = min(max(entry.at - offset, 0), shard.numel())
-        high = max(low, min(entry.at + entry.numel - offset, shard.numel()))
-        values = flat[low:high]
+        own, _ = entry.overlap(offset, shard.numel())
+        values = flat[own]
         if shard.dim() > 1:
             values = values.view(-1, *shard.shape[1:])
         view: Any = nn.Parameter(values, requires_grad=group.requires_grad)
@@ -454,15 +444,15 @@ def _cut(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces:
         reject_hooks(view)
         view._part = part_of(entry, offset, communicator)
         view._orig_size = entry.param.size()
-        pieces.append((view, low))
+        pieces.append((view, own.start))
     return pieces
 
 
-# ---- who is in the modules' tables
+# ---- the parameters in the modules' tables
 
 
 def make(unit: Any) -> None:
-    """Give the unit's modules views of its shards for parameters."""
+    """Make the views of a unit's shards the parameters of its modules."""
     unit._views = [
         Views(shard, group, unit.communicator)
         for shard, group in zip(unit.sharded_params, unit._groups, strict=True)
@@ -472,7 +462,7 @@ def make(unit: Any) -> None:
 
 
 def adopt(unit: Any, copied: list[Views]) -> None:
-    """Let the unit have these views, which a copied optimizer has, for its own."""
+    """Make views that were copied with an optimizer the unit's own."""
     each = zip(unit._views, copied, unit.sharded_params, strict=True)
     for own, views, shard in each:
         for (made, _), (view, _) in zip(own.pieces, views.pieces, strict=True):
@@ -483,10 +473,10 @@ def adopt(unit: Any, copied: list[Views]) -> None:
 
 
 def show_views(unit: Any) -> None:
-    """Let the unit's modules have the views for parameters, under the first names.
+    """List the views in the modules' tables, under the names before wrapping.
 
-    Attributes stay what forward() computes with: an instance's own come before what
-    nn.Module finds in its tables.
+    forward() still finds the full parameters: an instance's attributes come before
+    nn.Module's tables.
     """
     for shard, views in zip(unit.sharded_params, unit._views, strict=True):
         unit._parameters.pop(shard._name, None)
@@ -499,7 +489,7 @@ def show_views(unit: Any) -> None:
 
 
 def show_shards(unit: Any) -> None:
-    """Let the unit have its shards for parameters, as checkpoints do."""
+    """List the shards in the unit's table, for checkpoints."""
     for group, shard in zip(unit._groups, unit.sharded_params, strict=True):
         unit._parameters[shard._name] = shard
         for entry in group.entries:
@@ -515,7 +505,7 @@ def views_shown(unit: Any) -> bool:
 
 @contextlib.contextmanager
 def shards_shown(units: Iterable[Any]) -> Iterator[None]:
-    """Within it, units that have views for parameters have shards."""
+    """Within it, units with views list their shards instead."""
     changed = [unit for unit in units if views_shown(unit)]
     for unit in changed:
         show_shards(unit)
@@ -527,13 +517,13 @@ def shards_shown(units: Iterable[Any]) -> Iterator[None]:
 
 
 def before_load(unit: Any, *unused: object) -> None:
-    """The hook of load_state_dict, which finds shards in states."""
+    """The hook of load_state_dict: states have shards."""
     if views_shown(unit):
         show_shards(unit)
 
 
 def after_load(unit: Any) -> None:
-    """Let the views be those of the shards that the unit has now."""
+    """Make the views follow the unit's new shards."""
     for views, shard in zip(unit._views, unit.sharded_params, strict=True):
         views.follow(shard)
     show_views(unit)

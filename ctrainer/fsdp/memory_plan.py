@@ -1,33 +1,45 @@
-"""What fully sharded training needs of each GPU, worked out before a run.
+"""The memory and traffic of sharded training for each GPU, computed before a run.
 
-The terms are those that the engine accounts for (FSDPUnit): shards of parameters,
-gradients and optimizer state, which stay; and what is gathered and not yet reduced at
-the fullest moment of a step. Activations, and what CUDA, the allocator and NCCL take
-for themselves, come on top.
+The terms are those of the engine's ledger (FSDPUnit): shards of parameters, gradients
+and optimizer state, which stay; and gathered parameters and unreduced gradients at the
+peak of a step. Activations, and the memory of CUDA, the allocator and NCCL, are added
+to them.
 
 Source: Rajbhandari et al., "ZeRO", 2020, sections 5 and 7; Wang et al., "ZeRO++", 2023
-(codes); Zhang et al., "MiCS", 2022 (replicas); with the padding, the moments and the
-codes of this engine.
+(quantization); Zhang et al., "MiCS", 2022 (replicate groups); with the padding, the
+order of operations and the quantization of this engine.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_BLOCK = 256  # codes that share a scale, a float32
-_ALIGN = 8  # bytes that codes end on
+_BLOCK = 256  # quantized values with one scale, a float32
+_ALIGN = 8  # bytes that messages are padded to
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSize:
-    """A unit: the elements of each of its groups (one with flatten_parameters, else
-    one a parameter), those of frozen parameters, and whether it stays gathered from
-    the forward to the backward, as the root does."""
+    """The size of a unit, in elements.
+
+    Args:
+        trainable (tuple[int, ...]): Of each group of trainable parameters: one with
+            flatten_parameters, else one a parameter.
+        frozen (tuple[int, ...], default ()): Of each group of frozen parameters.
+        kept (bool, default False): It stays gathered from the forward to the backward
+            pass, as the root does.
+
+    Example:
+        >>> from ctrainer.fsdp import UnitSize
+        >>> UnitSize(trainable=(1000, 10)).kept
+        False
+    """
 
     trainable: tuple[int, ...]
     frozen: tuple[int, ...] = ()
@@ -36,40 +48,75 @@ class UnitSize:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on each rank, and bytes that each sends (and receives) in a step."""
+    """Bytes on each rank, and bytes that each sends (and receives) in a step.
+
+    Args:
+        world_size (int): Ranks of the run.
+        group_size (int): Ranks of a sharding group; there are world_size / group_size
+            replicas.
+        parameters (int): The shards, float32.
+        gradients (int): Of the shards, float32.
+        optimizer (int): The optimizer's state.
+        feedback (int): Error-feedback residuals of gradients, float32, of all ranks'
+            shards.
+        gathered (int): The root and the fullest other unit.
+        prefetched (int): Units that come next.
+        full_gradients (int): Of the root and that unit, until they are reduced.
+        quantized (int): Buffers for quantized values, as far as they add to the peak.
+        gather_traffic (int): Sent to gather parameters.
+        reduce_traffic (int): Sent to reduce gradients over the sharding group.
+        replica_traffic (int): Sent to average gradients over the replicas.
+        machine_traffic (int): Of it all, what leaves a machine, all its ranks together.
+
+    Example:
+        >>> from ctrainer.fsdp import UnitSize, memory_plan
+        >>> plan = memory_plan([UnitSize((1024,), kept=True)], world_size=4)
+        >>> plan.parameters, plan.optimizer
+        (1024, 2048)
+    """
 
     world_size: int
-    group_size: int  # of them share; the others are replicas
+    group_size: int  # ranks of a sharding group
     parameters: int  # the shards, float32
     gradients: int  # of the shards, float32
     optimizer: int
-    feedback: int  # what codes of gradients have missed, float32, of all ranks' shards
-    gathered: int  # the root and the fullest other unit
+    feedback: int  # error-feedback residuals, float32, of all ranks' shards
+    gathered: int  # the root and the largest other unit
     prefetched: int  # units that come next
     full_gradients: int  # of the root and that unit, until they are reduced
-    codes: int  # what room for them adds to the fullest moment
+    quantized: int  # buffers for quantized values, as far as they add to the peak
     gather_traffic: int
     reduce_traffic: int
     replica_traffic: int
-    machine_traffic: int  # of it all, what leaves a machine: all its ranks together
+    machine_traffic: int  # bytes that leave a machine, of all its ranks together
 
     @property
     def sharded(self) -> int:
-        """What stays between steps and falls with the number of ranks."""
+        """Bytes that stay between steps, in proportion to 1 / ranks."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def transient(self) -> int:
-        """The most that the engine has at work at once, whatever the ranks; codes,
-        which it does not count, excepted."""
+        """The peak of the engine's ledger, whatever the ranks; the ledger does not
+        count quantized values."""
         return self.gathered + self.prefetched + self.full_gradients
 
     @property
     def total(self) -> int:
-        return self.sharded + self.feedback + self.transient + self.codes
+        """Bytes of a rank at the fullest moment."""
+        return self.sharded + self.feedback + self.transient + self.quantized
+
+    @property
+    def codes(self) -> int:
+        """The former name of `quantized`."""
+        warnings.warn(
+            "MemoryPlan.codes is called quantized", DeprecationWarning, stacklevel=2
+        )
+        return self.quantized
 
     @property
     def traffic(self) -> int:
+        """Bytes that a rank sends in a step."""
         return self.gather_traffic + self.reduce_traffic + self.replica_traffic
 
 
@@ -89,38 +136,55 @@ def memory_plan(
     group_size: int | None = None,
     machine_size: int = 8,
 ) -> MemoryPlan:
-    """Plan a step of one micro-batch.
+    """Return the bytes that a step of one micro-batch takes and sends.
 
-    The fullest moment is that of a root whose parameters are used before and after
-    the other units, as an embedding and a head are; else there is less at once.
+    The fullest moment is that of a root whose parameters are used before and after the
+    other units, as an embedding and a head are; else there is less at once.
 
     Args:
-        units: every unit once; a unit inside another has its own parameters only.
-        world_size: ranks of the run.
-        compute_dtype: "float32", "bfloat16" or "float16", of gathered parameters.
-        reduce_dtype: of gradients until they are reduced; compute_dtype if None.
-        optimizer_bytes: of state for each trainable element (Adam's float32 moments:
-            8; SGD's: 0 or 4).
-        prefetch: units that are gathered ahead; none where parameters are codes.
-        reshard_after_forward: False keeps every unit gathered until its backward.
-        shard_size_multiple: what a rank's part of a group is padded to.
-        gather_bits, reduce_bits: 8 or 4, of codes of parameters, of gradients; None:
-            they travel whole.
-        error_feedback: what codes of gradients miss is kept.
-        group_size: ranks that share, side by side, the others being replicas of them
-            (hybrid sharding); world_size if None.
-        machine_size: ranks of a machine. What leaves it is counted as collectives send
-            it that bring data to another machine once: NCCL's, and those of a group
-            over machines.
+        units (Iterable[UnitSize]): Every unit once; a unit inside another has its own
+            parameters only.
+        world_size (int): Ranks of the run.
+        compute_dtype (str, default 'float32'): Of gathered parameters: "float32",
+            "bfloat16" or "float16".
+        reduce_dtype (str | None, default None): Of gradients until they are reduced;
+            None: compute_dtype.
+        optimizer_bytes (int, default 8): Of state for each trainable element (Adam's
+            float32 moments: 8; SGD's: 0 or 4).
+        prefetch (int, default 0): Units that are prefetched; none where parameters are
+            quantized.
+        reshard_after_forward (bool, default True): False keeps every unit gathered
+            until its backward pass.
+        shard_size_multiple (int, default 128): What a rank's shard of a group is padded
+            to, in elements.
+        gather_bits, reduce_bits (int | None, default None): 8 or 4, of quantized
+            parameters, of gradients; None: they travel whole.
+        error_feedback (bool, default True): Rounding errors of quantized gradients are
+            kept.
+        group_size (int | None, default None): Ranks of a sharding group, side by side
+            (hybrid sharding); None: world_size.
+        machine_size (int, default 8): Ranks of a machine. What leaves it is counted as
+            collectives send it that bring data to another machine once: NCCL's, and
+            those of a group over machines.
 
     Raises:
         ValueError: a size below 1, ranks that groups and machines do not divide, an
             unknown dtype or number of bits.
+
+    Source: Rajbhandari et al., "ZeRO", 2020, sections 5 and 7; Wang et al., "ZeRO++",
+    2023; Zhang et al., "MiCS", 2022.
+
+    Example:
+        >>> from ctrainer.fsdp import UnitSize, memory_plan
+        >>> units = [UnitSize((1_000_000,), kept=True)] + 12 * [UnitSize((7_000_000,))]
+        >>> plan = memory_plan(units, world_size=8, compute_dtype="bfloat16")
+        >>> plan.sharded // 2**20, plan.total // 2**20
+        (162, 192)
     """
     group = world_size if group_size is None else group_size
     _check_sizes(world_size, shard_size_multiple, prefetch, group, machine_size)
     step = _Step(
-        [_Rows(unit, group, shard_size_multiple) for unit in units],
+        [_Padded(unit, group, shard_size_multiple) for unit in units],
         _Sent(group, _bytes_of("compute_dtype", compute_dtype),
               _bits("gather_bits", gather_bits)),
         _Sent(group, _bytes_of("reduce_dtype", reduce_dtype or compute_dtype),
@@ -138,9 +202,9 @@ def memory_plan(
         optimizer=trainable * optimizer_bytes,
         feedback=trainable * group * 4 if step.feeds_back else 0,
         gathered=step.gathered(),
-        prefetched=step.ahead(prefetch),
+        prefetched=step.prefetched(prefetch),
         full_gradients=step.full_gradients(),
-        codes=step.codes(),
+        quantized=step.quantized(),
         gather_traffic=step.gather_traffic(),
         reduce_traffic=step.reduce_traffic(),
         replica_traffic=step.replica_traffic(world_size // group),
@@ -148,8 +212,8 @@ def memory_plan(
     )
 
 
-class _Rows:
-    """A unit's groups, of so many elements as the ranks share them."""
+class _Padded:
+    """The elements of a unit's groups with padding."""
 
     def __init__(self, unit: UnitSize, ranks: int, multiple: int) -> None:
         def padded(n: int) -> int:
@@ -163,32 +227,32 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """How elements travel: whole, `item` bytes each, or quantized to so many bits."""
+    """The messages of a collective: elements of `item` bytes, or quantized values."""
 
     ranks: int
     item: int
     bits: int | None
 
     def part(self, n: int) -> int:
-        """Bytes of a rank's part of a group of n elements on their way to another."""
+        """Bytes of the message with a rank's part of a group of n elements."""
         n //= self.ranks
         if self.bits is None:
             return n * self.item
-        codes = math.ceil(n / _BLOCK) * 4 + math.ceil(n * self.bits / 8)
-        return math.ceil(codes / _ALIGN) * _ALIGN
+        message = math.ceil(n / _BLOCK) * 4 + math.ceil(n * self.bits / 8)
+        return math.ceil(message / _ALIGN) * _ALIGN
 
-    def parts(self, rows: Iterable[int]) -> int:
-        return sum(map(self.part, rows))
+    def parts(self, groups: Iterable[int]) -> int:
+        return sum(map(self.part, groups))
 
-    def room(self, rows: Iterable[int], sent: int, blank: bool) -> int:
-        """The most that a group's codes take: `sent` parts and those of all ranks, and
-        a float32 for each element of a part."""
+    def buffers(self, groups: Iterable[int], sent: int, blank: bool) -> int:
+        """The largest buffer of a group: `sent` parts, the parts of all ranks, and with
+        `blank` a float32 for each element of a part."""
         if self.bits is None:
             return 0
         floats = 4 if blank else 0
         return max(
             (self.part(n) * (sent + self.ranks) + n // self.ranks * floats
-             for n in rows),
+             for n in groups),
             default=0,
         )  # fmt: skip
 
@@ -197,35 +261,35 @@ class _Sent:
 class _Step:
     """One micro-batch's forward, backward and reductions on a rank."""
 
-    units: list[_Rows]
+    units: list[_Padded]
     gather: _Sent
     reduce: _Sent
     reshards: bool
     feeds_back: bool
 
     @property
-    def _roots(self) -> list[_Rows]:
+    def _roots(self) -> list[_Padded]:
         return [size for size in self.units if size.kept]
 
     @property
-    def _again(self) -> list[_Rows]:
+    def _again(self) -> list[_Padded]:
         """Those that are gathered a second time, for the backward."""
         return [u for u in self.units if not u.kept] if self.reshards else []
 
     @property
-    def _fullest(self) -> _Rows:
-        def size(unit: _Rows) -> int:
+    def _fullest(self) -> _Padded:
+        def size(unit: _Padded) -> int:
             return unit.both * self.gather.item + unit.trainable * self.reduce.item
 
         inner = [unit for unit in self.units if not unit.kept]
-        return max(inner, key=size, default=_Rows(UnitSize(()), 1, 1))
+        return max(inner, key=size, default=_Padded(UnitSize(()), 1, 1))
 
     def gathered(self) -> int:
         staying = self._roots if self.reshards else self.units
         fullest = self._fullest.both if self._again else 0
         return (sum(unit.both for unit in staying) + fullest) * self.gather.item
 
-    def ahead(self, prefetch: int) -> int:
+    def prefetched(self, prefetch: int) -> int:
         if self.gather.bits is not None or not self._again:
             return 0
         count = min(prefetch, len(self._again) - 1)
@@ -235,9 +299,9 @@ class _Step:
         grads = sum(unit.trainable for unit in self._roots) + self._fullest.trainable
         return grads * self.reduce.item
 
-    def codes(self) -> int:
-        """Codes are made where something else is not there: a unit's before it has
-        gradients, or after its parameters are released; the root's outside of all."""
+    def quantized(self) -> int:
+        """Buffers exist where other memory is free: a unit's before its gradients or
+        after its parameters, the root's outside of all units."""
         unit, roots = self._fullest, self._roots
         unit_full = unit.both * self.gather.item
         unit_grads = unit.trainable * self.reduce.item
@@ -246,19 +310,19 @@ class _Step:
         inner = [u for u in self.units if not u.kept]
         return max(
             0,
-            self._room_to_gather(inner) - unit_grads,
-            self._room_to_reduce(inner) - unit_full,
-            self._room_to_gather(roots) - root_grads - unit_full - unit_grads,
-            self._room_to_reduce(roots) - root_full - unit_full - unit_grads,
+            self._gather_buffers(inner) - unit_grads,
+            self._reduce_buffers(inner) - unit_full,
+            self._gather_buffers(roots) - root_grads - unit_full - unit_grads,
+            self._reduce_buffers(roots) - root_full - unit_full - unit_grads,
         )
 
-    def _room_to_gather(self, units: list[_Rows]) -> int:
-        rows = [n for unit in units for n in unit.of_all]
-        return self.gather.room(rows, 1, blank=True)
+    def _gather_buffers(self, units: list[_Padded]) -> int:
+        groups = [n for unit in units for n in unit.of_all]
+        return self.gather.buffers(groups, 1, blank=True)
 
-    def _room_to_reduce(self, units: list[_Rows]) -> int:
-        rows = [n for unit in units for n in unit.of_trainable]
-        return self.reduce.room(rows, self.reduce.ranks, blank=not self.feeds_back)
+    def _reduce_buffers(self, units: list[_Padded]) -> int:
+        groups = [n for unit in units for n in unit.of_trainable]
+        return self.reduce.buffers(groups, self.reduce.ranks, blank=not self.feeds_back)
 
     def _gathered_parts(self) -> int:
         units = self.units + self._again
@@ -282,8 +346,8 @@ class _Step:
         return round(2 * (replicas - 1) / replicas * self._replicated())
 
     def machine_traffic(self, world_size: int, machine: int) -> int:
-        """Parameters, and gradients that the machine has added up, go to another
-        machine once; codes, which only their owner can add up, from every rank."""
+        """Parameters, and gradients summed within the machine, go to another machine
+        once; quantized gradients, which only their owner can sum, from every rank."""
         group = self.gather.ranks
         held = min(machine, group)  # different parts on a machine
         away = max(group // machine - 1, 0) * held  # parts on others
@@ -309,7 +373,7 @@ def _check_sizes(
     if world % group:
         raise ValueError(
             f"world_size {world} must be a multiple of group_size {group}, the ranks "
-            "that share"
+            "of a sharding group"
         )
     small, large = sorted((group, min(machine, world)))
     if large % small or world % min(machine, world):
@@ -332,7 +396,17 @@ def _bits(name: str, bits: int | None) -> int | None:
 
 
 def units_of(module: Any) -> list[UnitSize]:
-    """The units of a wrapped module, a FullyShardedDataParallel, it being the root."""
+    """Return the sizes of the units of a wrapped module.
+
+    Args:
+        module: A FullyShardedDataParallel, the root.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fsdp import FullyShardedDataParallel, units_of
+        >>> units_of(FullyShardedDataParallel(torch.nn.Linear(4, 2, bias=False)))
+        [UnitSize(trainable=(8,), frozen=(), kept=True)]
+    """
     return [
         UnitSize(
             tuple(g.orig_size.numel() for g in unit._groups if g.requires_grad),
@@ -341,9 +415,6 @@ def units_of(module: Any) -> list[UnitSize]:
         )
         for unit in module.units()
     ]
-
-
-# Tables of what sharded training needs, of models of known shapes.
 
 
 GB = 1e9
@@ -394,7 +465,7 @@ WORLD_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 _COLUMNS = (
     "parameters", "gradients", "optimizer", "feedback", "gathered", "prefetched",
-    "full_gradients", "codes", "total", "gather_traffic", "reduce_traffic",
+    "full_gradients", "quantized", "total", "gather_traffic", "reduce_traffic",
     "replica_traffic", "machine_traffic",
 )  # fmt: skip
 
@@ -431,7 +502,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gather_bits", type=int, choices=(4, 8))
     parser.add_argument("--reduce_bits", type=int, choices=(4, 8))
     parser.add_argument("--no_error_feedback", action="store_true")
-    parser.add_argument("--group_size", type=int, help="GPUs that share: hybrid")
+    parser.add_argument(
+        "--group_size", type=int, help="GPUs of a sharding group: hybrid"
+    )
     parser.add_argument("--machine_size", type=int, default=8)
     return parser
 

@@ -10,125 +10,150 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ctrainer.fsdp import full_params, optim_state, shard_metadata
+from ctrainer.fsdp import full_params, optim_state, shard_files, shard_metadata
 from ctrainer.fsdp.layout import cast_floats, tensor_over
 from ctrainer.fsdp.sharded import ShardedModule, TrainingState
-
-# What the codes of gradients have missed so far, of all units: saved and loaded.
-
-
-def _residuals(root: Any) -> dict[str, torch.Tensor]:
-    """By the name of the unit, over its own memory."""
-    found = {}
-    for name, unit in root.named_modules():
-        memory = getattr(getattr(unit, "_unit", None), "residual", None)
-        if memory is not None and unit in root.units():
-            size = torch.Size([memory.nbytes // torch.float32.itemsize])
-            found[name] = tensor_over(memory, torch.float32, 0, size)
-    return found
-
-
-def state_dict(root: Any) -> dict[str, torch.Tensor]:
-    return {name: residual.clone() for name, residual in _residuals(root).items()}
-
-
-def load_state_dict(root: Any, state: dict[str, Any]) -> None:
-    residuals = _residuals(root)
-    expected = {name: r.numel() for name, r in residuals.items()}
-    given = {name: value.numel() for name, value in state.items()}
-    if given != expected:
-        raise ValueError(
-            f"error feedback is of units with {given} elements; expected {expected}, "
-            "of as many ranks: with others leave it out, and begin with none"
-        )
-    for name, residual in residuals.items():
-        residual.copy_(state[name])
-
 
 __all__ = ["FullyShardedDataParallel", "XlaFullyShardedDataParallel"]
 
 
 class FullyShardedDataParallel(ShardedModule):
-    """A module of whose parameters each rank keeps a part.
+    """A module of whose parameters each rank keeps a shard.
 
-    They are gathered for the forward and the backward and released after each; the
-    gradients are averaged, and each rank keeps those of its part, on which any
-    optimizer works. It is made after wrapping: parameters() yields the shards, of
-    float32. Wrap inner modules first and then those around them: a unit shards what
-    is below it and not sharded yet. All ranks build and call the same.
+    They are gathered for the forward and the backward pass and released after each; the
+    gradients are averaged, and each rank keeps those of its shards, on which any
+    optimizer works. The optimizer is made after wrapping: parameters() yields the
+    shards, of float32. Wrap inner modules first and then those around them: a unit
+    shards what is below it and not sharded yet. All ranks build and call the same.
 
-    module: on the CPU or the current CUDA device, its parameters float32 and the same
-    on every rank. On a GPU the ranks of the group come together over NCCL, by the
-    plugin ctrainer._cuda.
-    reshard_after_forward: release the parameters after the forward and gather them
-    again for the backward. flatten_parameters: the trainable parameters as one row and
-    the frozen ones as another, rather than each by itself. disable_reshard_on_root: the
-    outermost unit keeps its parameters from the forward to the backward.
-    compute_dtype: float32, float16 or bfloat16, of parameters and inputs; buffer_dtype:
-    of buffers, by default the same. fp32_reduce_scatter: gradients are reduced in
-    float32 whatever compute_dtype. sharding_groups: lists of ranks that share, with
-    sharding_rank and sharding_world_size of this one; or a Communicator. on_neuron:
-    shard each parameter by its rows, which the ranks have to divide;
-    shard_param_on_dim_0: the same, padded; without either each is flattened and padded
-    to a multiple of _shard_size_multiple elements a rank. process_group: a Communicator
-    or a group of torch.distributed; by default ctrainer.comm.world(). Hybrid sharding:
-    a tuple of two, who shares and the replicas, which have the same shards and
-    average their gradients (hybrid_groups makes them); or device_mesh, torch's, with
-    dimensions for replicas and shards; or replica_groups, lists of ranks, beside
-    sharding_groups.
+    Args:
+        module (nn.Module): On the CPU or the current CUDA device, its parameters
+            float32 and, without sync_module_states, the same on every rank. On a GPU
+            the ranks of the group come together over NCCL, by the plugin
+            ctrainer._cuda.
+        reshard_after_forward (bool, default True): Release the parameters after the
+            forward pass and gather them again for the backward pass.
+        flatten_parameters (bool, default False): Shard the trainable parameters as one
+            flat parameter and the frozen ones as another, rather than each by itself.
+        execute_sharding_on_init (bool, default True): Wait for the other ranks, without
+            on_neuron; the full parameters are gone in any case.
+        optimization_barrier_in_forward, optimization_barrier_in_backward (bool, default
+            True): No effect: for a compiler.
+        mark_step_on_finalization (bool, default False): No effect: for a compiler.
+        disable_reshard_on_root (bool, default True): The outermost unit keeps its
+            parameters from the forward to the backward pass.
+        compute_dtype (torch.dtype | str | None, default None): Of parameters and inputs
+            in the passes: float32, float16 or bfloat16, also by name; None: float32.
+        buffer_dtype (torch.dtype | str | None, default None): Of buffers; None:
+            compute_dtype.
+        fp32_reduce_scatter (bool, default False): Reduce gradients in float32 whatever
+            compute_dtype.
+        sharding_groups (lists of ranks | Communicator | None, default None): The
+            sharding groups, of which one has this rank.
+        sharding_rank (int | None, default None): This rank's place in its list of
+            sharding_groups, with which it is given.
+        sharding_world_size (int | None, default None): The length of that list.
+        on_neuron (bool, default True): Shard each parameter by its rows, which the
+            ranks have to divide; False: as shard_param_on_dim_0 says.
+        _shard_size_multiple (int, default 128): Flattened parameters are padded to a
+            multiple of so many elements a rank.
+        _pin_layout_in_all_reduce, _pin_layout_in_all_gather,
+            _pin_layout_in_reduce_scatter (bool, default False): No effect: for a TPU.
+        _debug_dummy_forward_pass (bool, default False): Replace the forward pass by a
+            sum of means of inputs and parameters.
+        _debug_msg (str, default 'xla_fsdp'): Printed with _debug_print, and with an
+            error in the backward pass.
+        _debug_print (bool, default False): Let the first rank print the number of
+            parameters of the root.
+        _debug_dummy_all_gather_op, _debug_dummy_all_reduce_op,
+            _debug_dummy_reduce_scatter_op (bool, default False): Leave the other ranks
+            out of the collective.
+        _debug_dummy_optimization_barrier_op (bool, default False): No effect: for a
+            compiler.
+        sync_on_finalization (bool, default False): No effect: for a compiler.
+        shard_param_on_dim_0 (bool, default False): Without on_neuron: shard each
+            parameter by its rows, padded; False: flattened and padded to
+            _shard_size_multiple.
+        pin_layout_in_collective_ops (bool, default True): No effect: for a TPU.
+        reduce_scatter_bucket_size_mb (int, default 0): No effect: for a TPU.
+        coalesce_all_gather_ops (bool, default False): No effect: for a TPU.
+        auto_wrap_policy (Callable | None, default None): Called with each module below,
+            the inner ones first, as (module, recurse, nonwrapped_numel); those for
+            which it returns True become units with these options.
+        auto_wrapper_callable (Callable | None, default None): Makes a unit of a module
+            that auto_wrap_policy chose; None: this class.
+        param_init_fn (Callable | None, default None): Called with each module that has
+            parameters or buffers of its own on the meta device, to give it values on
+            the CPU; None: _init_weights(module) of a module around, as transformers'
+            models have, or the module's reset_parameters().
+        sync_module_states (bool, default False): Let all ranks begin with the first
+            one's values, of which each has a unit's at a time; only that rank needs
+            values, and on others modules may be on meta.
+        _use_xla_patched_linear (bool, default True): No effect: for a TPU.
+        process_group (Communicator | ProcessGroup | tuple | None, default None): The
+            sharding group; for hybrid sharding a tuple of the sharding and the
+            replicate group, whose ranks have the same shards and average their
+            gradients (hybrid_groups makes it). None: ctrainer.comm.world().
+        device_mesh (DeviceMesh | None, default None): torch's, in place of
+            process_group: of one dimension, or of two: replicas and shards.
+        replica_groups (lists of ranks | Communicator | None, default None): The
+            replicate groups, beside sharding_groups.
+        use_orig_params (bool, default False): Let parameters() yield, in place of
+            shards, a view of the shard for every parameter by its own name, for groups
+            with options of their own.
+        gather_bits (int | None, default None): 8 or 4: all-gather parameters quantized,
+            with a scale for 256 of them: 26 or 14 % of float32's bytes. None: not
+            quantized.
+        reduce_bits (int | None, default None): 8 or 4: reduce-scatter gradients
+            quantized, likewise.
+        error_feedback (bool, default True): With reduce_bits: add the rounding error of
+            a gradient to the next one, which takes a float32 for every trainable
+            element of the whole module on each rank.
+        forward_prefetch (bool, default False): While a unit's forward pass computes,
+            gather the parameters of the unit that came next in the last one. One unit
+            more is gathered at most. No effect with gather_bits.
+        backward_prefetch (BackwardPrefetch | str | None, default None): Gather the next
+            unit of the backward pass from before a unit's own begins ("BACKWARD_PRE")
+            or after its end, with less memory ("BACKWARD_POST"). No effect with
+            gather_bits.
+        cpu_offload (bool | CPUOffload | None, default False): Keep the shards and
+            gradients of a module on a GPU in host memory, where any optimizer, such as
+            those of ctrainer.optim, updates them; each gather and reduction passes a
+            shard on. No effect on the CPU.
+        watch_released (bool, default False): End the process where a parameter is used
+            that is not gathered, rather than reading zeros.
+        return_memory (bool, default True): Let malloc return freed blocks above 1 MiB
+            to the system, in the whole process, and shorter ones before memory is
+            shortest; else what the activations of one step leave behind stays, and
+            sharding saves little on the CPU.
 
-    use_orig_params: parameters() has, in place of shards, a view of the shard for every
-    parameter by its own name, for groups with options of their own.
-
-    gather_bits, reduce_bits, 8 or 4: parameters, gradients travel quantized, a scale
-    for 256 of them, in 26 or 14 % of float32's bytes. error_feedback: what is lost of a
-    gradient is added to the next one; that takes a float32 for every trainable element
-    of the whole module on each rank.
-
-    forward_prefetch: while a unit's forward computes, the parameters of the one that
-    came next in the last forward are on their way. backward_prefetch: in the backward,
-    from before a unit's own begins ("BACKWARD_PRE") or after its end, with less memory
-    ("BACKWARD_POST"); torch's BackwardPrefetch or a word. One unit more is gathered at
-    most. Nothing with gather_bits.
-
-    cpu_offload: True, or torch's CPUOffload(offload_params=True): of a module on a GPU
-    the shards and their gradients are in host memory, where any optimizer, such as
-    those of ctrainer.optim, updates them; each gather and reduction passes a shard on.
-    On the CPU there is nothing to do.
-
-    auto_wrap_policy: called with each module below (module, recurse, nonwrapped_numel),
-    the inner ones first; where it says so they become units with these options, or what
-    auto_wrapper_callable makes of them.
-
-    param_init_fn: called with each module that has parameters or buffers of its own on
-    the meta device, to give it values on the CPU; without it _init_weights(module) of a
-    module around, as transformers' models have, or the module's reset_parameters().
-    sync_module_states: all ranks begin with the first one's values, of which each has a
-    unit's at a time; only that rank needs some, and on others modules may be on meta.
-
-    What only a compiler or a TPU needs has nothing to do here: the optimization
-    barriers, mark_step_on_finalization, sync_on_finalization, pin_layout,
-    coalesce_all_gather_ops, reduce_scatter_bucket_size_mb and _use_xla_patched_linear.
-    execute_sharding_on_init waits for the other ranks, without on_neuron; the full
-    parameters are gone in any case. _debug_dummy_all_gather_op and its like leave the
-    other ranks out. watch_released ends the process where a parameter is used that is
-    not gathered, rather than reading zeros. return_memory: malloc gives
-    freed blocks above 1 MiB back to the system, in the whole process, and shorter ones
-    before memory is shortest; else what the activations of one step leave behind
-    stays, and sharding saves little on the CPU.
-
-    Raises RuntimeError for a module that is wrapped already or has no forward,
-    ValueError for dtypes and groups that make no sense, TypeError for parameters that
-    are not float32, AssertionError for rows that the ranks do not divide.
+    Raises:
+        RuntimeError: a module that is wrapped already or has no forward; on a GPU, a
+            part of the plugin that is missing.
+        ValueError: dtypes, bits, prefetches or groups that make no sense; text for a
+            truth value; parameters on two devices.
+        TypeError: parameters that are not float32; a policy that cannot be called so.
+        AssertionError: rows that the ranks do not divide.
 
     Source: torch_xla's XlaFullyShardedDataParallel, whose names, files and states it
     has; Rajbhandari et al., "ZeRO", 2020.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fsdp import FullyShardedDataParallel
+        >>> model = FullyShardedDataParallel(torch.nn.Linear(4, 2))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> norm = model.clip_grad_norm_(1.0)
+        >>> optimizer.step()
+        >>> model.full_state_dict()["weight"].shape
+        torch.Size([2, 4])
     """
 
     # ---- roots
 
     def _lazy_init(self) -> None:
-        """The first unit that is called is the root of those below it, also of those
+        """The first unit that is called is the root of all units below, also of units
         that have been called alone before."""
         if self._is_root is not None:
             return
@@ -141,7 +166,7 @@ class FullyShardedDataParallel(ShardedModule):
                 unit._is_root = False
         for name, unit in self.named_modules():
             if isinstance(unit, ShardedModule):
-                unit._unit.path = shard_metadata.original_name(f"{name}.").rstrip(".")
+                unit._unit.path = shard_files.original_name(f"{name}.").rstrip(".")
                 unit._unit.label = unit._unit.path or "the root"
         self._unit.set_units([unit._unit for unit in self.units()])
         if self.disable_reshard_on_root:
@@ -154,7 +179,15 @@ class FullyShardedDataParallel(ShardedModule):
             )
 
     def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
-        """Raise ValueError unless the unit is in one of the states."""
+        """Check that the unit is in one of the states.
+
+        Args:
+            state (TrainingState | Sequence[TrainingState]): The state, or several that
+                will do.
+
+        Raises:
+            ValueError: the unit is in another state; the first rank prints where.
+        """
         states = [state] if isinstance(state, TrainingState) else list(state)
         if self.training_state in states:
             return
@@ -175,6 +208,12 @@ class FullyShardedDataParallel(ShardedModule):
     # ---- forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the parameters, run the module, release them, and return its output.
+
+        Args:
+            *args, **kwargs: Of the module's forward; float32 tensors are cast to
+                compute_dtype.
+        """
         if self._unit.state == TrainingState.SUMMON_FULL_PARAMS.value:
             return self.module(*args, **kwargs)
         self._lazy_init()
@@ -214,10 +253,14 @@ class FullyShardedDataParallel(ShardedModule):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients stay on their rank, full-size and in float32.
+        """Keep gradients on their rank within the block, full-size and in float32.
 
-        The first backward outside reduces the sum. Raises AssertionError on an inner
-        unit, ValueError in the middle of a forward or backward.
+        Yields:
+            None; the first backward pass outside reduces the sum.
+
+        Raises:
+            AssertionError: this is an inner unit.
+            ValueError: in the middle of a forward or backward pass.
         """
         self._lazy_init()
         assert self._is_root, "no_sync on inner FSDP is not supported"
@@ -234,10 +277,15 @@ class FullyShardedDataParallel(ShardedModule):
     def set_gradient_divide_factors(
         self, pre: float, post: float, recursive: bool
     ) -> None:
-        """Divide gradients by pre before their sum over the ranks and by post after.
+        """Divide gradients by `pre` before their sum over the ranks and by `post`
+        after.
 
-        recursive: those of inner units too. By default pre * post is the number of
-        ranks.
+        Args:
+            pre, post (float): By default their product is the number of ranks.
+            recursive (bool): Set them for inner units too.
+
+        Raises:
+            ValueError: in the middle of a forward or backward pass.
         """
         self._assert_idle()
         for unit in self.units() if recursive else [self]:
@@ -253,25 +301,36 @@ class FullyShardedDataParallel(ShardedModule):
     ) -> torch.Tensor:
         """Scale the gradients so that their norm over all ranks is at most max_norm.
 
-        norm_type: p > 0, or inf, also as a string. groups: the group is the unit's own;
-        another is rejected. Returns the norm that it was, a float32 scalar. Collective.
-        Raises AssertionError where this is not the root of a forward.
+        Collective.
+
+        Args:
+            max_norm (float): The largest norm, >= 0.
+            norm_type (float | str, default 2.0): p > 0, or inf, also as a string.
+            groups (default None): The unit's sharding_groups, or None.
+
+        Returns:
+            The norm before clipping, a float32 tensor of no dimension.
+
+        Raises:
+            AssertionError: this is not the root of a forward pass.
+            ValueError: other groups.
         """
-        assert self._is_root, (
-            "clip_grad_norm should only be called on the root (parent) instance"
-        )
-        self._assert_idle()
         if groups is not None and groups != self.sharding_groups:
             raise ValueError(
                 "groups must be the sharding_groups of the unit or None: its shards "
                 "lie on these ranks"
             )
-        total = self._unit.clip(
-            self.params_with_grad,
-            float(max_norm),
-            float(norm_type),
-            self._debug_dummy_all_reduce_op,
+        alone = self._debug_dummy_all_reduce_op
+        return self._clip(self.params_with_grad, max_norm, norm_type, alone)
+
+    def _clip(
+        self, params: list[Any], max_norm: float, norm_type: float | str, alone: bool
+    ) -> torch.Tensor:
+        assert self._is_root, (
+            "clip_grad_norm should only be called on the root (parent) instance"
         )
+        self._assert_idle()
+        total = self._unit.clip(params, float(max_norm), float(norm_type), alone)
         return torch.tensor(total, dtype=torch.float32, device=self.home.device)
 
     # ---- the full parameters
@@ -280,24 +339,36 @@ class FullyShardedDataParallel(ShardedModule):
     def summon_full_params(
         self, recurse: bool = True, writeback: bool = True
     ) -> Iterator[None]:
-        """Within it the module's parameters have all their values, in float32, and
-        named_parameters() yields them rather than the shards. Collective.
+        """Gather all parameters within the block.
 
-        Units that are called run with these, on any rank, and gather nothing.
+        named_parameters() yields them, in float32, rather than the shards. Units that
+        are called run with these, on any rank, and gather nothing. Collective.
 
-        recurse: those of inner units too. writeback: what is changed, alike on all
-        ranks, goes into the shards at the end. Raises RuntimeError for a parameter that
-        was replaced by another.
+        Args:
+            recurse (bool, default True): Those of inner units too.
+            writeback (bool, default True): Put changes, alike on all ranks, into the
+                shards at the end.
+
+        Yields:
+            None.
+
+        Raises:
+            RuntimeError: a parameter was replaced by another.
         """
         self._assert_idle()
         with full_params.summoned(self.units() if recurse else [self], writeback):
             yield
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """Call fn with every module below and this one, the parameters gathered; what
-        is changed, alike on all ranks, goes into the shards. Collective.
+        """Call fn with every module below and this one, the parameters gathered; return
+        this module.
 
-        Units gather one at a time, those around others meanwhile.
+        Changes, alike on all ranks, go into the shards. Units gather one at a time,
+        those around others meanwhile. Collective.
+
+        Args:
+            fn (Callable[[nn.Module], Any]): Called with a module; its result is
+                dropped.
         """
         if self.training_state is TrainingState.SUMMON_FULL_PARAMS:
             return super().apply(fn)
@@ -305,17 +376,24 @@ class FullyShardedDataParallel(ShardedModule):
             return super().apply(fn)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """What the unwrapped module's state_dict() would be, a copy. Collective; also
-        in summon_full_params(), whose changes it has."""
+        """Return a copy of the unwrapped module's state_dict().
+
+        Collective; also in summon_full_params(), whose changes it has.
+        """
         self._unit.recover()
         self.assert_state([TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS])
-        return full_params.state_dict(self, self.units())
+        return full_params.state_dict(self)
 
     def load_full_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Take every rank's part out of the unwrapped module's state_dict().
+        """Take every rank's shards out of the unwrapped module's state_dict().
 
-        Raises RuntimeError naming the keys that are missing or unknown (strict) and
-        parameters of other shapes; nothing is loaded then.
+        Args:
+            state (dict[str, Any]): Full tensors by the names before wrapping.
+            strict (bool, default True): Reject missing and unknown keys.
+
+        Raises:
+            RuntimeError: keys that are missing or unknown (strict), or parameters of
+                other shapes; nothing is loaded then.
         """
         self._assert_idle()
         full_params.load_state_dict(self, self.units(), state, strict)
@@ -332,33 +410,57 @@ class FullyShardedDataParallel(ShardedModule):
     optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
     rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)
 
+    def _residuals(self) -> dict[str, torch.Tensor]:
+        """By the name of the unit, over its own memory."""
+        found = {}
+        for name, unit in self.named_modules():
+            memory = getattr(getattr(unit, "_unit", None), "residual", None)
+            if memory is not None and unit in self.units():
+                size = torch.Size([memory.nbytes // torch.float32.itemsize])
+                found[name] = tensor_over(memory, torch.float32, 0, size)
+        return found
+
     def feedback_state_dict(self) -> dict[str, torch.Tensor]:
-        """What codes have missed of gradients on this rank, float32, by unit.
+        """Return the error-feedback residuals of gradients on this rank, float32, by
+        unit.
 
         Empty without reduce_bits and error_feedback.
         """
-        return state_dict(self)
+        return {name: residual.clone() for name, residual in self._residuals().items()}
 
     def load_feedback_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what feedback_state_dict() gave on this rank.
+        """Load what feedback_state_dict() returned on this rank.
 
-        Raises ValueError where it is of other units or another number of ranks.
+        Args:
+            state (dict[str, Any]): Residuals by unit.
+
+        Raises:
+            ValueError: it is of other units or another number of ranks.
         """
-        load_state_dict(self, state)
+        residuals = self._residuals()
+        expected = {name: r.numel() for name, r in residuals.items()}
+        given = {name: value.numel() for name, value in state.items()}
+        if given != expected:
+            raise ValueError(
+                f"error feedback is of units with {given} elements; expected "
+                f"{expected}, of as many ranks: with others leave it out, and begin "
+                "without residuals"
+            )
+        for name, residual in residuals.items():
+            residual.copy_(state[name])
 
     # ---- names and metadata
 
     def get_original_names_and_sharded_parameters(
         self,
     ) -> list[tuple[str, nn.Parameter]]:
-        """Like named_parameters(), with the names before wrapping."""
+        """Return the names, as before wrapping, and the shards, like
+        named_parameters()."""
         if self.use_orig_params:
             return list(self.named_parameters())
         return [
             (
-                shard_metadata.original_name(
-                    shard_metadata.join(name, shard._orig_name)
-                ),
+                shard_files.original_name(shard_files.join(name, shard._orig_name)),
                 shard,
             )
             for name, unit in self.named_modules()
@@ -367,11 +469,11 @@ class FullyShardedDataParallel(ShardedModule):
         ]
 
     def get_shard_metadata(self) -> dict[str, Any]:
-        """What consolidate_sharded_model_checkpoints needs beside the shards.
+        """Return what consolidate_sharded_model_checkpoints needs beside the shards.
 
-        shard_info: by unit, for each shard the size and the name of what it is part
-        of; flatten_info: for each flat parameter (names, shapes, numels); buffer_info:
-        the dtypes that buffers had; shared_info: the other names of tied parameters;
+        shard_info: by unit, for each shard the size and the name of what it is part of;
+        flatten_info: for each flat parameter (names, shapes, numels); buffer_info: the
+        dtypes that buffers had; shared_info: the other names of tied parameters;
         world_size and rank; shard_param_on_dim_0 and shard_size_multiple: how
         parameters are divided.
         """

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ctrainer.fsdp import full_params, shard_metadata
+from ctrainer.fsdp import full_params, shard_files
 from ctrainer.fsdp.consolidate import OF_WHOLE
 
 # Which parts of which parameters an optimizer of a sharded module has.
@@ -32,16 +32,9 @@ class Held:
     entries: tuple[Any, ...] = ()
     begin: int = 0  # in the group, of this rank's first element
 
-    def cut(self, entry: Any) -> tuple[slice, slice]:
-        """Which elements of param are which of the whole parameter."""
-        low = max(self.begin, entry.at)
-        high = max(low, min(self.begin + self.param.numel(), entry.at + entry.numel))
-        own = slice(low - self.begin, high - self.begin)
-        return own, slice(low - entry.at, high - entry.at)
-
 
 @dataclass(frozen=True)
-class Row:
+class HeldShard:
     """A shard: one parameter of an optimizer, or with use_orig_params several."""
 
     held: list[Held]
@@ -50,10 +43,10 @@ class Row:
     numel: int
 
 
-def rows_of(model: nn.Module) -> list[Row]:
+def shards_of(model: nn.Module) -> list[HeldShard]:
     """Units in the order of modules()."""
     names = full_params.names_of(model)
-    rows = []
+    found = []
     for unit in full_params.units_of(model):
         for i, (_, group, shard) in enumerate(full_params.groups_of([unit])):
             first = unit.rank * shard.numel()
@@ -66,20 +59,20 @@ def rows_of(model: nn.Module) -> list[Row]:
                         firsts, group.entries, unit._views[i].pieces, strict=True
                     )
                 ]
-            rows.append(Row(held, unit, group, shard.numel()))
-    return rows
+            found.append(HeldShard(held, unit, group, shard.numel()))
+    return found
 
 
 def held_in(model: nn.Module) -> list[Held]:
     """What parameters() yields: of units, and then what no unit has."""
-    held = [one for row in rows_of(model) for one in row.held]
+    held = [one for shard in shards_of(model) for one in shard.held]
     return held + whole_in(model, held)
 
 
 def whole_in(model: nn.Module, held: list[Held]) -> list[Held]:
     sharded = {id(one.param) for one in held}
     return [
-        Held(param, [shard_metadata.original_name(name)])
+        Held(param, [shard_files.original_name(name)])
         for name, param in model.named_parameters()
         if id(param) not in sharded
     ]
@@ -99,26 +92,33 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Any = None,
 ) -> State:
-    """The full state, in host memory; with rank0_only {} on other ranks. Collective.
+    """Return the full state, in host memory; with rank0_only {} on other ranks.
 
-    model: a unit, or a module around units. optim: made of model.parameters().
-    optim_input and group have nothing to do: optim and the units know them.
+    Collective.
 
-    Raises ValueError for a parameter of the optimizer that is not the model's, and for
-    a state that has neither its shard's shape nor one element.
+    Args:
+        model (nn.Module): A unit, or a module around units.
+        optim (Optimizer): Made of model.parameters().
+        optim_input (default None): No effect: optim knows it.
+        rank0_only (bool, default True): Only the first rank gets the state.
+        group (default None): No effect: the units know it.
+
+    Raises:
+        ValueError: a parameter of the optimizer that is not the model's, or a state
+            that has neither its shard's shape nor one element.
     """
-    rows = rows_of(model)
-    held = [one for row in rows for one in row.held]
+    shards = shards_of(model)
+    held = [one for shard in shards for one in shard.held]
     whole = whole_in(model, held)
     names = {id(one.param): one.names for one in (*held, *whole)}
     groups = [_renamed(given, names) for given in optim.param_groups]
     state: dict[str, State] = {}
-    for row in rows:
-        _add_row(state, row, optim, keep=row.unit.rank == 0 or not rank0_only)
+    for shard in shards:
+        _add_shard(state, shard, optim, keep=shard.unit.rank == 0 or not rank0_only)
     for one in whole:
         for key, value in optim.state.get(one.param, {}).items():
             state.setdefault(one.names[0], {})[key] = _copy(value)
-    if rank0_only and any(row.unit.rank != 0 for row in rows):
+    if rank0_only and any(shard.unit.rank != 0 for shard in shards):
         return {}
     return {"state": state, "param_groups": groups}
 
@@ -142,20 +142,22 @@ def _copy(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _add_row(state: dict[str, State], row: Row, optim: Optimizer, keep: bool) -> None:
+def _add_shard(
+    state: dict[str, State], shard: HeldShard, optim: Optimizer, keep: bool
+) -> None:
     """What the whole parameters in a shard have. Collective."""
-    own = [optim.state.get(one.param, {}) for one in row.held]
+    own = [optim.state.get(one.param, {}) for one in shard.held]
     for key in dict.fromkeys(key for values in own for key in values):
         found = [
-            (one, v[key]) for one, v in zip(row.held, own, strict=True) if key in v
+            (one, v[key]) for one, v in zip(shard.held, own, strict=True) if key in v
         ]
         if not all(_is_elementwise(one, key, value) for one, value in found):
-            values = _agreed(row, found)
+            values = _agreed(shard, found)
             for (one, _), value in zip(found, values, strict=True):
                 for name in one.names:
                     state.setdefault(name, {})[key] = _copy(value)
             continue
-        full = _gathered(row, found)
+        full = _gathered(shard, found)
         names = [name for one, _ in found for name in one.names]
         entries = [entry for one, _ in found for entry in one.entries]
         for name, entry in zip(names, entries, strict=True) if keep else ():
@@ -178,18 +180,18 @@ def _is_elementwise(one: Held, key: str, value: Any) -> bool:
     return False
 
 
-def _agreed(row: Row, found: list[tuple[Held, Any]]) -> list[Any]:
+def _agreed(shard: HeldShard, found: list[tuple[Held, Any]]) -> list[Any]:
     """Numbers, such as counts of steps, from ranks that have elements of the parameter:
-    an optimizer may pass over one that is empty. Collective for several."""
+    an optimizer may skip an empty part. Collective for several."""
     values = [value for _, value in found]
-    if len(row.held) == 1 or not all(_is_number(value) for value in values):
+    if len(shard.held) == 1 or not all(_is_number(value) for value in values):
         return values
     most = torch.tensor(
         [float(v) if one.param.numel() else -math.inf for one, v in found],
         dtype=torch.float64,
         device="cpu",
     )
-    row.unit.communicator.all_reduce(most, "max")
+    shard.unit.communicator.all_reduce(most, "max")
     return [
         _like(value, number)
         for value, number in zip(values, most.tolist(), strict=True)
@@ -210,13 +212,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _gathered(row: Row, found: list[tuple[Held, torch.Tensor]]) -> torch.Tensor:
-    own = torch.zeros(row.numel, dtype=found[0][1].dtype, device="cpu")
+def _gathered(shard: HeldShard, found: list[tuple[Held, torch.Tensor]]) -> torch.Tensor:
+    own = torch.zeros(shard.numel, dtype=found[0][1].dtype, device="cpu")
     for one, value in found:
-        at = one.begin - row.unit.rank * row.numel
+        at = one.begin - shard.unit.rank * shard.numel
         own[at : at + value.numel()] = value.detach().reshape(-1)
-    full = torch.empty(row.group.size, dtype=own.dtype, device="cpu")
-    row.unit.communicator.all_gather(full, own)
+    full = torch.empty(shard.group.size, dtype=own.dtype, device="cpu")
+    shard.unit.communicator.all_gather(full, own)
     return full
 
 
@@ -229,15 +231,20 @@ def shard_full_optim_state_dict(
     optim_input: Any = None,
     optim: Optimizer | None = None,
 ) -> State:
-    """This rank's part of a full state, for load_state_dict() of the optimizer.
+    """Return this rank's part of a full state, for load_state_dict() of the optimizer.
 
-    full_optim_state_dict: on every rank, of any number of ranks and any wrapping; it is
-    not changed. optim: the optimizer that will load it, whose groups may be others than
-    those it was saved of; by default one of model.parameters() in the saved groups.
-    optim_input has nothing to do.
+    Args:
+        full_optim_state_dict (State): On every rank, of any number of ranks and any
+            wrapping; it is not changed.
+        model (nn.Module): A unit, or a module around units.
+        optim_input (default None): No effect.
+        optim (Optimizer | None, default None): The optimizer that will load it, whose
+            groups may be others than those it was saved of; None: one of
+            model.parameters() in the saved groups.
 
-    Raises ValueError naming parameters that the state does not have, or whose shapes or
-    options differ where one shard holds several.
+    Raises:
+        ValueError: parameters that the state does not have, or whose shapes or options
+            differ where one shard holds several; the message names them.
     """
     held = {id(h.param): h for h in held_in(model)}
     groups = full_optim_state_dict["param_groups"]
@@ -339,7 +346,7 @@ def _own_part(
                 f"the optimizer's {key!r} of {name!r} has shape {tuple(value.shape)}, "
                 f"the parameter {tuple(entry.param.shape)}"
             )
-        own, whole = owner.cut(entry)
+        own, whole = entry.overlap(owner.begin, owner.param.numel())
         made.view(-1)[own] = value.detach().reshape(-1)[whole]
     return made
 
@@ -353,9 +360,17 @@ def optim_state_dict(
     optim_state_dict: State | None = None,
     group: Any = None,
 ) -> State:
-    """The full state on every rank: full_optim_state_dict with rank0_only=False.
+    """Return the full state on every rank: full_optim_state_dict with rank0_only=False.
 
-    Raises ValueError for an optim_state_dict other than the optimizer's own.
+    Args:
+        model (nn.Module): A unit, or a module around units.
+        optim (Optimizer): Made of model.parameters().
+        optim_state_dict (State | None, default None): None: the optimizer's own is
+            taken.
+        group (default None): No effect.
+
+    Raises:
+        ValueError: an optim_state_dict is given.
     """
     if optim_state_dict is not None:
         raise ValueError("optim_state_dict: leave it out, the optimizer's own is taken")
@@ -370,9 +385,15 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Any = None,
 ) -> State:
-    """shard_full_optim_state_dict for this optimizer, loaded too if load_directly.
+    """Return shard_full_optim_state_dict for this optimizer.
 
-    is_named_optimizer and group have nothing to do.
+    Args:
+        model (nn.Module): A unit, or a module around units.
+        optim (Optimizer): The optimizer that will load it.
+        optim_state_dict (State): The full state.
+        is_named_optimizer (bool, default False): No effect.
+        load_directly (bool, default False): Load it, too.
+        group (default None): No effect.
     """
     own = shard_full_optim_state_dict(optim_state_dict, model, optim=optim)
     if load_directly:
@@ -387,9 +408,18 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: Any = None,
 ) -> State:
-    """shard_full_optim_state_dict of rank 0's; other ranks pass None. Collective.
+    """Return shard_full_optim_state_dict of rank 0's full state. Collective.
 
-    Raises ValueError where the model has no unit, whose ranks these are.
+    Args:
+        full_optim_state_dict (State | None): The full state on rank 0, None on others.
+        model (nn.Module): A unit, or a module around units.
+        optim_input (default None): No effect.
+        optim (Optimizer | None, default None): The optimizer that will load it; None:
+            one of model.parameters().
+        group (default None): No effect.
+
+    Raises:
+        ValueError: the model has no unit, whose ranks these are.
     """
     units = full_params.units_of(model)
     if not units:
@@ -411,13 +441,21 @@ def _broadcast(communicator: Any, state: State | None) -> State:
 def sharded_optim_state_dict(
     model: nn.Module, optim: Optimizer, group: Any = None
 ) -> State:
-    """optim.state_dict() with param_names in its groups, as save_shard() keeps it: so
-    consolidating tells its parameters even where there are several groups.
+    """Return optim.state_dict() with param_names in its groups, as save_shard() keeps
+    it.
 
-    Raises ValueError for a parameter of the optimizer that is not the model's.
+    Consolidating finds its parameters by them even where there are several groups.
+
+    Args:
+        model (nn.Module): A unit, or a module around units.
+        optim (Optimizer): Made of model.parameters().
+        group (default None): No effect.
+
+    Raises:
+        ValueError: a parameter of the optimizer that is not the model's.
     """
     names = {
-        id(p): [shard_metadata.without_wrapper(n)] for n, p in model.named_parameters()
+        id(p): [shard_files.without_wrapper(n)] for n, p in model.named_parameters()
     }
     own: State = optim.state_dict()
     for mine, given in zip(own["param_groups"], optim.param_groups, strict=True):
@@ -432,13 +470,19 @@ def rekey_optim_state_dict(
     optim_input: Any = None,
     optim: Optimizer | None = None,
 ) -> State:
-    """A full state's names as the numbers that an optimizer of the unwrapped module
-    has (PARAM_ID), or the other way round (PARAM_NAME).
+    """Return a full state with names in place of numbers, or the other way round.
 
-    optim_state_key_type: torch's OptimStateKeyType, or its name. model: not wrapped.
-    optim: of the model, which tells the numbers' order; by default model.parameters().
+    Args:
+        optim_state_dict (State): The full state.
+        optim_state_key_type (OptimStateKeyType | str): PARAM_ID: the numbers that an
+            optimizer of the unwrapped module has; PARAM_NAME: names.
+        model (nn.Module): Not wrapped.
+        optim_input (default None): No effect.
+        optim (Optimizer | None, default None): Of the model, whose groups say the
+            numbers' order; None: model.parameters().
 
-    Raises ValueError for another type, and for parameters that the model has not.
+    Raises:
+        ValueError: another type, and parameters that the model has not.
     """
     kind = getattr(optim_state_key_type, "name", optim_state_key_type)
     if kind not in ("PARAM_NAME", "PARAM_ID"):

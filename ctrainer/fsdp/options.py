@@ -1,4 +1,4 @@
-"""What the constructor's arguments say: options, the device, the groups of ranks."""
+"""The constructor's arguments: options, the device, the groups of ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch import nn
 from ctrainer import _C, comm
 from ctrainer.comm import nccl
 from ctrainer.fsdp.layout import FLOAT_DTYPES
-
-# What the constructor's arguments say: checked.
 
 
 def check_module(module: nn.Module, wrapper: type) -> None:
@@ -135,7 +133,7 @@ def predivide_factor(world_size: int) -> float:
     return float(factor)
 
 
-# Where a module's parameters are, and the group that shares them there.
+# The device of a module's parameters, and the group of its ranks there.
 
 
 @dataclass(frozen=True)
@@ -156,8 +154,11 @@ def home_of(module: nn.Module) -> Home:
     Raises ValueError naming parameters on two devices, or one that is neither the host
     nor the current GPU, RuntimeError saying what of the plugin is missing.
     """
-    named = [(n, p) for n, p in module.named_parameters() if not _is_taken(p)]
-    devices = {param.device: name for name, param in named}
+    devices = {
+        param.device: name
+        for name, param in module.named_parameters()
+        if not hasattr(param, "_is_sharded") and not hasattr(param, "_sharded_param")
+    }
     if len(devices) > 1:
         each = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(
@@ -170,10 +171,6 @@ def home_of(module: nn.Module) -> Home:
     if device.type == "cpu":
         return Home(device)
     return Home(_usable(device), nccl.plugin().plugin)
-
-
-def _is_taken(param: nn.Parameter) -> bool:
-    return hasattr(param, "_is_sharded") or hasattr(param, "_sharded_param")
 
 
 def _of_inner_units(module: nn.Module) -> Home:
@@ -211,7 +208,7 @@ def _on_gpu(over: _C.Communicator) -> _C.Communicator:
 _streams: list[Any] = []  # as long as the groups, which is as long as the process
 
 
-# Which ranks share a module's parameters, and which have the same shards.
+# The sharding group and the replicate group.
 
 
 Groups = tuple[_C.Communicator, _C.Communicator | None]
@@ -220,13 +217,29 @@ Groups = tuple[_C.Communicator, _C.Communicator | None]
 def hybrid_groups(
     ranks_a_group: int, world: _C.Communicator | None = None
 ) -> tuple[_C.Communicator, _C.Communicator]:
-    """The ranks in groups of so many, one after the other: for hybrid sharding.
+    """Divide the ranks into groups of so many, one after the other, for hybrid
+    sharding.
 
-    world: who is to be divided; by default ctrainer.comm.world(). Returns this rank's
-    group, in which parameters are sharded, and its replicas: the ranks that have its
-    place in their groups. FSDP takes the pair as process_group; ranks_a_group is best
-    the number of ranks on a machine. Collective. Raises ValueError where the ranks
-    cannot be divided so.
+    Collective.
+
+    Args:
+        ranks_a_group (int): Ranks of a sharding group, best the number of ranks on a
+            machine.
+        world (_C.Communicator | None, default None): The ranks to divide; None:
+            ctrainer.comm.world().
+
+    Returns:
+        This rank's sharding group, and its replicate group: the ranks that have its
+        place in their groups. FSDP takes the pair as process_group.
+
+    Raises:
+        ValueError: the ranks cannot be divided so.
+
+    Example:
+        >>> from ctrainer.fsdp import hybrid_groups
+        >>> shards, replicas = hybrid_groups(1)
+        >>> shards.world_size, replicas.world_size
+        (1, 1)
     """
     world = comm.world() if world is None else world
     if ranks_a_group < 1 or world.world_size % ranks_a_group != 0:
@@ -249,25 +262,25 @@ def groups_of(
     rank: int | None,
     world_size: int | None,
 ) -> Groups:
-    """The ranks that share and their replicas, as the constructor's arguments say."""
+    """The sharding group and the replicate group of the constructor's arguments."""
     given = process_group if device_mesh is None else _of_mesh(device_mesh)
     if isinstance(given, tuple):
         if len(given) != 2:
             raise ValueError(
-                f"process_group is a tuple of {len(given)}; expected two groups, of "
-                "the ranks that share and of those with the same shards"
+                f"process_group is a tuple of {len(given)}; expected the sharding "
+                "group and the replicate group"
             )
         return _checked(_adopted(given[0]), _adopted(given[1]))
-    shards = _sharing(given, sharding_groups, rank, world_size)
+    shards = _sharding_group(given, sharding_groups, rank, world_size)
     if replica_groups is None:
         return shards, None
     return _checked(shards, _of_lists(replica_groups))
 
 
-def _sharing(
+def _sharding_group(
     process_group: Any, sharding_groups: Any, rank: int | None, world_size: int | None
 ) -> _C.Communicator:
-    """The ranks that share: those given, this rank's list of ranks, or all."""
+    """The sharding group: as given, this rank's list of ranks, or all ranks."""
     if process_group is not None:
         return _adopted(process_group)
     if sharding_groups is None:
@@ -287,23 +300,23 @@ def _sharing(
 
 
 def _checked(shards: _C.Communicator, replicas: _C.Communicator) -> Groups:
-    """All replicas have to have the same place among as many ranks. Collective."""
+    """Replicas must have the same rank in sharding groups of one size. Collective."""
     own = f"rank {shards.rank} of {shards.world_size}"
     for replica, place in enumerate(replicas.gather_bytes(own.encode())):
         if place.decode() != own:
             raise ValueError(
-                f"replica {replica} shares as {place.decode()}, replica "
-                f"{replicas.rank} as {own}: they do not have the same shards"
+                f"replica {replica} has the shards of {place.decode()}, replica "
+                f"{replicas.rank} those of {own}: they do not have the same shards"
             )
     return shards, replicas
 
 
 def _of_mesh(mesh: Any) -> Any:
-    """Of torch's DeviceMesh: all ranks, or (replicas, ranks that share)."""
+    """Of torch's DeviceMesh: (shard) or (replicate, shard)."""
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"device_mesh has {mesh.ndim} dimensions; expected 1, or 2 for hybrid "
-            "sharding: replicas, and the ranks that share"
+            "sharding: replicate and shard"
         )
     if mesh.ndim == 1:
         return mesh.get_group()

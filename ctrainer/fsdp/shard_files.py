@@ -53,9 +53,14 @@ class Part(NamedTuple):
         return math.prod(self.shape)
 
 
+def without_wrapper(name: str) -> str:
+    """As state_dict() has it."""
+    return name.replace("_fpw_module.", "")
+
+
 def original_name(name: str) -> str:
-    """Without what the wrappers have put into it."""
-    return name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
+    """As it was before wrapping."""
+    return without_wrapper(name).replace("_fsdp_wrapped_module.", "")
 
 
 def with_orig_name(key: str) -> str:
@@ -72,10 +77,6 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _without_flattening(name: str) -> str:
-    return name.replace("_fpw_module.", "")
-
-
 def split_key(key: str) -> tuple[str, str] | None:
     """(path of the unit, name of its shard); None for a buffer."""
     words = key.split(".")
@@ -83,7 +84,7 @@ def split_key(key: str) -> tuple[str, str] | None:
     return None if at is None else (".".join(words[:at]), ".".join(words[at:]))
 
 
-def _join(prefix: str, name: str) -> str:
+def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -98,7 +99,7 @@ def shard_info(key: str, metadata: dict[str, Any]) -> tuple[str, tuple[int, ...]
         info = metadata["shard_info"][place[0]][place[1]]
     except KeyError:
         raise ValueError(f"shard_metadata has no shard_info of {key!r}") from None
-    return _join(place[0], info["_orig_name"]), tuple(info["_orig_size"])
+    return join(place[0], info["_orig_name"]), tuple(info["_orig_size"])
 
 
 def sharded_keys(keys: Iterable[str]) -> list[str]:
@@ -113,13 +114,13 @@ def parts_of(keys: Iterable[str], metadata: dict[str, Any]) -> list[Part]:
     """
     # The original keeps "_fpw_module." in buffer_info and drops it in state_dict().
     buffers = {
-        _without_flattening(name): dtype_name(info["_orig_dtype"])
+        without_wrapper(name): dtype_name(info["_orig_dtype"])
         for name, info in metadata["buffer_info"].items()
     }
     found: list[Part] = []
     for key in keys:
         if split_key(key) is None:
-            dtype = buffers.get(_without_flattening(key))
+            dtype = buffers.get(without_wrapper(key))
             found.append(Part(original_name(key), key, None, (), dtype))
         else:
             found.extend(_parameters(key, metadata))
@@ -128,7 +129,7 @@ def parts_of(keys: Iterable[str], metadata: dict[str, Any]) -> list[Part]:
 
 def _parameters(key: str, metadata: dict[str, Any]) -> Iterator[Part]:
     name, shape = shard_info(key, metadata)
-    flat = metadata["flatten_info"].get(_without_flattening(name))
+    flat = metadata["flatten_info"].get(without_wrapper(name))
     if flat is None:
         yield Part(original_name(name), key, 0, shape, None)
         return
@@ -141,7 +142,7 @@ def _parameters(key: str, metadata: dict[str, Any]) -> Iterator[Part]:
     prefix = name.rpartition(".")[0]
     begin = 0
     for inner, inner_shape, numel in zip(names, shapes, numels, strict=True):
-        full = original_name(_join(prefix, inner))
+        full = original_name(join(prefix, inner))
         yield Part(full, key, begin, tuple(inner_shape), None)
         begin += numel
 
@@ -200,7 +201,7 @@ def division_of(
     """How the shards `shapes` (of one rank, by key) were cut.
 
     Recorded by ours (`shard_param_on_dim_0`, `shard_size_multiple`), inferred for the
-    original's: a shard of several dimensions tells of rows, and elements are padded to
+    original's: a shard of several dimensions means rows, and elements are padded to
     multiples of 128 unless a shard's length is none.
     """
     if "shard_param_on_dim_0" in metadata:
@@ -254,16 +255,12 @@ def _is_buffer(value: Any) -> bool:
     return isinstance(value, dict) and dtype_name(value.get("_orig_dtype")) in ARCHIVED
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 # Table of the metadata: what an entry of it is, and the check of one.
 _TABLES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "shard_info": ("shards with their '_orig_name' and '_orig_size'", _is_unit),
     "flatten_info": ("as many names, shapes and numbers of elements", _is_flat),
     "buffer_info": ("a dict of an '_orig_dtype' of torch", _is_buffer),
-    "shared_info": ("the first name of the parameter", _is_name),
+    "shared_info": ("the first name of the parameter", lambda v: isinstance(v, str)),
 }
 
 
@@ -634,9 +631,15 @@ def write_full(
     format. All of it appears, whole, once check() has returned, or nothing."""
     writers: dict[str, Callable[[str], None]]
     if path.endswith(".safetensors"):
-        writers = {path: partial(_write_model, model)}
+        writers = {
+            path: lambda to: _C.write_safetensors(to, _raw(model), {"format": "pt"})
+        }
         if optimizer is not None:
-            writers[optimizer_path(path)] = partial(_write_optimizer, optimizer)
+            tensors, rest = _split_optimizer(optimizer)
+            metadata = {METADATA_KEY: _json(path, rest)}
+            writers[optimizer_path(path)] = lambda to: _C.write_safetensors(
+                to, tensors, metadata
+            )
     else:
         content: State = {"model": OrderedDict(model)}
         if optimizer is not None:
@@ -686,15 +689,6 @@ class _ItemPickler(Pickler):
 
 def _raw(items: dict[str, Item]) -> dict[str, Any]:
     return {name: (item.data, item.tag, item.shape) for name, item in items.items()}
-
-
-def _write_model(model: dict[str, Item], path: str) -> None:
-    _C.write_safetensors(path, _raw(model), {"format": "pt"})
-
-
-def _write_optimizer(optimizer: State, path: str) -> None:
-    tensors, rest = _split_optimizer(optimizer)
-    _C.write_safetensors(path, tensors, {METADATA_KEY: _json(path, rest)})
 
 
 def _json(path: str, value: Any) -> str:
@@ -766,15 +760,10 @@ def _map(path: str, index: dict[str, Stored]) -> dict[str, torch.Tensor]:
     flat = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
     tensors = {}
     for name, stored in index.items():
-        end = stored.offset + len_bytes(stored)
-        tensors[name] = (
-            flat[stored.offset : end].view(DTYPES[stored.tag]).view(stored.shape)
-        )
+        dtype = DTYPES[stored.tag]
+        data = flat[stored.offset :][: stored.numel * dtype.itemsize]
+        tensors[name] = data.view(dtype).view(stored.shape)
     return tensors
-
-
-def len_bytes(stored: Stored) -> int:
-    return int(stored.numel * DTYPES[stored.tag].itemsize)
 
 
 # A rank's own shard file: written and read back.
@@ -784,27 +773,49 @@ def save_shard(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write what one rank has to save, whole or not at all.
 
     Args:
-        content: {"model": module.state_dict(), "shard_metadata":
-            module.get_shard_metadata()}, and "optimizer": optimizer.state_dict() if
-            it is to be saved. What is under other keys, such as a step, is saved, too.
-        path: ".safetensors", with all that is no tensor as JSON in the metadata, or
-            else torch.save's format; both hold plain types only, so that they can be
-            read with weights_only=True.
+        content (dict[str, Any]): {"model": module.state_dict(), "shard_metadata":
+            module.get_shard_metadata()}, and "optimizer": optimizer.state_dict() if it
+            is to be saved. What is under other keys, such as a step, is saved, too.
+        path (str | os.PathLike[str]): ".safetensors", with all that is no tensor as
+            JSON in the metadata, or else torch.save's format; both hold plain types
+            only, so that they can be read with weights_only=True.
 
     Raises:
         ValueError: something is neither a tensor nor JSON; or a key of its own is
             "names", or has tensors, and the file is to be a safetensors file.
         OSError: of the disk; what was at path is still there then.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fsdp import FullyShardedDataParallel, save_shard
+        >>> model = FullyShardedDataParallel(torch.nn.Linear(4, 2))
+        >>> metadata = model.get_shard_metadata()
+        >>> content = {"model": model.state_dict(), "shard_metadata": metadata}
+        >>> save_shard(content, "rank0.safetensors")
     """
     made = {key: _map_values(item_of, value) for key, value in content.items()}
     write_shard(os.fspath(path), made)
 
 
 def load_shard(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a file of `save_shard`, or of torch.save with the same keys, onto the CPU.
+    """Return the content of a file of `save_shard`, or of torch.save with the same
+    keys, on the CPU.
+
+    Args:
+        path (str | os.PathLike[str]): The file.
 
     Raises:
-        ValueError: it is damaged or no shard file; the text names it.
+        ValueError: it is damaged or no shard file; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fsdp import FullyShardedDataParallel, load_shard, save_shard
+        >>> model = FullyShardedDataParallel(torch.nn.Linear(4, 2))
+        >>> metadata = model.get_shard_metadata()
+        >>> content = {"model": model.state_dict(), "shard_metadata": metadata}
+        >>> save_shard(content, "rank0.safetensors")
+        >>> sorted(load_shard("rank0.safetensors"))
+        ['model', 'shard_metadata']
     """
     with unchanged(path):
         shard = read_shard(os.fspath(path))

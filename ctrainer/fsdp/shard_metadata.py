@@ -1,4 +1,4 @@
-"""What a module's shards are: described in checkpoints, compared between ranks."""
+"""The metadata of a module's shards: for checkpoints, and compared between ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import nn
 
 from ctrainer import _C
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
-
-# What a checkpoint of shards says about them, so that they can be put together.
+from ctrainer.fsdp.shard_files import join, original_name, without_wrapper
 
 
 def shard_info(module: Any) -> dict[str, Any]:
@@ -20,16 +19,6 @@ def shard_info(module: Any) -> dict[str, Any]:
         shard._name: {"_orig_size": shard._orig_size, "_orig_name": shard._orig_name}
         for shard in module.sharded_params
     }
-
-
-def without_wrapper(name: str) -> str:
-    """As state_dict() has it."""
-    return name.replace("_fpw_module.", "")
-
-
-def original_name(name: str) -> str:
-    """As it was before wrapping."""
-    return without_wrapper(name).replace("_fsdp_wrapped_module.", "")
 
 
 def is_flat(name: str) -> bool:
@@ -47,9 +36,9 @@ def buffer_info(root: nn.Module) -> dict[str, Any]:
 
 
 def shared_info(unit: Any, name: str, first_name: str) -> dict[str, str]:
-    """The further names of tied parameters, and the first one of each.
+    """The further names of tied parameters, and the first name of each.
 
-    name: the unit's; first_name: the first that it has, where it is in several places.
+    name: the unit's; first_name: the unit's first name, if it is in several places.
     """
     return {
         other: first
@@ -80,10 +69,6 @@ def borrowed_info(root: nn.Module, wrapper: type) -> dict[str, str]:
         for place, param in unit.borrowed
         if id(param) in owned
     }
-
-
-def join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def shard_metadata(root: Any, wrapper: type) -> dict[str, Any]:
@@ -142,7 +127,7 @@ def compare(root: Any, units: list[Any]) -> None:
         group for group in groups if group.world_size > 1 and _differs(group, made)
     ]
     for group in differs:
-        _tell(group, made)
+        _raise(group, made)
 
 
 def _described(unit: Any) -> list[str]:
@@ -156,7 +141,7 @@ def _described(unit: Any) -> list[str]:
     return [
         f"the unit {unit._unit.path!r}" if unit._unit.path else "the root",
         f"the parameters {params}" if params else "no parameters",
-        f"rows of {[group.size for group in unit._groups]} elements",
+        f"groups of {[group.size for group in unit._groups]} elements",
         *(f"{option}={getattr(unit, option)}" for option in _OPTIONS),
     ]
 
@@ -170,16 +155,16 @@ def _differs(group: _C.Communicator, made: Made) -> bool:
     return bool((every != own).any())
 
 
-def _tell(group: _C.Communicator, made: Made) -> None:
+def _raise(group: _C.Communicator, made: Made) -> None:
     answers = group.gather_bytes(json.dumps(made).encode())
-    told: list[Made] = [json.loads(answer) for answer in answers]
-    most = max(told, key=told.count)
-    usual, count = told.index(most), told.count(most)
-    other = next(rank for rank, made in enumerate(told) if made != most)
-    theirs, ours = _first_difference(told[other], most)
+    all_made: list[Made] = [json.loads(answer) for answer in answers]
+    most = max(all_made, key=all_made.count)
+    usual, count = all_made.index(most), all_made.count(most)
+    other = next(rank for rank, made in enumerate(all_made) if made != most)
+    theirs, ours = _first_difference(all_made[other], most)
     raise ValueError(
         f"ranks have sharded different modules: rank {other} has {theirs}, and rank "
-        f"{usual} {ours}; {count} of {len(told)} ranks are with rank {usual}. All "
+        f"{usual} {ours}; {count} of {len(all_made)} ranks are with rank {usual}. All "
         "ranks have to build the same module and to wrap it alike: look for what goes "
         "by the rank in the model's configuration, its wrapping and what is frozen"
     )

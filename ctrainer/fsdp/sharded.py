@@ -1,4 +1,4 @@
-"""A module whose parameters have been taken over by a unit, and what it is made of."""
+"""ShardedModule: a module whose parameters a unit has taken over; its parts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ from torch import nn
 from torch.autograd import Variable
 
 from ctrainer import _C
-from ctrainer.fsdp import initial_values, layout, options, shard_metadata
+from ctrainer.fsdp import initial_values, layout, options, shard_files
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.layout import new_zeros
 
-# Where a unit is in an iteration.
-
 
 class TrainingState(Enum):
-    """Outside of its forward and backward, in its forward, in its backward before and
-    after the first gradient of one of its parameters, or in summon_full_params()."""
+    """Where a unit is in a step: outside of its forward and backward pass, in its
+    forward pass, in its backward pass before and after the first gradient of one of its
+    parameters, or in summon_full_params().
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fsdp import FullyShardedDataParallel
+        >>> FullyShardedDataParallel(torch.nn.Linear(4, 2)).training_state
+        <TrainingState.IDLE: 1>
+    """
 
     IDLE = 1
     FORWARD = 2
@@ -33,25 +39,22 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = 5
 
 
-# A unit as torch sees it: what the engine asks of autograd.
-
-
 class Unit(_C.FSDPUnit):
-    """The engine of one module, with torch's answers to its questions."""
+    """The engine of one module, with the hooks that need torch."""
 
     owner: Callable[[], Any]  # a weak reference to the module
     path = ""  # of the module, from its root
 
-    _grad_enabled = staticmethod(torch.is_grad_enabled)
-    _graph_task = staticmethod(torch._C._current_graph_task_id)
-    _current_node = staticmethod(torch._C._current_autograd_node)
-    _next_sequence_nr = staticmethod(torch._C._autograd._get_sequence_nr)
+    is_grad_enabled = staticmethod(torch.is_grad_enabled)
+    _current_graph_task_id = staticmethod(torch._C._current_graph_task_id)
+    _current_autograd_node = staticmethod(torch._C._current_autograd_node)
+    _get_sequence_nr = staticmethod(torch._C._autograd._get_sequence_nr)
 
     def _queue(self) -> Callable[[], Any]:
-        """Have the backward that is under way end with the module's own ending.
+        """Call the module's _end_of_backward() when the current backward ends.
 
-        Returns a weak reference to what autograd keeps for it, and drops when the
-        backward has ended, with an exception or without.
+        Returns a weak reference to the callback, which autograd drops when the backward
+        has ended, with an exception or without.
         """
         end = self.owner()._end_of_backward
         Variable._execution_engine.queue_callback(end)
@@ -65,12 +68,12 @@ class Unit(_C.FSDPUnit):
         return layout.settle(self.owner())
 
     def _check_order(self, what: str) -> None:
-        """Raise ValueError on all ranks where they do not come to the same unit."""
+        """Raise ValueError on all ranks unless they are at the same unit."""
         own = f"{what} {self.path!r}" if self.path else f"{what} the root"
         answers = self.communicator.gather_bytes(own.encode())
-        told = [answer.decode() for answer in answers]
-        if any(other != own for other in told):
-            each = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(told))
+        texts = [answer.decode() for answer in answers]
+        if any(text != own for text in texts):
+            each = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(texts))
             raise ValueError(
                 f"ranks use different units, or in different orders: {each}. All ranks "
                 "have to call the same modules in the same order"
@@ -80,14 +83,9 @@ class Unit(_C.FSDPUnit):
         self.owner().assert_state([TrainingState(state) for state in states])
 
 
-# Buffers in the dtype that a module computes in.
-
-
 def cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating point buffers below root, those of inner units too.
-
-    The dtype that a buffer had at first is kept in its `_orig_dtype`.
-    """
+    """Cast the floating point buffers below root, inner units' too, and keep their
+    first dtype in `_orig_dtype`."""
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and buffer.dtype != dtype:
@@ -104,7 +102,7 @@ M = TypeVar("M")
 
 @contextlib.contextmanager
 def _without_memory(unit: Any) -> Iterator[None]:
-    """Within it full parameters have their shapes, and one element for all places."""
+    """Within it full parameters are expanded from one element: no memory is copied."""
     own = [entry.param for group in unit._groups for entry in group.entries]
     homes = [(p, p.data) for p in [*own, *(p for _, p in unit.borrowed)]]
     for param, home in homes:
@@ -117,7 +115,7 @@ def _without_memory(unit: Any) -> Iterator[None]:
             param.data = home
 
 
-# Attributes that a copy makes anew: its engine, and those that it borrows from.
+# Attributes that a copy makes anew: its engine, and the owners of borrowed parameters.
 _OF_THE_ENGINE = {"_unit", "_owner_modules"}
 
 
@@ -147,7 +145,7 @@ def _settle(made: Any, source: Any) -> None:
     for shard, group in zip(made.sharded_params, made._groups, strict=True):
         made._sharding.mark(shard, group)
     views = made.__dict__.get("_views")
-    made._share_out()
+    made._set_shards()
     if views is not None:
         layout.adopt(made, views)
         made._watched = layout.watched(made)
@@ -158,13 +156,18 @@ def _settle(made: Any, source: Any) -> None:
     made._reset_lazy_init()
 
 
-# A module whose parameters have been taken over by a unit, and what it is made of.
-
-
-# Longer blocks would leave holes as long, which few others fit. A tensor of 1 MiB has
-# to be among those that are kept, with what torch and malloc put around it: the next
-# one would be of new pages, zeroed by the system.
+# Longer blocks would leave holes in the heap that few other blocks fit. A tensor of
+# 1 MiB, with the headers of torch and malloc, must be kept: the next tensor would take
+# new pages, zeroed by the system.
 _KEPT_BYTES = (1 << 20) + (1 << 16)
+
+
+# Options of a unit that the units of auto_wrap_policy below have too.
+_INHERITED = (
+    "flatten_parameters", "use_orig_params", "gather_bits", "reduce_bits",
+    "error_feedback", "forward_prefetch", "backward_prefetch", "compute_dtype",
+    "buffer_dtype", "fp32_reduce_scatter", "on_neuron",
+)  # fmt: skip
 
 
 class ShardedModule(nn.Module):
@@ -298,7 +301,7 @@ class ShardedModule(nn.Module):
         self.sharded_params: list[Any] = [
             self._sharding.shard_of(group, self._offloads) for group in self._groups
         ]
-        self._share_out()
+        self._set_shards()
         cast_buffers(self, self.buffer_dtype)
         for name, param in self.named_parameters():
             assert hasattr(param, "_is_sharded"), (
@@ -318,7 +321,7 @@ class ShardedModule(nn.Module):
     # ---- construction
 
     def _borrow(self, module: nn.Module) -> list[tuple[layout.Place, Any]]:
-        """Parameters below that units outside of this one have: rejected."""
+        """Rejects parameters that units outside of this one own."""
         for place, _ in layout.of_other_units(module):
             raise ValueError(
                 f"{place.path} is a parameter of another unit, too: wrap the module "
@@ -374,8 +377,8 @@ class ShardedModule(nn.Module):
         unit.divide_factors = (factor, self.world_size / factor)
         return unit
 
-    def _share_out(self) -> None:
-        """Each rank keeps its part; the parameters become the unit's memory."""
+    def _set_shards(self) -> None:
+        """Register the shards; the parameters become views of the unit's memory."""
         self._unit = self._make_unit()
         for group, shard in zip(self._groups, self.sharded_params, strict=True):
             self.register_parameter(shard._name, shard)
@@ -391,23 +394,14 @@ class ShardedModule(nn.Module):
 
     def _inner_like(self, module: nn.Module, **more: Any) -> ShardedModule:
         """A child that auto_wrap_policy chooses, with the options of this one."""
+        options = {name: getattr(self, name) for name in _INHERITED}
         return type(self)(
             module,
+            **options,
             **more,
             reshard_after_forward=self._orig_reshard_after_forward,
-            flatten_parameters=self.flatten_parameters,
-            use_orig_params=self.use_orig_params,
-            gather_bits=self.gather_bits,
-            reduce_bits=self.reduce_bits,
-            error_feedback=self.error_feedback,
-            forward_prefetch=self.forward_prefetch,
-            backward_prefetch=self.backward_prefetch,
             cpu_offload=self._offloads,
             execute_sharding_on_init=False,
-            compute_dtype=self.compute_dtype,
-            buffer_dtype=self.buffer_dtype,
-            fp32_reduce_scatter=self.fp32_reduce_scatter,
-            on_neuron=self.on_neuron,
             shard_param_on_dim_0=self._sharding.pads,
             _shard_size_multiple=self._sharding.multiple,
             process_group=self.communicator
@@ -426,13 +420,13 @@ class ShardedModule(nn.Module):
         )
 
     def _reset_lazy_init(self) -> None:
-        """Let the next forward find out anew which unit is the outermost."""
+        """Let the next forward find the outermost unit again."""
         self._is_root: bool | None = None
         self._is_alike = False  # on all ranks, as a root: not yet compared
         self._unit.forget_root()
         self.reshard_after_forward = self._orig_reshard_after_forward
 
-    # ---- what it is made of
+    # ---- attributes
 
     @property
     def module(self) -> FlattenParamsWrapper:
@@ -453,21 +447,34 @@ class ShardedModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Shards; by the names before wrapping, views with use_orig_params and whole
-        parameters in summon_full_params()."""
+        """Yield names and shards.
+
+        By the names before wrapping: views with use_orig_params, and whole parameters
+        in summon_full_params().
+
+        Args:
+            prefix (str, default ''): In front of each name.
+            recurse (bool, default True): Those of modules below, too.
+            remove_duplicate (bool, default True): Each parameter once.
+        """
         found = super().named_parameters(prefix, recurse, remove_duplicate)
         summoned = self.training_state is TrainingState.SUMMON_FULL_PARAMS
         plain = summoned or self.use_orig_params
-        rename = shard_metadata.original_name if plain else str
+        rename = shard_files.original_name if plain else str
         return ((rename(name), param) for name, param in found)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's shards."""
+        """Return this rank's shards by name.
+
+        Args:
+            *args, **kwargs: As torch.nn.Module.state_dict's.
+        """
         with layout.shards_shown(self.units()):
             return super().state_dict(*args, **kwargs)
 
     @property
     def training_state(self) -> TrainingState:
+        """Where the unit is in a step."""
         return TrainingState(self._unit.state)
 
     @training_state.setter
@@ -481,6 +488,7 @@ class ShardedModule(nn.Module):
 
     @property
     def reshard_after_forward(self) -> bool:
+        """The parameters are released after the forward pass."""
         return self._unit.reshard_after_forward
 
     @reshard_after_forward.setter
@@ -493,14 +501,16 @@ class ShardedModule(nn.Module):
 
     @property
     def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before their sum over the ranks."""
         return self._unit.divide_factors[0]
 
     @property
     def gradient_postdivide_factor(self) -> float:
+        """What gradients are divided by after their sum over the ranks."""
         return self._unit.divide_factors[1]
 
     def units(self) -> list[Any]:
-        """Those below and this one, in the order of modules()."""
+        """Return the units below and this one, in the order of modules()."""
         return [m for m in self.modules() if isinstance(m, ShardedModule)]
 
     def extra_repr(self) -> str:
@@ -525,7 +535,7 @@ class ShardedModule(nn.Module):
 
 
 def _after_load(module: Any, incompatible: object) -> None:
-    """What was gathered is old, and shards may have been assigned."""
+    """Gathered parameters are old now, and shards may have been replaced."""
     shards = [module._parameters[shard._name] for shard in module.sharded_params]
     for shard, group in zip(shards, module._groups, strict=True):
         module._sharding.mark(shard, group)

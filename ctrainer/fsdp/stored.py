@@ -16,19 +16,13 @@ from typing import Any
 import numpy as np
 
 from ctrainer import _C
+from ctrainer.adapters._torch_checkpoint import DTYPES
 from ctrainer.checkpoint.files import expected_of, unchanged
-
-# Tensors that lie in files: where, and how they become others without being read.
-
 
 # (path or None for zeros, offset, bytes): what C copies from file to file.
 Excerpt = tuple[bytes | None, int, int]
 
-ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4,
-    "C64": 8, "F64": 8, "I64": 8, "U64": 8,
-}  # fmt: skip
+ITEM_BYTES = {tag: dtype.itemsize for tag, dtype in DTYPES.items()} | {"F8_E8M0": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +100,7 @@ def joined(
 def read_safetensors_index(path: str) -> tuple[dict[str, str], dict[str, Stored]]:
     """The metadata and the tensors of a safetensors file, whose data is checked."""
     with unchanged(path):
-        _C.check_safetensors(path, expected_of(path))
-        metadata, index = _C.safetensors_index(path)
+        metadata, index = _C.safetensors_index(path, True, expected_of(path))
         at = os.path.getsize(path) - sum(nbytes for *_, nbytes in index)
     tensors = {}
     for name, tag, shape, nbytes in index:
@@ -128,12 +121,7 @@ _STORAGES = {
     "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
     "BoolStorage": "BOOL", "ComplexFloatStorage": "C64",
 }  # fmt: skip
-ARCHIVED = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
-    "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
-    "complex64": "C64", "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3",
-}  # fmt: skip
+ARCHIVED = {str(dtype).removeprefix("torch."): tag for tag, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

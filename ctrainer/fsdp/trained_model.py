@@ -1,4 +1,4 @@
-"""A Trainer's model, sharded: which modules become units, and its files."""
+"""A Trainer's sharded model: the choice of its units, and its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ctrainer.adapters._torch_files import load_plain
 from ctrainer.checkpoint.files import expected_of, unchanged
 from ctrainer.comm import world
 from ctrainer.comm.machines import ranks_a_machine
-from ctrainer.fsdp import full_params, initial_values, shard_files, shard_metadata
+from ctrainer.fsdp import full_params, initial_values, shard_files
 from ctrainer.fsdp.consolidate import (
     consolidate_optimizers,
     consolidate_sharded_model_checkpoints,
@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from ctrainer.arguments.fsdp import Sharding
 
 
-# Which modules of a Trainer's model become units.
-
-
 logger = logging.getLogger("ctrainer.trainer")
 
 
@@ -62,7 +59,7 @@ def choose(model: nn.Module, sharding: Sharding) -> set[int]:
     """The ids of the modules below `model` that become units.
 
     By the names of their classes, or by the number of their parameters. Never one that
-    shares a parameter with a module outside of it, of which both would have a part.
+    shares a parameter with a module outside of it.
 
     Raises ValueError for the name of a class of which the model has no module.
     """
@@ -93,7 +90,7 @@ def _by_class(model: nn.Module, layers: tuple[str, ...] | None) -> list[nn.Modul
         )
     if not found:
         logger.warning(
-            "The model tells no classes of layers (_no_split_modules): it becomes one "
+            "The model names no classes of layers (_no_split_modules): it becomes one "
             "unit, gathered whole. Set transformer_layer_cls_to_wrap or min_num_params "
             "in fsdp_config."
         )
@@ -183,49 +180,27 @@ def gather(model: Any, folder: str, keep: bool) -> dict[str, torch.Tensor]:
     more of it than one unit at a time. Collective.
     """
     if not keep:
-        for unit, group, shard in full_params.groups_of(model.units()):
-            full_params.gathered(unit, group, shard)
+        for _ in full_params.values_of(model.units()):
+            pass
         return {}
     os.makedirs(folder, exist_ok=True)
-    names = full_params.names_of(model)
-    memory = _Scratch(folder, _full_bytes(model))
-    state: dict[str, torch.Tensor] = {}
-    for unit, group, shard in full_params.groups_of(model.units()):
-        full = full_params.gathered(unit, group, shard)
-        for entry in group.entries:
-            value = memory.copy(full_params.view_of(full, entry))
-            state.update(dict.fromkeys(names[id(entry.param)], value))
-    for name, buffer in full_params.persistent_buffers(model):
-        dtype = getattr(buffer, "_orig_dtype", buffer.dtype)
-        state[name] = buffer.detach().to(dtype, copy=True)
-    return state
+    n = sum(entry.numel for entry in full_params.entries_of(model.units()))
+    return full_params.state_dict(model, _copier(folder, n))
 
 
-def _full_bytes(model: Any) -> int:
-    groups = full_params.groups_of(model.units())
-    entries = (entry for _, group, _ in groups for entry in group.entries)
-    return sum(entry.numel for entry in entries) * torch.float32.itemsize
+def _copier(folder: str, n: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Copies tensors, of n elements in all, to memory that is a file without a name."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".whole-") as file:
+        os.posix_fallocate(file.fileno(), 0, max(n * torch.float32.itemsize, 1))
+        flat = torch.from_file(file.name, shared=True, size=n)
+    at = 0
 
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal at
+        begin, at = at, at + tensor.numel()
+        return flat[begin:at].view(tensor.shape).copy_(tensor)
 
-class _Scratch:
-    """Memory that is a file without a name."""
-
-    def __init__(self, folder: str, n_bytes: int) -> None:
-        fd, path = tempfile.mkstemp(dir=folder, prefix=".whole-")
-        try:
-            os.posix_fallocate(fd, 0, max(n_bytes, 1))
-            self._flat = torch.from_file(
-                path, shared=True, size=n_bytes // torch.float32.itemsize
-            )
-        finally:
-            os.close(fd)
-            os.unlink(path)
-        self._at = 0
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        begin, self._at = self._at, self._at + tensor.numel()
-        room = self._flat[begin : self._at].view(tensor.shape)
-        return room.copy_(tensor)
+    return copy
 
 
 # ---- loading
@@ -262,23 +237,12 @@ def _load_mapped(model: Any, folder: str, files: list[str]) -> None:
             state |= shard_files.mapped(path)
         else:
             state |= load_plain(path, expected_of(path))
-    module, own = unwrapped(model), _own_names(model)
+    module, own = unwrapped(model), full_params.empty_state(model)
     with without_wrappers(model):
         layout = _saved_names.layout(module, own, state)
         raise_unless_all(folder, *layout.fit(state))
         state = layout.state(state)
     model.load_full_state_dict(state, strict=False)
-
-
-def _own_names(model: Any) -> State:
-    """The whole weights' names, with tensors of their shapes and no memory."""
-    names = full_params.names_of(model)
-    own = dict(full_params.persistent_buffers(model))
-    for _, group, _ in full_params.groups_of(model.units()):
-        for entry in group.entries:
-            empty = torch.empty(entry.param.shape, device="meta")
-            own.update(dict.fromkeys(names[id(entry.param)], empty))
-    return own
 
 
 def load_into_whole(model: torch.nn.Module, folder: str) -> None:
@@ -348,8 +312,7 @@ def average_state(model: Any, average: Any, folder: str, load: Any) -> State | N
 
 def _whole_average(folder: str, load: Any) -> State | None:
     """Rank 0's counts, and the averages of all ranks' shards put together."""
-    place = os.path.join(glob.escape(folder), f"{PREFIX}{SUFFIX}")
-    _, metadata = described(sorted(glob.glob(place))[0])
+    _, metadata = described(_shard_paths(folder)[0])
     states = [
         load(folder, f"weight_average_{rank}.pt")
         for rank in range(metadata["world_size"])
@@ -367,9 +330,9 @@ def _own_average(model: Any, average: Any, whole: State) -> State:
     names = full_params.names_of(model)
     keys = {id(v): key for key, v in model.state_dict(keep_vars=True).items()}
     own = {
-        key: whole[shard_metadata.original_name(key)]
+        key: whole[shard_files.original_name(key)]
         for key in average.averages
-        if shard_metadata.original_name(key) in whole
+        if shard_files.original_name(key) in whole
     }
     for unit, group, shard in full_params.groups_of(model.units()):
         key = keys[id(shard)]
@@ -395,17 +358,22 @@ def _whole_optimizer(folder: str) -> State | None:
         return tensors_of(consolidate_optimizers(shards))
 
 
+def _pattern(folder: str) -> tuple[str, str]:
+    """The prefix and suffix of the shards' names."""
+    return os.path.join(glob.escape(folder), PREFIX), SUFFIX
+
+
 def _whole_weights(folder: str) -> State:
-    place = os.path.join(glob.escape(folder), PREFIX)
-    return consolidate_sharded_model_checkpoints(place, SUFFIX, save_model=False)[0]
+    pattern = _pattern(folder)
+    return consolidate_sharded_model_checkpoints(*pattern, save_model=False)[0]
 
 
 def _shard_paths(folder: str) -> list[str]:
-    return shard_paths(os.path.join(glob.escape(folder), PREFIX), SUFFIX)
+    return shard_paths(*_pattern(folder))
 
 
 def _shards(folder: str) -> list[Shard]:
-    return find_shards(os.path.join(glob.escape(folder), PREFIX), SUFFIX)
+    return find_shards(*_pattern(folder))
 
 
 def _own(model: Any, folder: str, part: str) -> Any:
@@ -439,8 +407,7 @@ def same_layout(model: Any, folder: str) -> bool:
 
 def _same_units(model: Any, folder: str) -> bool:
     """Have the shards the names that the model's have, and of the same parameters?"""
-    place = os.path.join(glob.escape(folder), f"{PREFIX}{SUFFIX}")
-    names, saved = described(sorted(glob.glob(place))[0])
+    names, saved = described(_shard_paths(folder)[0])
     own = shard_files.plain(model.get_shard_metadata())
     return names == list(model.state_dict()) and all(
         saved[key] == own[key] for key in ("shard_info", "flatten_info")
@@ -453,9 +420,9 @@ def _same_units(model: Any, folder: str) -> bool:
 class TrainedModel(FullyShardedDataParallel):
     """The outermost unit, with parameters and modules by their names before wrapping.
 
-    named_parameters() gives each parameter's part of the shards, under the names and in
-    the order that the parameters had; get_submodule() passes over the wrappers. What
-    tells parameters apart by name, such as weight decay, so goes on working.
+    named_parameters() yields each parameter's part of the shards, by the names and in
+    the order before wrapping; get_submodule() skips the wrappers. Selections of
+    parameters by name, such as for weight decay, stay valid.
     """
 
     _places: dict[str, int]  # in the model as it was
@@ -521,8 +488,7 @@ def whole(model: TrainedModel, state: dict[str, torch.Tensor]) -> Iterator[Any]:
     units, names = model.units(), full_params.names_of(model)
     values = [
         (entry, state[names[id(entry.param)][0]])
-        for _, group, _ in full_params.groups_of(units)
-        for entry in group.entries
+        for entry in full_params.entries_of(units)
     ]
     with full_params.shown(units, values), without_wrappers(model):
         yield unwrapped(model)
@@ -595,7 +561,7 @@ def begins_anew(model: nn.Module, sharding: Sharding, group: _C.Communicator) ->
     Collective. Raises ValueError where some ranks that keep their own have none.
     """
     own = b"1" if initial_values.is_on_meta(model) else b""
-    empty = [told == b"1" for told in group.gather_bytes(own)]
+    empty = [answer == b"1" for answer in group.gather_bytes(own)]
     if sharding.synchronizes:
         return empty[0]
     if any(empty) and not all(empty):
@@ -609,9 +575,9 @@ def begins_anew(model: nn.Module, sharding: Sharding, group: _C.Communicator) ->
 
 
 def _groups(sharding: Sharding, group: _C.Communicator) -> Any:
-    """Who shares: all, or the ranks of a machine, with the others' as replicas.
+    """The sharding group: all ranks, or those of a machine, with a replicate group.
 
-    Raises ValueError where machines have not equally many ranks side by side.
+    Raises ValueError unless all machines have as many consecutive ranks.
     """
     if not sharding.hybrid:
         return group
@@ -647,8 +613,8 @@ def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
 
 
 def _ready_dtype(model: nn.Module, args: Any) -> None:
-    """Shards are float32; a model of 16 bits that trains in mixed precision becomes
-    so, as accelerate has it."""
+    """Make a bf16 or fp16 model that trains in mixed precision float32, as shards are;
+    as accelerate does."""
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float32:
             continue
@@ -662,7 +628,7 @@ def _ready_dtype(model: nn.Module, args: Any) -> None:
             raise ValueError(
                 f"parameter {name!r} is {parameter.dtype}, and sharded parameters are "
                 "float32: load the model with dtype=torch.float32; with bf16 or fp16 "
-                "it computes in 16 bits all the same"
+                "it computes in that precision all the same"
             )
     if any(p.dtype != torch.float32 for p in model.parameters()):
         logger.warning("The parameters become float32, of which each rank has a part.")

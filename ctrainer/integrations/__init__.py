@@ -64,7 +64,7 @@ def search_backend(name: Any) -> tuple[Any, Any, Any]:
 
 def new_accelerator(args: Any, cpu: bool, ddp_options: dict[str, Any]) -> Any:
     """accelerate's Accelerator on this process's device, or on the CPU, of all
-    processes of the run: with several it initialises torch.distributed. It deals out
+    processes of the run: with several it initialises torch.distributed. It shards
     batches as args.accelerator_config says, and wraps models by ddp_options.
 
     Raises ImportError without accelerate.

@@ -5,6 +5,7 @@ original's own layout, so state_dict() loads into the optimizer of the same name
 other way round. Parameters live on the CPU; on a GPU use torch.optim's with fused=True.
 """
 
+from ctrainer.arguments.optimizer_docs import describe
 from ctrainer.optim._adafactor import Adafactor
 from ctrainer.optim._adam import Adam, Adamax, AdamW, AdEMAMix, NAdam, RAdam
 from ctrainer.optim._adaptive import Adadelta, Adagrad, RMSprop
@@ -12,7 +13,6 @@ from ctrainer.optim._composite import Composite
 from ctrainer.optim._eight_bit import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit
 from ctrainer.optim._fairseq import FairseqAdam, FairseqAdamax, FairseqNAG
 from ctrainer.optim._layerwise import LAMB, LARS
-from ctrainer.optim._lion import Lion
 from ctrainer.optim._muon import Muon
 from ctrainer.optim._precision import Precision
 from ctrainer.optim._schedule_free import (
@@ -20,7 +20,8 @@ from ctrainer.optim._schedule_free import (
     RAdamScheduleFree,
     SGDScheduleFree,
 )
-from ctrainer.optim._sgd import SGD
+from ctrainer.optim._sgd import SGD, Lion
+from ctrainer.optim._wrapper import EngineOptimizer
 from ctrainer.schedules import LRScheduler, get_scheduler
 
 __all__ = [
@@ -54,3 +55,7 @@ __all__ = [
     "SGDScheduleFree",
     "get_scheduler",
 ]
+
+for _value in [globals()[name] for name in __all__]:
+    if isinstance(_value, type) and issubclass(_value, EngineOptimizer):
+        describe(_value)

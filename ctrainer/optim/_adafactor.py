@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ctrainer.optim._precision import Precision
-from ctrainer.optim._wrapper import EngineOptimizer, shape_of
+from ctrainer.optim._wrapper import EngineOptimizer, own, shape_of
 
 
 class Adafactor(EngineOptimizer):
@@ -19,16 +19,26 @@ class Adafactor(EngineOptimizer):
     exp_avg_sq_row and exp_avg_sq_col or exp_avg_sq, and exp_avg where beta1 is not
     None; state_dict() loads into transformers.Adafactor and back.
 
-    eps: two numbers, added to the squared gradient and the least root mean square that
-        a parameter counts with. clip_threshold: the root mean square that an update may
-        have. decay_rate: the second moment decays by 1 - step**decay_rate.
-    scale_parameter: multiply the rate by the parameter's root mean square.
-    relative_step: take 1 / sqrt(step) for the rate, at most 0.01 or, with warmup_init,
-        1e-6 * step; lr has to be None then.
+    Where scale_parameter is set without relative_step, fairseq writes the scaled
+    learning rate back to the group, so that it compounds from parameter to parameter;
+    here, as in transformers, each parameter's learning rate is the group's times its
+    own scale.
 
-    Where scale_parameter is set without relative_step, fairseq writes the scaled rate
-    back to the group, so that it compounds from parameter to parameter; here, as in
-    transformers, each parameter's rate is the group's times its own scale.
+    Args:
+        eps (tuple[float, float], default (1e-30, 0.001)): Two numbers: added to the
+            squared gradient, and the least root mean square that a parameter counts
+            with.
+        clip_threshold (float, default 1.0): The largest root mean square of an update.
+        decay_rate (float, default -0.8): The second moment decays by 1 -
+            step**decay_rate.
+        beta1 (float | None, default None): Decay of the mean of gradients; None keeps
+            none.
+        scale_parameter (bool, default True): Multiply the learning rate by the
+            parameter's root mean square.
+        relative_step (bool, default True): Take 1 / sqrt(step) for the learning rate,
+            at most 0.01; lr has to be None then.
+        warmup_init (bool, default False): With relative_step: at most 1e-6 * step, in
+            place of 0.01.
 
     Raises:
         ValueError: lr with relative_step, warmup_init without; at the first step,
@@ -36,6 +46,16 @@ class Adafactor(EngineOptimizer):
 
     Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
     Cost", 2018.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.optim import Adafactor
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> optimizer = Adafactor(layer.parameters())  # sets the learning rate itself
+        >>> layer(torch.ones(1, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[layer.weight]["exp_avg_sq_row"].shape
+        torch.Size([2])
     """
 
     _kind = "adafactor"
@@ -61,22 +81,12 @@ class Adafactor(EngineOptimizer):
             )
         if warmup_init and not relative_step:
             raise ValueError("warmup_init=True needs relative_step=True")
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "beta1": beta1,
-            "weight_decay": weight_decay,
-            "scale_parameter": scale_parameter,
-            "relative_step": relative_step,
-            "warmup_init": warmup_init,
-        }
-        super().__init__(params, defaults=defaults, **precision)
+        super().__init__(**own(locals()))
 
-    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def _state_of(cls, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return what transformers' keeps before a parameter's first step; state of
-        16-bit parameters is float32."""
+        bf16 and fp16 parameters is float32."""
         wide = torch.float64 if param.dtype == torch.float64 else torch.float32
         state: dict[str, Any] = {"step": 0}
         if group["beta1"] is not None:

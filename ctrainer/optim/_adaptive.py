@@ -8,18 +8,23 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ctrainer.optim._precision import Precision
-from ctrainer.optim._wrapper import EngineOptimizer, count, reject, zeros
+from ctrainer.optim._wrapper import EngineOptimizer, count, given, zeros
 
 
 class Adagrad(EngineOptimizer, torch.optim.Adagrad):
     """Adagrad, as torch.optim.Adagrad, but for one thing: a group's own
-    initial_accumulator_value counts, which torch's constructor passes over.
+    initial_accumulator_value counts, which torch's constructor ignores.
 
     The state of the parameters given to the constructor is made there, as torch does;
-    that of later ones, of groups whose first sum is their own, and of 16-bit parameters
-    whose state is float32, at their first step.
-    foreach and fused are accepted and change nothing; differentiable is rejected. For
-    16-bit parameters see Precision.
+    that of later ones, of groups whose first sum is their own, and of bf16 and fp16
+    parameters whose state is float32, at their first step.
+
+    Args:
+        lr_decay (float, default 0): Update t has the learning rate lr / (1 + (t - 1) *
+            lr_decay); >= 0.
+        initial_accumulator_value (float, default 0): Where the sum of squared gradients
+            starts, >= 0.
+        eps (float, default 1e-10): Added to the root of the sum of squares, >= 0.
 
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning
     and Stochastic Optimization", 2011.
@@ -42,19 +47,7 @@ class Adagrad(EngineOptimizer, torch.optim.Adagrad):
         fused: bool | None = None,
         **precision: Unpack[Precision],
     ) -> None:
-        reject(differentiable=differentiable)
-        super().__init__(
-            params,
-            lr=lr,
-            lr_decay=lr_decay,
-            weight_decay=weight_decay,
-            initial_accumulator_value=initial_accumulator_value,
-            eps=eps,
-            foreach=foreach,
-            maximize=maximize,
-            fused=fused,
-            **precision,
-        )
+        super().__init__(**given(locals()))
         for group in self.param_groups:
             first = group["initial_accumulator_value"]
             wide = group.get("master_weights") or group.get("fp32_state")
@@ -64,7 +57,8 @@ class Adagrad(EngineOptimizer, torch.optim.Adagrad):
                 if not late:  # torch's count is on its default device
                     self.state[param] = {**made, "step": count()}
 
-    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def _state_of(cls, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         first = group["initial_accumulator_value"]
         return {"step": count(), "sum": zeros(param).fill_(first)}
 
@@ -72,13 +66,16 @@ class Adagrad(EngineOptimizer, torch.optim.Adagrad):
 class Adadelta(EngineOptimizer, torch.optim.Adadelta):
     """Adadelta, as torch.optim.Adadelta.
 
-    foreach is accepted and changes nothing; capturable and differentiable are rejected.
-    For 16-bit parameters see Precision.
+    Args:
+        rho (float, default 0.9): Decay of the means of squared gradients and of squared
+            updates, in [0, 1].
+        eps (float, default 1e-06): Added to both means under their roots, >= 0.
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012.
     """
 
     _kind = "adadelta"
+    _moments = ("square_avg", "acc_delta")
 
     def __init__(
         self,
@@ -94,34 +91,24 @@ class Adadelta(EngineOptimizer, torch.optim.Adadelta):
         differentiable: bool = False,
         **precision: Unpack[Precision],
     ) -> None:
-        reject(capturable=capturable, differentiable=differentiable)
-        super().__init__(
-            params,
-            lr=lr,
-            rho=rho,
-            eps=eps,
-            weight_decay=weight_decay,
-            foreach=foreach,
-            maximize=maximize,
-            **precision,
-        )
-
-    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        return {"step": count(), "square_avg": zeros(param), "acc_delta": zeros(param)}
+        super().__init__(**given(locals()))
 
 
 class RMSprop(EngineOptimizer, torch.optim.RMSprop):
     """RMSprop, as torch.optim.RMSprop, but for one thing: where rounding makes the
     centred variance negative it counts as 0, while torch's parameter becomes NaN.
 
-    foreach is accepted and changes nothing; capturable and differentiable are rejected.
-    For 16-bit parameters see Precision.
+    Args:
+        alpha (float, default 0.99): Decay of the mean of squared gradients, >= 0.
+        centered (bool, default False): Divide by the variance: subtract the squared
+            mean of gradients.
 
     Source: Hinton, "Neural Networks for Machine Learning", 2012, lecture 6; the centred
     form: Graves, "Generating Sequences With Recurrent Neural Networks", 2013.
     """
 
     _kind = "rmsprop"
+    _moments = ("square_avg", "momentum_buffer if momentum", "grad_avg if centered")
 
     def __init__(
         self,
@@ -138,24 +125,4 @@ class RMSprop(EngineOptimizer, torch.optim.RMSprop):
         differentiable: bool = False,
         **precision: Unpack[Precision],
     ) -> None:
-        reject(capturable=capturable, differentiable=differentiable)
-        super().__init__(
-            params,
-            lr=lr,
-            alpha=alpha,
-            eps=eps,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            centered=centered,
-            foreach=foreach,
-            maximize=maximize,
-            **precision,
-        )
-
-    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = {"step": count(), "square_avg": zeros(param)}
-        if group["momentum"] > 0:
-            state["momentum_buffer"] = zeros(param)
-        if group["centered"]:
-            state["grad_avg"] = zeros(param)
-        return state
+        super().__init__(**given(locals()))

@@ -12,10 +12,9 @@ from ctrainer.optim._adam import Adam, Adamax, AdamW, AdEMAMix, RAdam
 from ctrainer.optim._adaptive import Adadelta, Adagrad, RMSprop
 from ctrainer.optim._fairseq import FairseqAdam, FairseqAdamax, FairseqNAG
 from ctrainer.optim._layerwise import LAMB, LARS
-from ctrainer.optim._lion import Lion
 from ctrainer.optim._muon import Muon
 from ctrainer.optim._precision import Precision
-from ctrainer.optim._sgd import SGD
+from ctrainer.optim._sgd import SGD, Lion
 from ctrainer.optim._wrapper import EngineOptimizer
 
 _CLASSES: dict[str, type[EngineOptimizer]] = {
@@ -28,25 +27,33 @@ _CLASSES: dict[str, type[EngineOptimizer]] = {
 
 
 class Composite(EngineOptimizer):
-    """Each group is updated by an optimizer of its own, all in one step. Any optimizer
-    of ctrainer.optim will do but the schedule-free ones, which have modes of their own.
+    """An optimizer of its own for each group, all in one step.
 
-    groups are dicts of "params", "optimizer" (a class of ctrainer.optim; AdamW where it
-    is missing) and that class's options, whose defaults are filled in:
+    Any optimizer of ctrainer.optim will do but the schedule-free ones, which have modes
+    of their own. One norm and one clipping span all groups. The groups of param_groups
+    are live and name their optimizer under "kind", so state_dict() brings it back; load
+    it into a Composite of groups with the same optimizers.
 
-        Composite([
-            {"params": matrices, "optimizer": Muon, "lr": 0.02},
-            {"params": the_rest, "lr": 3e-4, "weight_decay": 0.0},
-        ])
-
-    One norm and one clipping span all groups. The groups of param_groups are live and
-    name their optimizer under "kind", so state_dict() brings it back; load it into a
-    Composite of groups with the same optimizers. Precision's options given here are the
-    defaults of every group.
+    Args:
+        groups (Iterable[dict[str, Any]]): Dicts of "params", "optimizer" (a class of
+            ctrainer.optim; AdamW where it is missing) and that class's options, whose
+            defaults are filled in.
+        precision (Unpack[Precision]): Precision's options, the defaults of every group.
 
     Raises:
         TypeError: "optimizer" is no class of ctrainer.optim's; an option that it lacks.
         ValueError: as that class's; loading groups of other kinds.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.optim import Composite, Muon
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> optimizer = Composite([
+        ...     {"params": layer.weight, "optimizer": Muon, "lr": 0.02},
+        ...     {"params": layer.bias, "lr": 3e-4, "weight_decay": 0.0},
+        ... ])
+        >>> [group["kind"] for group in optimizer.param_groups]
+        ['muon', 'adamw']
     """
 
     _kind = AdamW._kind
@@ -57,7 +64,15 @@ class Composite(EngineOptimizer):
         super().__init__(groups, defaults={}, **precision)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of "params", "optimizer" and options."""
+        """Add a group of "params", "optimizer" and options.
+
+        Args:
+            param_group (dict[str, Any]): The group, as the constructor takes it; "kind"
+                may stand for "optimizer".
+
+        Raises:
+            TypeError: "optimizer" is no class of ctrainer.optim's.
+        """
         options = dict(param_group)
         params = options.pop("params")
         cls = (
@@ -72,7 +87,15 @@ class Composite(EngineOptimizer):
         super().add_param_group({**group, "kind": wrapper._kind})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what state_dict() of a Composite of the same optimizers gave."""
+        """Load what state_dict() of a Composite of the same optimizers returned.
+
+        Args:
+            state_dict (dict[str, Any]): State and groups; each group names its
+                optimizer under "kind".
+
+        Raises:
+            ValueError: the groups' optimizers are others than the saved ones.
+        """
         ours = [group["kind"] for group in self.param_groups]
         saved = [group.get("kind", self._kind) for group in state_dict["param_groups"]]
         if ours != saved:
@@ -81,5 +104,4 @@ class Composite(EngineOptimizer):
 
     def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return the state that the group's own optimizer begins with."""
-        made: dict[str, Any] = _CLASSES[group["kind"]]._new_state(self, param, group)
-        return made
+        return _CLASSES[group["kind"]]._state_of(param, group)

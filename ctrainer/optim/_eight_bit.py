@@ -8,8 +8,8 @@ from typing import Any, ClassVar, TypedDict, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._precision import Precision, new_master
-from ctrainer.optim._wrapper import EngineOptimizer
+from ctrainer.optim._precision import new_master
+from ctrainer.optim._wrapper import EngineOptimizer, own
 
 BLOCK = 256  # elements that share a scale
 _WRAPPED = "__bnb_optimizer_quant_state__"  # how newer releases save what is quantised
@@ -34,7 +34,7 @@ def dynamic_map(signed: bool) -> torch.Tensor:
 
 
 class EightBit(TypedDict, total=False):
-    """Options that every optimizer with state of 8 bits has.
+    """Options that every optimizer with 8-bit state has.
 
     optim_bits: int = 8
         32 keeps a group's state in float32. May differ by group.
@@ -74,17 +74,13 @@ class _EightBit(EngineOptimizer):
     }
 
     def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], options: EightBit
+        self, params: ParamsT, defaults: dict[str, Any], **options: Any
     ) -> None:
-        self._kept = set(options.get("keep_32bit", ()))
+        self._kept = set(options.pop("keep_32bit", ()))
         self._maps: dict[bool, torch.Tensor] = {}
-        precision = Precision(
-            **{n: options[n] for n in Precision.__annotations__ if n in options}  # type: ignore[typeddict-item, literal-required]
-        )
-        own = ("optim_bits", "min_8bit_size", "maximize")
-        for name in own:
-            defaults[name] = options.get(name, self.precision_defaults[name])
-        super().__init__(params, defaults=defaults, **precision)
+        for name in ("optim_bits", "min_8bit_size", "maximize"):
+            defaults[name] = options.pop(name, self.precision_defaults[name])
+        super().__init__(params, defaults=defaults, **options)
 
     def _new_master(self, param: torch.Tensor) -> torch.Tensor:
         master = new_master(param)
@@ -120,13 +116,18 @@ class _EightBit(EngineOptimizer):
             raise ValueError(f"optim_bits is {bits!r}; expected 8 or 32")
         if bits == 8 and group.get("fp32_state"):
             raise ValueError(
-                "fp32_state=True with state of 8 bits: set optim_bits=32 for that group"
+                "fp32_state=True with 8-bit state: set optim_bits=32 for that group"
             )
         size: int = group.get("min_8bit_size", 4096)
         return bits == 8 and param.numel() >= size and param not in self._kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what state_dict() of this class or of bitsandbytes' gave."""
+        """Load what state_dict() of this class or of bitsandbytes' returned.
+
+        Args:
+            state_dict (dict[str, Any]): State and groups; 8-bit values and scales are
+                taken over bit by bit.
+        """
         state_dict = {**state_dict, "state": _unwrapped(state_dict["state"])}
         super().load_state_dict(state_dict)
         _keep_as_saved(self, state_dict)
@@ -169,17 +170,18 @@ def _keep_as_saved(optimizer: _EightBit, saved: dict[str, Any]) -> None:
 
 
 class AdamW8bit(_EightBit):
-    """AdamW with state of 8 bits, as bitsandbytes.optim.AdamW8bit.
+    """AdamW with 8-bit state, as bitsandbytes.optim.AdamW8bit.
 
-    params: parameters, or dicts of them with options of their own.
-    lr, eps, weight_decay: >= 0; the weight decay is decoupled. betas: in [0, 1).
+    A parameter's averages are kept as 8-bit values, "state1" and "state2" of uint8,
+    with a float32 scale for each 256 elements, "absmax1" and "absmax2", and the numbers
+    that the 256 values stand for, "qmap1" and "qmap2": 2 bytes a parameter where AdamW
+    has 8. Each step computes in float32 and takes the nearest value. A gradient that is
+    Inf or NaN makes its whole block NaN. The count "step" is an int. There is no
+    amsgrad.
 
-    A parameter's averages are kept as 8-bit values, "state1" and "state2" of
-    uint8, with a float32 scale for each 256 elements, "absmax1" and "absmax2", and what
-    the codes mean, "qmap1" and "qmap2": 2 bytes a parameter where AdamW has 8. Each
-    step computes in float32 and takes the nearest code. A gradient that is Inf or NaN
-    makes its whole block NaN. The count "step" is an int. amsgrad is rejected. For
-    what stays in float32 see EightBit, for 16-bit parameters Precision.
+    Args:
+        weight_decay (float, default 0.01): A step shrinks the parameter by lr *
+            weight_decay; >= 0.
 
     Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise
     Quantization", 2022.
@@ -195,10 +197,9 @@ class AdamW8bit(_EightBit):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        **options: Unpack[EightBit],
+        **precision: Unpack[EightBit],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, options)
+        super().__init__(**own(locals()))
 
 
 class Adam8bit(AdamW8bit):
@@ -212,14 +213,20 @@ class Adam8bit(AdamW8bit):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        **options: Unpack[EightBit],
+        **precision: Unpack[EightBit],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, **precision)
 
 
 class Lion8bit(_EightBit):
-    """Lion with state of 8 bits, as bitsandbytes.optim.Lion8bit: "state1" alone, with
-    its "absmax1" and "qmap1". See AdamW8bit and Lion."""
+    """Lion with 8-bit state, as bitsandbytes.optim.Lion8bit.
+
+    The state is "state1" alone, with its "absmax1" and "qmap1". See AdamW8bit and Lion.
+
+    Args:
+        betas (tuple[float, float], default (0.9, 0.99)): Decays of the direction, and
+            of the momentum that is kept, in [0, 1).
+    """
 
     _kind = "lion_8bit"
     _arrays = ((1, True),)
@@ -230,22 +237,23 @@ class Lion8bit(_EightBit):
         lr: float | torch.Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        **options: Unpack[EightBit],
+        **precision: Unpack[EightBit],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": 1e-8,  # which the original's groups have and its update does not use
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, options)
+        eps = 1e-8  # as the original's groups have, whose update does not use it
+        super().__init__(**own(locals()))
 
 
 class AdEMAMix8bit(_EightBit):
-    """AdEMAMix with state of 8 bits, as bitsandbytes.optim.AdEMAMix8bit: "state1" is
-    the fast average and, behind it, the slow one, of shape (2, *param.shape), with
-    "absmax1" of shape (2, blocks); "state2" is the second moment. Parameters have to
-    be contiguous. See AdamW8bit and AdEMAMix."""
+    """AdEMAMix with 8-bit state, as bitsandbytes.optim.AdEMAMix8bit.
+
+    "state1" is the fast average and, behind it, the slow one, of shape (2,
+    *param.shape), with "absmax1" of shape (2, blocks); "state2" is the second moment.
+    Parameters have to be contiguous. See AdamW8bit and AdEMAMix.
+
+    Args:
+        betas (tuple[float, float, float], default (0.9, 0.999, 0.9999)): Decays of the
+            fast average, of the second moment and of the slow average, in [0, 1).
+    """
 
     _kind = "ademamix_8bit"
     _arrays = ((2, True), (1, False))
@@ -260,15 +268,6 @@ class AdEMAMix8bit(_EightBit):
         t_beta3: float | None = None,
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        **options: Unpack[EightBit],
+        **precision: Unpack[EightBit],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "alpha": alpha,
-            "t_alpha": t_alpha,
-            "t_beta3": t_beta3,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, options)
+        super().__init__(**own(locals()))

@@ -7,13 +7,14 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
+from ctrainer.optim._adam import Adam, Adamax
 from ctrainer.optim._precision import Precision
-from ctrainer.optim._wrapper import EngineOptimizer, count, zeros
+from ctrainer.optim._wrapper import EngineOptimizer, count, own
 
 
 class _Fairseq(EngineOptimizer):
-    """State of 16-bit parameters is float32 unless fp32_state=False, and the count of
-    steps in a state_dict() is an int, as in fairseq's checkpoints."""
+    """State of bf16 and fp16 parameters is float32 unless fp32_state=False, and the
+    count of steps in a state_dict() is an int, as in fairseq's checkpoints."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         super().__init__(params, **{"fp32_state": True, **options})
@@ -39,15 +40,15 @@ class FairseqAdam(_Fairseq):
     """Adam as fairseq has it: weight decay is decoupled, and eps is added to the root
     of the second moment before that is corrected for its bias.
 
-    params: parameters, or dicts of them with options of their own.
-    lr: >= 0. betas: in [0, 1). eps: >= 0. weight_decay: >= 0.
-    amsgrad: divide by the largest second moment so far.
-    For 16-bit parameters see Precision; here fp32_state is True by default.
+    Args:
+        precision (Unpack[Precision]): As for all optimizers, see Precision; here
+            fp32_state is True by default.
 
     Source: fairseq, optim/adam.py, class Adam.
     """
 
     _kind = "fairseq_adam"
+    _moments = Adam._moments
 
     def __init__(
         self,
@@ -59,28 +60,26 @@ class FairseqAdam(_Fairseq):
         amsgrad: bool = False,
         **precision: Unpack[Precision],
     ) -> None:
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults={**options, "amsgrad": amsgrad}, **precision)
-
-    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = {"step": count(), "exp_avg": zeros(param), "exp_avg_sq": zeros(param)}
-        if group.get("amsgrad"):
-            state["max_exp_avg_sq"] = zeros(param)
-        return state
+        super().__init__(**own(locals()))
 
 
 class FairseqAdamax(_Fairseq):
     """Adamax as fairseq has it: weight decay is decoupled, eps is added to the norm.
 
-    params: parameters, or dicts of them with options of their own.
-    lr: >= 0. betas: in [0, 1). eps: >= 0. weight_decay: >= 0.
-    bias_correction: divide the rate by 1 - betas[0]**step.
-    For 16-bit parameters see Precision; here fp32_state is True by default.
+    Args:
+        betas (tuple[float, float], default (0.9, 0.999)): Decays of the mean of
+            gradients and of the infinity norm, in [0, 1).
+        eps (float, default 1e-08): Added to the norm, >= 0.
+        bias_correction (bool, default True): Divide the learning rate by 1 -
+            betas[0]**step.
+        precision (Unpack[Precision]): As for all optimizers, see Precision; here
+            fp32_state is True by default.
 
     Source: fairseq, optim/adamax.py, class Adamax.
     """
 
     _kind = "fairseq_adamax"
+    _moments = Adamax._moments
 
     def __init__(
         self,
@@ -92,30 +91,27 @@ class FairseqAdamax(_Fairseq):
         bias_correction: bool = True,
         **precision: Unpack[Precision],
     ) -> None:
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            params,
-            defaults={**options, "bias_correction": bias_correction},
-            **precision,
-        )
-
-    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        return {"step": count(), "exp_avg": zeros(param), "exp_inf": zeros(param)}
+        super().__init__(**own(locals()))
 
 
 class FairseqNAG(_Fairseq):
     """Nesterov's accelerated gradient as fairseq has it: the momentum is a sum of
-    updates, which a change of the rate rescales by lr / lr_old.
+    updates, which a change of the learning rate rescales by lr / lr_old.
 
-    params: parameters, or dicts of them with options of their own.
-    lr: >= 0. momentum: >= 0. weight_decay: >= 0, decoupled.
-    Each update writes its rate to "lr_old" of the group.
-    For 16-bit parameters see Precision; here fp32_state is True by default.
+    Each update writes its learning rate to "lr_old" of the group.
+
+    Args:
+        weight_decay (float, default 0): A step shrinks the parameter by lr *
+            weight_decay; >= 0.
+        precision (Unpack[Precision]): As for all optimizers, see Precision; here
+            fp32_state is True by default.
 
     Source: fairseq, optim/nag.py, class NAG.
     """
 
     _kind = "nag"
+    _counts = False
+    _moments = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -125,10 +121,5 @@ class FairseqNAG(_Fairseq):
         weight_decay: float = 0,
         **precision: Unpack[Precision],
     ) -> None:
-        options = {"lr": lr, "lr_old": lr, "momentum": momentum}
-        super().__init__(
-            params, defaults={**options, "weight_decay": weight_decay}, **precision
-        )
-
-    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        return {"momentum_buffer": zeros(param)}
+        lr_old = lr
+        super().__init__(**own(locals()))

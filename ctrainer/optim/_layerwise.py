@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from ctrainer.optim._precision import Precision
-from ctrainer.optim._wrapper import EngineOptimizer, count
+from ctrainer.optim._wrapper import EngineOptimizer, own
 
 
 class LAMB(EngineOptimizer):
     """LAMB, with the options of apex's FusedLAMB.
 
-    Each parameter's AdamW-like direction is scaled by |param| / |direction|, where the
-    group has weight decay or use_nvlamb. All gradients of the optimizer together are
-    first clipped to max_grad_norm, as apex does; 0 turns that off. adam_w_mode=False
-    adds the weight decay to the gradient. state[param] is AdamW's: step, exp_avg and
-    exp_avg_sq; apex keeps the step in the group. For 16-bit parameters see Precision.
+    Each parameter's AdamW-like direction is scaled by |param| / |direction|.
+    state[param] is AdamW's: step, exp_avg and exp_avg_sq; apex keeps the step in the
+    group.
+
+    Args:
+        adam_w_mode (bool, default True): Decouple the weight decay; False adds it to
+            the gradient.
+        grad_averaging (bool, default True): The gradient enters its mean times 1 -
+            betas[0].
+        max_grad_norm (float, default 1.0): All gradients of the optimizer together are
+            first clipped to this norm, as apex does; 0 turns that off.
+        use_nvlamb (bool, default False): Scale the direction of groups without weight
+            decay, too.
 
     Raises:
         ValueError: at the first step, an option out of range.
@@ -28,6 +36,7 @@ class LAMB(EngineOptimizer):
     """
 
     _kind = "lamb"
+    _moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -45,41 +54,23 @@ class LAMB(EngineOptimizer):
         maximize: bool = False,
         **precision: Unpack[Precision],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adam_w_mode": adam_w_mode,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-            "use_nvlamb": use_nvlamb,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults=defaults, **precision)
-
-    def _new_state(
-        self, param: torch.Tensor, group: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
-        """Return zero moments and a count of 0."""
-        return {
-            "step": count(),
-            "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
-        }
+        super().__init__(**own(locals()))
 
 
 class LARS(EngineOptimizer):
     """LARS: SGD whose gradient is scaled for each parameter.
 
-    The gradient with its weight decay is multiplied by
-    trust_coefficient * |param| / (|grad| + weight_decay * |param| + eps) before it
-    enters the momentum. clip makes that rate an upper bound of lr instead of a factor,
-    as apex's LARC does. A parameter whose norm or whose gradient's norm is 0 is updated
-    with its gradient alone. trust_coefficient=0 leaves a group to plain SGD, which is
-    usual for biases and for the scales of normalisation.
-    state[param] is SGD's: momentum_buffer. For 16-bit parameters see Precision.
+    The gradient with its weight decay is multiplied by trust_coefficient * |param| /
+    (|grad| + weight_decay * |param| + eps) before it enters the momentum. A parameter
+    whose norm or whose gradient's norm is 0 is updated with its gradient alone.
+    state[param] is SGD's: momentum_buffer.
+
+    Args:
+        trust_coefficient (float, default 0.001): Factor of the scale; 0 leaves a group
+            to plain SGD, which is usual for biases and for the scales of normalisation.
+        eps (float, default 1e-08): Added to the divisor of the scale, >= 0.
+        clip (bool, default False): Make the scale an upper bound of lr instead of a
+            factor, as apex's LARC does.
 
     Raises:
         ValueError: at the first step, an option out of range.
@@ -89,6 +80,8 @@ class LARS(EngineOptimizer):
     """
 
     _kind = "lars"
+    _counts = False
+    _moments = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -105,21 +98,4 @@ class LARS(EngineOptimizer):
         maximize: bool = False,
         **precision: Unpack[Precision],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "clip": clip,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults=defaults, **precision)
-
-    def _new_state(
-        self, param: torch.Tensor, group: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
-        """Return an empty momentum buffer; the first step fills it."""
-        return {"momentum_buffer": torch.zeros_like(param)}
+        super().__init__(**own(locals()))

@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ctrainer.optim._precision import Precision
-from ctrainer.optim._wrapper import EngineOptimizer, shape_of
+from ctrainer.optim._wrapper import EngineOptimizer, given, shape_of
 
 # torch has Muon from 2.9 on.
 _Original: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
@@ -25,15 +25,21 @@ class _AnyShape(torch.optim.Optimizer):
 class Muon(EngineOptimizer, _AnyShape, _Original):  # type: ignore[misc]
     """Muon, as torch.optim.Muon: momentum, made orthogonal by Newton-Schulz.
 
-    For matrices alone; give other parameters to another optimizer, in one step with
+    For matrices alone; other parameters take another optimizer, in one step with
     Composite. The iteration is in bfloat16 as torch's, its products added in float32
     and rounded once; that of float64 parameters is in float64. Updates differ from
-    torch's by what bfloat16 rounds. state[param] is torch's: momentum_buffer. For
-    16-bit parameters see Precision.
+    torch's by what bfloat16 rounds. state[param] is torch's: momentum_buffer.
 
-    ns_coefficients, ns_steps: of the quintic iteration. eps: the least norm that the
-        momentum is divided by. adjust_lr_fn: "original" or None multiplies the rate by
-        sqrt(max(1, rows / columns)), "match_rms_adamw" by 0.2 sqrt(max(rows, columns)).
+    Args:
+        params (ParamsT): Matrices on the CPU, or dicts with matrices under 'params' and
+            options of their own.
+        ns_coefficients (tuple[float, float, float], default (3.4445, -4.775, 2.0315)):
+            Of the quintic iteration.
+        eps (float, default 1e-07): The least norm that the momentum is divided by.
+        ns_steps (int, default 5): Iterations.
+        adjust_lr_fn (Literal[original, match_rms_adamw] | None, default None):
+            "original" or None multiplies the learning rate by sqrt(max(1, rows /
+            columns)), "match_rms_adamw" by 0.2 sqrt(max(rows, columns)).
 
     Raises:
         ValueError: a parameter that is no matrix; at the first step, an option out of
@@ -44,6 +50,8 @@ class Muon(EngineOptimizer, _AnyShape, _Original):  # type: ignore[misc]
     """
 
     _kind = "muon"
+    _counts = False
+    _moments = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -58,21 +66,18 @@ class Muon(EngineOptimizer, _AnyShape, _Original):  # type: ignore[misc]
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         **precision: Unpack[Precision],
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
-            **precision,
-        )
+        super().__init__(**given(locals()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices."""
+        """Add a group of matrices.
+
+        Args:
+            param_group (dict[str, Any]): "params" and options, as the constructor takes
+                them.
+
+        Raises:
+            ValueError: a parameter that is no matrix; the group is not added.
+        """
         super().add_param_group(param_group)
         shapes = [shape_of(p) for p in self.param_groups[-1]["params"]]
         odd = [shape for shape in shapes if len(shape) != 2]
@@ -83,9 +88,3 @@ class Muon(EngineOptimizer, _AnyShape, _Original):  # type: ignore[misc]
                 f"{tuple(odd[0])}: give it to another optimizer, for example in "
                 "a Composite"
             )
-
-    def _new_state(
-        self, param: torch.Tensor, group: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
-        """Return a momentum buffer of zeros."""
-        return {"momentum_buffer": torch.zeros_like(param)}

@@ -1,4 +1,4 @@
-"""What every optimizer can do about parameters of 16 bits."""
+"""What every optimizer can do about bf16 and fp16 parameters."""
 
 from __future__ import annotations
 
@@ -9,23 +9,35 @@ import torch
 
 
 class Precision(TypedDict, total=False):
-    """Options that every optimizer here has, for bfloat16 and float16 parameters. They
-    may differ by group; parameters of another dtype are not touched by them.
+    """Options that every optimizer here has, for bfloat16 and float16 parameters.
 
-    master_weights: bool = False
-        Update a float32 copy, state["master_param"], and round it into the parameter.
-        The state is float32. Call sync_master_weights() after changing parameters by
-        other means.
-    fp32_state: bool = False
-        Keep the state in float32, and round the parameter itself at each step.
-    stochastic_rounding: bool = False
-        Round bfloat16 parameters up or down at random, in proportion to what bfloat16
-        cannot hold, so that small updates are right on average. float16 is rejected.
-        Source: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
-    rounding_seed: int = 0
-        In [0, 2**64): of the random bits. They are a function of it, of the group's
-        "rounding_step", which each update counts, and of a parameter's place, so a run
-        that is resumed from state_dict() rounds as one that was not stopped.
+    They may differ by group; parameters of another dtype are not touched by them.
+
+    Args:
+        master_weights (bool, default False): Update a float32 copy,
+            state["master_param"], and round it into the parameter. The state is
+            float32. Call sync_master_weights() after changing parameters by other
+            means.
+        fp32_state (bool, default False): Keep the state in float32, and round the
+            parameter itself at each step.
+        stochastic_rounding (bool, default False): Round bfloat16 parameters up or down
+            at random, in proportion to what bfloat16 cannot hold, so that small updates
+            are right on average. float16 is rejected.
+        rounding_seed (int, default 0): In [0, 2**64): of the random bits. They are a
+            function of it, of the group's "rounding_step", which each update counts,
+            and of a parameter's place, so a run that is resumed from state_dict()
+            rounds as one that was not stopped.
+
+    Source: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015
+    (stochastic_rounding).
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.optim import AdamW
+        >>> layer = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+        >>> optimizer = AdamW(layer.parameters(), master_weights=True)
+        >>> optimizer.param_groups[0]["master_weights"]
+        True
     """
 
     master_weights: bool
@@ -43,7 +55,7 @@ def new_master(param: torch.Tensor) -> torch.Tensor:
 
 
 def keep_float32(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load float32 state of 16-bit parameters again, which torch has rounded."""
+    """Load float32 state of bf16 and fp16 parameters again, which torch has rounded."""
     numbers = itertools.chain.from_iterable(g["params"] for g in saved["param_groups"])
     ours = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
     for number, param in zip(numbers, ours, strict=True):

@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ctrainer.optim._precision import Precision
-from ctrainer.optim._wrapper import EngineOptimizer, zeros
+from ctrainer.optim._wrapper import EngineOptimizer, own
 
 # What the updates so far have made of a group, before the first one.
 _FRESH = {
@@ -24,6 +24,8 @@ class _ScheduleFree(EngineOptimizer):
     """train() puts the point where gradients are taken into the parameters, eval() the
     average that the method is about; step() needs the former."""
 
+    _counts = False
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Any):
         if not 0.0 < _momentum(defaults) < 1.0:
             raise ValueError(
@@ -31,6 +33,10 @@ class _ScheduleFree(EngineOptimizer):
                 f"{_momentum(defaults)}"
             )
         super().__init__(params, defaults={**defaults, **_FRESH}, **options)
+
+    @classmethod
+    def _state_of(cls, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return {"z": param.detach().clone(), **super()._state_of(param, group)}
 
     def train(self) -> None:
         """Make the parameters the point at which gradients are taken."""
@@ -70,23 +76,35 @@ def _momentum(group: dict[str, Any]) -> float:
 class AdamWScheduleFree(_ScheduleFree):
     """Schedule-free AdamW, as the package schedulefree has it.
 
-    params: parameters, or dicts of them with options of their own.
-    lr: >= 0. betas: of the interpolation, in (0, 1), and of the second moment, in
-        [0, 1). eps: >= 0. weight_decay: >= 0, of the point where gradients are taken.
-    warmup_steps: >= 0: the rate grows linearly over so many updates.
-    r, weight_lr_power: >= 0: update k weighs k**r * (largest rate)**weight_lr_power in
-        the average.
-    foreach is accepted and changes nothing. For 16-bit parameters see Precision.
-
     Call train() before training and eval() before evaluating or saving, as a Trainer
     does; step() raises ValueError otherwise. Gradients are read and left alone, where
     the package overwrites them. param_groups count updates: "k", "weight_sum",
     "lr_max", "scheduled_lr".
 
+    Args:
+        betas (tuple[float, float], default (0.9, 0.999)): Of the interpolation, in (0,
+            1), and of the second moment, in [0, 1).
+        weight_decay (float, default 0): Strength of the weight decay at the point where
+            gradients are taken, >= 0.
+
+    Raises:
+        ValueError: betas[0] is not in (0, 1).
+
     Source: Defazio et al., "The Road Less Scheduled", 2024; the package schedulefree.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.optim import AdamWScheduleFree
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> optimizer = AdamWScheduleFree(layer.parameters())
+        >>> optimizer.train()
+        >>> layer(torch.ones(1, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.eval()  # the parameters are the average now
     """
 
     _kind = "schedule_free_adamw"
+    _moments = ("exp_avg_sq",)
 
     def __init__(
         self,
@@ -101,35 +119,36 @@ class AdamWScheduleFree(_ScheduleFree):
         foreach: bool | None = True,
         **precision: Unpack[Precision],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "r": r,
-            "warmup_steps": warmup_steps,
-            "weight_lr_power": weight_lr_power,
-            "weight_decay": weight_decay,
-            "foreach": foreach,
-        }
-        super().__init__(params, defaults, **precision)
-
-    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        return {"z": param.detach().clone(), "exp_avg_sq": zeros(param)}
+        super().__init__(**own(locals()))
 
 
 class RAdamScheduleFree(_ScheduleFree):
-    """Schedule-free RAdam, as the package schedulefree has it: the rate is rectified,
-    which takes the place of a warm-up.
+    """Schedule-free RAdam, as the package schedulefree has it: the learning rate is
+    rectified, which takes the place of a warm-up.
 
-    silent_sgd_phase: do not move in the first updates, 3 or 4 with usual betas, where
-        the second moment is too young to adapt the rate by; else they are SGD's.
-    The other arguments, and train() and eval(), are those of AdamWScheduleFree.
+    For train() and eval() see AdamWScheduleFree.
+
+    Args:
+        betas (tuple[float, float], default (0.9, 0.999)): Of the interpolation, in (0,
+            1), and of the second moment, in [0, 1).
+        silent_sgd_phase (bool, default True): Do not move in the first updates, 3 or 4
+            with usual betas, where the second moment is too young to adapt the learning
+            rate by; else they are SGD's.
 
     Source: Defazio et al., "The Road Less Scheduled", 2024; Liu et al., "On the
     Variance of the Adaptive Learning Rate and Beyond", 2020; the package schedulefree.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.optim import RAdamScheduleFree
+        >>> optimizer = RAdamScheduleFree(torch.nn.Linear(3, 2).parameters())
+        >>> optimizer.train()
+        >>> optimizer.param_groups[0]["train_mode"]
+        True
     """
 
     _kind = "schedule_free_radam"
+    _moments = ("exp_avg_sq",)
 
     def __init__(
         self,
@@ -144,29 +163,26 @@ class RAdamScheduleFree(_ScheduleFree):
         silent_sgd_phase: bool = True,
         **precision: Unpack[Precision],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "r": r,
-            "weight_lr_power": weight_lr_power,
-            "weight_decay": weight_decay,
-            "foreach": foreach,
-            "silent_sgd_phase": silent_sgd_phase,
-        }
-        super().__init__(params, defaults, **precision)
-
-    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        return {"z": param.detach().clone(), "exp_avg_sq": zeros(param)}
+        super().__init__(**own(locals()))
 
 
 class SGDScheduleFree(_ScheduleFree):
     """Schedule-free SGD, as the package schedulefree has it.
 
-    momentum: of the interpolation, in (0, 1). The other arguments, and train() and
-    eval(), are those of AdamWScheduleFree.
+    For train() and eval() see AdamWScheduleFree.
+
+    Args:
+        momentum (float, default 0.9): Of the interpolation, in (0, 1).
 
     Source: Defazio et al., "The Road Less Scheduled", 2024; the package schedulefree.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.optim import SGDScheduleFree
+        >>> optimizer = SGDScheduleFree(torch.nn.Linear(3, 2).parameters(), lr=0.1)
+        >>> optimizer.train()
+        >>> optimizer.param_groups[0]["train_mode"]
+        True
     """
 
     _kind = "schedule_free_sgd"
@@ -183,16 +199,4 @@ class SGDScheduleFree(_ScheduleFree):
         foreach: bool | None = True,
         **precision: Unpack[Precision],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "r": r,
-            "warmup_steps": warmup_steps,
-            "weight_lr_power": weight_lr_power,
-            "weight_decay": weight_decay,
-            "foreach": foreach,
-        }
-        super().__init__(params, defaults, **precision)
-
-    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        return {"z": param.detach().clone()}
+        super().__init__(**own(locals()))

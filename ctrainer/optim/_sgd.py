@@ -1,27 +1,26 @@
-"""Stochastic gradient descent."""
+"""Optimizers with one moment: SGD and Lion."""
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from ctrainer.optim._precision import Precision
-from ctrainer.optim._wrapper import EngineOptimizer, reject, zeros
+from ctrainer.optim._wrapper import EngineOptimizer, given, own
 
 
 class SGD(EngineOptimizer, torch.optim.SGD):
     """Stochastic gradient descent with momentum, as torch.optim.SGD.
-
-    foreach and fused are accepted and change nothing: there is one implementation.
-    differentiable is rejected. For 16-bit parameters see Precision.
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep
     learning", 2013, in torch's form.
     """
 
     _kind = "sgd"
+    _counts = False
+    _moments = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -38,20 +37,39 @@ class SGD(EngineOptimizer, torch.optim.SGD):
         fused: bool | None = None,
         **precision: Unpack[Precision],
     ) -> None:
-        reject(differentiable=differentiable)
-        super().__init__(
-            params,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
-            **precision,
-        )
+        super().__init__(**given(locals()))
 
-    def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Return an empty momentum buffer; the first step fills it."""
-        return {"momentum_buffer": zeros(param)}
+
+class Lion(EngineOptimizer):
+    """Lion: each element moves by lr in the direction of its momentum's sign.
+
+    state[param] is "exp_avg" alone, as in the authors' and in lion-pytorch's class,
+    whose state_dict() loads here and the other way round.
+
+    Args:
+        lr (float | torch.Tensor, default 0.0001): Learning rate, >= 0. The paper takes
+            3 to 10 times less than for AdamW, and as much more weight_decay.
+        betas (tuple[float, float], default (0.9, 0.99)): Decays of the direction, and
+            of the momentum that is kept, in [0, 1).
+        weight_decay (float, default 0.0): A step shrinks the parameter by lr *
+            weight_decay; >= 0.
+
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023,
+    algorithm 2.
+    """
+
+    _kind = "lion"
+    _counts = False
+    _moments = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **precision: Unpack[Precision],
+    ) -> None:
+        super().__init__(**own(locals()))

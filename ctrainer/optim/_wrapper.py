@@ -13,14 +13,25 @@ from ctrainer._C import OptimEngine
 from ctrainer.optim._precision import Precision, keep_float32, new_master
 
 
-def reject(**options: bool) -> None:
-    """Raise ValueError for an option of torch's that is set and that we lack."""
-    for name, value in options.items():
-        if value:
+def given(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor, from its locals(): those of its ** beside the
+    others, without torch's options that are rejected here."""
+    options = {k: v for k, v in arguments.items() if k not in ("self", "__class__")}
+    options |= options.pop("precision")
+    for name in ("capturable", "differentiable"):
+        if options.pop(name, False):
             raise ValueError(
                 f"{name}=True: this optimizer does not have it; leave it out, or use "
                 "torch.optim"
             )
+    return options
+
+
+def own(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same for a class that torch lacks: its named options as `defaults`."""
+    options = given({**arguments, "precision": {}})
+    params = options.pop("params")
+    return {"params": params, "defaults": options, **arguments["precision"]}
 
 
 def count() -> torch.Tensor:
@@ -44,6 +55,10 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     _kind: str
     _native_step = True  # step() is ours, so the trainer may call the engine itself
+    _counts = True  # state[param] has a count of updates
+    # The arrays of state[param], zeros like the parameter: "name", or "name if option"
+    # for the groups with that option.
+    _moments: tuple[str, ...] = ()
     # The options that every wrapper has.
     precision_defaults: ClassVar[Mapping[str, Any]] = {
         "master_weights": False,
@@ -72,10 +87,19 @@ class EngineOptimizer(torch.optim.Optimizer):
             for name, value in self._precision.items():
                 group.setdefault(name, value)
 
+    @classmethod
+    def _state_of(cls, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state that the original has before a parameter's first step."""
+        state = {"step": count()} if cls._counts else {}
+        for moment in cls._moments:
+            name, _, option = moment.partition(" if ")
+            if not option or group.get(option):
+                state[name] = zeros(param)
+        return state
+
     def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Return what the original keeps for `param` before its first step. Called by
-        the engine."""
-        raise NotImplementedError
+        """Return the state of `param` before its first step. Called by the engine."""
+        return self._state_of(param, group)
 
     _new_master = staticmethod(new_master)  # called by the engine
 
@@ -101,15 +125,29 @@ class EngineOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """Clip, update and zero the gradients; return the closure's loss, or None.
 
-        max_norm clips the gradients, after division by loss_scale, to that norm of
-        the type norm_type (p > 0, inf for the largest element): of all together, or
-        with clip_by_group of each group by itself. A group with a "max_grad_norm" is
-        clipped to that by its own norm in any case (0: never), and the rest without
-        it. clip_value then clips each element to [-clip_value, clip_value], in a pass
-        of its own. Equal to torch.nn.utils.clip_grad_norm_ of the parameters that are
-        clipped together, then clip_grad_value_. zero_grads writes zeros over them in
-        the same pass. nonfinite says what happens when one is Inf or NaN: "keep"
-        updates all the same, as torch does; "skip" changes nothing; "stop" raises.
+        Clipping equals torch.nn.utils.clip_grad_norm_ of the parameters that are
+        clipped together, then clip_grad_value_. A group with a "max_grad_norm" is
+        clipped to that by its own norm in any case (0: never), and the rest without it.
+
+        Args:
+            closure (Callable[[], Any] | None, default None): Computes the loss and its
+                gradients before the update.
+            max_norm (float | None, default None): The largest norm of the gradients,
+                after division by loss_scale; larger ones are scaled down to it. None:
+                no clipping.
+            zero_grads (bool, default False): Write zeros over the gradients in the same
+                pass.
+            loss_scale (float, default 1.0): The factor that the loss was multiplied by;
+                gradients are divided by it.
+            nonfinite (Literal[keep, skip, stop], default 'keep'): For a gradient that
+                is Inf or NaN: "keep" updates all the same, as torch does; "skip"
+                changes nothing; "stop" raises.
+            norm_type (float, default 2.0): p of the norm, > 0; inf for the largest
+                element.
+            clip_value (float | None, default None): After max_norm, clip each element
+                to [-clip_value, clip_value], in a pass of its own.
+            clip_by_group (bool, default False): Let max_norm bound the norm of each
+                group by itself, not of all gradients together.
 
         Raises:
             FloatingPointError: nonfinite is "stop" and a gradient is not finite.
@@ -134,13 +172,23 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of all gradients at the last step, of its norm_type, before clipping;
+        """Norm of all gradients at the last step, of its norm_type, before clipping.
+
         None where neither max_norm, a group's "max_grad_norm" nor nonfinite asked for
-        it."""
+        it.
+        """
         return self._engine.grad_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does, unless another thread is in step()."""
+        """Add a group, as torch does.
+
+        Args:
+            param_group (dict[str, Any]): "params" and options; options that are missing
+                are the constructor's.
+
+        Raises:
+            RuntimeError: another thread is in step().
+        """
         self._engine.check_idle("add_param_group()")
         # Past torch's guard against tracing, which imports torch._dynamo (1 s).
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
@@ -151,7 +199,16 @@ class EngineOptimizer(torch.optim.Optimizer):
         return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what state_dict() of this class or of torch's gave."""
+        """Load what state_dict() of this class or of torch's returned.
+
+        Args:
+            state_dict (dict[str, Any]): State and groups; float32 state of 16-bit
+                parameters stays float32.
+
+        Raises:
+            RuntimeError: another thread is in step().
+            ValueError: the groups, or their numbers of parameters, are others.
+        """
         self._engine.check_idle("load_state_dict()")
         inspect.unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)
         self._fill_in_precision()

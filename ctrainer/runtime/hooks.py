@@ -27,3 +27,11 @@ def accepted_keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
     return frozenset(p.name for p in parameters if p.kind in _KEYWORD)
+
+
+def call_adapted(method: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Call an overridden hook with those of the keywords that it takes."""
+    taken = accepted_keywords(method)
+    return method(
+        *args, **{k: v for k, v in keywords.items() if taken is None or k in taken}
+    )

@@ -38,27 +38,67 @@ class Trainer(TrainerRun):
     """Trains and evaluates a model; a drop-in for transformers.Trainer.
 
     Args:
-        model: a torch.nn.Module, or an object of ctrainer.adapters.numpy's protocol.
-            Its call takes a batch as keywords and returns the loss as ["loss"] or [0].
-        args: TrainingArguments, ours or transformers'; by default those of the folder
-            "tmp_trainer".
-        data_collator: makes a batch of a list of examples.
-        train_dataset, eval_dataset: map-style or iterable; eval_dataset may be a dict
-            of several.
-        processing_class: tokenizer or processor, saved with the model.
-        model_init: makes a fresh model for each train(); instead of `model`.
-        compute_loss_func: (outputs, labels, num_items_in_batch=None) -> loss.
-        compute_metrics: (EvalPrediction) -> dict of metrics.
-        callbacks: TrainerCallback instances or classes, beside the default ones.
-        optimizers: (optimizer, lr_scheduler); None makes that of args.
-        optimizer_cls_and_kwargs: class and keywords of the optimizer, instead.
-        preprocess_logits_for_metrics: (logits, labels) -> what evaluation keeps.
+        model (torch.nn.Module, default None): Or an object of ctrainer.adapters.numpy's
+            protocol. Its call takes a batch as keywords and returns the loss as
+            ["loss"] or [0].
+        args (TrainingArguments, default None): ctrainer's or transformers'; None: those
+            of the folder "tmp_trainer".
+        data_collator (Callable[..., Any] | None, default None): Makes a batch of a list
+            of examples.
+        train_dataset (Dataset | None, default None): Map-style or iterable.
+        eval_dataset (Dataset | dict | None, default None): Map-style or iterable, or a
+            dict of several.
+        processing_class (default None): Tokenizer or processor, saved with the model.
+        model_init (Callable[..., Any] | None, default None): Makes a fresh model for
+            each train(); instead of `model`.
+        compute_loss_func (Callable[..., Any] | None, default None): (outputs, labels,
+            num_items_in_batch=None) -> loss.
+        compute_metrics (Callable[..., dict[str, Any]] | None, default None):
+            (EvalPrediction) -> dict of metrics.
+        callbacks (list[Any] | None, default None): TrainerCallback instances or
+            classes, beside the default ones.
+        optimizers (tuple[Any, Any], default (None, None)): (optimizer, lr_scheduler);
+            None makes that of args.
+        optimizer_cls_and_kwargs (tuple[type, dict[str, Any]] | None, default None):
+            Class and keywords of the optimizer, instead.
+        preprocess_logits_for_metrics (Callable[..., Any] | None, default None):
+            (logits, labels) -> what evaluation keeps.
+        **kwargs: `tokenizer`, an older name of processing_class.
+
+    Args of hooks:
+        model (torch.nn.Module): The model, in its wrapper where it has one.
+        inputs (dict): A batch.
+        num_items_in_batch (Tensor | int | None): Targets of the update, on all ranks.
+        epoch_iterator (Iterator): The batches of an epoch.
+        num_batches (int): Micro-batches of an update.
+        device (torch.device): Where the count of targets is put.
+        trial: Of a hyperparameter search; else None.
+        ignore_keys, ignore_keys_for_eval (list[str] | None): Outputs of the model that
+            are dropped.
+        prediction_loss_only (bool): Compute the loss alone.
+        input_data: Nested tensors of this rank.
+        cache_enabled (bool): Of autocast.
 
     Raises:
         ValueError: arguments contradict each other or are not supported; the message
-            names them. RuntimeError: neither model nor model_init, or both.
+            names them.
+        RuntimeError: neither model nor model_init, or both.
+        TypeError: another keyword.
 
     Source: transformers 5.17, trainer.py; docs/migrating.md says what differs.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer import ProgressCallback, Trainer, TrainingArguments
+        >>> class Model(torch.nn.Linear):
+        ...     def forward(self, x, labels):
+        ...         return {"loss": ((super().forward(x) - labels) ** 2).mean()}
+        >>> rows = [{"x": torch.ones(3), "labels": torch.zeros(1)}] * 8
+        >>> args = TrainingArguments(max_steps=2, use_cpu=True, disable_tqdm=False)
+        >>> trainer = Trainer(Model(3, 1), args, train_dataset=rows)
+        >>> trainer.remove_callback(ProgressCallback)
+        >>> trainer.train().global_step
+        2
     """
 
     def __init__(
@@ -135,6 +175,7 @@ class Trainer(TrainerRun):
         given = self.args.label_names
         self.label_names = found if given is None else given
         self.can_return_loss = introspect.can_return_loss(type(base))
+        self._main_input_name = "input_ids"
         self._loss_shifts_labels = self._adapter.shifts_labels(base)
         self.label_smoother = None
         if self.args.label_smoothing_factor != 0:
@@ -212,15 +253,30 @@ class Trainer(TrainerRun):
             config.use_cache = False
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback: an instance, or a class to instantiate."""
+        """Add a callback.
+
+        Args:
+            callback: An instance, or a class to instantiate.
+        """
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove and return a callback, by instance or class; None without one."""
+        """Remove and return a callback; None without one.
+
+        Args:
+            callback: An instance or a class.
+        """
         return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, by instance or class."""
+        """Remove a callback.
+
+        Args:
+            callback: An instance or a class.
+
+        Raises:
+            ValueError: an instance that is not there.
+        """
         self.callback_handler.remove_callback(callback)
 
     # What other packages ask of it beside training
@@ -232,15 +288,13 @@ class Trainer(TrainerRun):
         Nothing of ours needs it; subclasses of transformers' Trainer do. Raises
         ImportError without accelerate.
         """
-        made = self.__dict__.get("_accelerator")
-        if made is None:
+        if self._accelerator is None:
             self.create_accelerator_and_postprocess()
-            made = self.__dict__["_accelerator"]
-        return made
+        return self._accelerator
 
     @accelerator.setter
     def accelerator(self, value: Any) -> None:
-        self.__dict__["_accelerator"] = value
+        self._accelerator = value
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make self.accelerator: on the trainer's device, by accelerator_config and the
@@ -250,8 +304,7 @@ class Trainer(TrainerRun):
         self.accelerator = integrations.new_accelerator(
             self.args, self._inputs_stay, options
         )
-        syncs = self.__dict__.get("_syncs_gradients", True)  # of this micro-batch
-        self.accelerator.gradient_state._set_sync_gradients(syncs)
+        self.accelerator.gradient_state._set_sync_gradients(self._syncs_gradients)
 
     @property
     def tokenizer(self) -> Any:
@@ -263,7 +316,8 @@ class Trainer(TrainerRun):
         self.processing_class = value
 
     def get_num_trainable_parameters(self) -> int:
-        """Number of elements of the parameters that train, on all ranks together."""
+        """Return the number of elements of the parameters that train, on all ranks
+        together."""
         sizes = (
             getattr(p, "_orig_size", p.shape)
             for p in self.model.parameters()
@@ -272,16 +326,22 @@ class Trainer(TrainerRun):
         return sum(size.numel() for size in sizes)
 
     def get_learning_rates(self) -> list[float]:
-        """The learning rate of each parameter group.
+        """Return the learning rate of each parameter group.
 
-        Raises ValueError before the optimizer exists.
+        Raises:
+            ValueError: before the optimizer exists.
         """
         return [group["lr"] for group in self._optimizer_or_raise().param_groups]
 
     def get_optimizer_group(self, param: Any = None) -> Any:
-        """The group that `param` is in; all groups without it.
+        """Return the group that a parameter is in, None where it is in none; all
+        groups' parameters without it.
 
-        Raises ValueError before the optimizer exists.
+        Args:
+            param (default None): The parameter.
+
+        Raises:
+            ValueError: before the optimizer exists.
         """
         groups = self._optimizer_or_raise().param_groups
         if param is None:
@@ -299,34 +359,57 @@ class Trainer(TrainerRun):
         return self.optimizer
 
     def get_sp_size(self) -> int:
+        """Return 1: sequences are not divided over ranks."""
         return 1
 
     def get_cp_size(self) -> int:
+        """Return 1: contexts are not divided over ranks."""
         return 1
 
     def get_tp_size(self) -> int:
+        """Return 1: tensors are not divided over ranks."""
         return 1
 
     @staticmethod
     def num_tokens(train_dl: Any, max_steps: int | None = None) -> int:
-        """Tokens in the batches of a loader, or in as many as max_steps reads."""
+        """Return the tokens in the batches of a loader.
+
+        Args:
+            train_dl: The loader, of batches with "input_ids".
+            max_steps (int | None, default None): Count the first batch this many times
+                instead.
+        """
         counts = (int(batch["input_ids"].numel()) for batch in train_dl)
         return next(counts, 0) * max_steps if max_steps is not None else sum(counts)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """`metrics` with rounded numbers and readable times and sizes."""
+        """Return `metrics` with rounded numbers and readable times and sizes.
+
+        Args:
+            metrics (dict[str, Any]): Numbers by name.
+        """
         return trainer_utils.metrics_format(metrics)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print `metrics` of the split "train", "eval", ... as a table."""
+        """Print `metrics` as a table, on the first rank.
+
+        Args:
+            split (str): "train", "eval" and so on.
+            metrics (dict[str, Any]): Numbers by name.
+        """
         if self.is_world_process_zero():
             trainer_utils.print_metrics(split, metrics)
 
     def save_metrics(
         self, split: str, metrics: dict[str, Any], combined: bool = True
     ) -> None:
-        """Write `metrics` to {split}_results.json in output_dir, and with `combined`
-        into all_results.json."""
+        """Write `metrics` to {split}_results.json in output_dir, on the first rank.
+
+        Args:
+            split (str): "train", "eval" and so on.
+            metrics (dict[str, Any]): Numbers by name.
+            combined (bool, default True): Also add them to all_results.json.
+        """
         if self.is_world_process_zero():
             trainer_utils.write_metrics(self.args.output_dir, split, metrics, combined)
 
@@ -343,7 +426,16 @@ class Trainer(TrainerRun):
         dataset_args: str | list[str] | None = None,
     ) -> None:
         """Write README.md with the run's facts into output_dir, through transformers'
-        TrainingSummary. Raises ImportError without transformers."""
+        TrainingSummary.
+
+        Args:
+            language, license, tags, model_name, finetuned_from, tasks, dataset_tags,
+                dataset, dataset_args (str | None, default None): As in
+                TrainingSummary.from_trainer.
+
+        Raises:
+            ImportError: transformers is not installed.
+        """
         if not self.is_world_process_zero():
             return
         card = integrations.model_card(
@@ -365,8 +457,18 @@ class Trainer(TrainerRun):
     ) -> Any:
         """Save the model and upload output_dir, without its checkpoints, to the Hub.
 
-        Returns what huggingface_hub.upload_folder returns, None on ranks other than 0.
-        Raises ImportError without huggingface_hub.
+        Args:
+            commit_message (str | None, default 'End of training'): Of the upload.
+            blocking (bool, default True): Wait for its end.
+            token (str | None, default None): For logging in; None: hub_token.
+            revision (str | None, default None): Branch; None: hub_revision.
+            **kwargs: Of the model card.
+
+        Returns:
+            What huggingface_hub.upload_folder returns; None on ranks other than 0.
+
+        Raises:
+            ImportError: huggingface_hub is not installed.
         """
         import huggingface_hub
 
@@ -385,8 +487,13 @@ class Trainer(TrainerRun):
         )  # fmt: skip
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Make the repository on the Hub that hub_model_id, or else the name of
-        output_dir, tells; set hub_model_id to its full name."""
+        """Make the repository on the Hub, and set hub_model_id to its full name.
+
+        It is hub_model_id's or else has the name of output_dir.
+
+        Args:
+            token (str | None, default None): For logging in; None: hub_token.
+        """
         import huggingface_hub
 
         repo = self.hub_model_id or getattr(self.args, "hub_model_id", None)
@@ -417,23 +524,13 @@ _ATTRIBUTES: dict[str, Any] = {
     "hub_model_id": None,
     "push_in_progress": None,
     "current_flos": 0,
-    "_counted_tokens": 0,
     "current_gradient_accumulation_steps": 1,
     "_signature_columns": None,
     "_created_lr_scheduler": False,
     "_globalstep_last_logged": 0,
-    "_epoch": 0,
-    "_loss_scaler": None,
     "weight_average": None,
-    "_blocks": None,
     "_sharding": None,
-    "_shard_group": None,
-    "_schedule_on_metric": False,
-    "_stray_parameters": False,
-    "_flos_per_token": 0.0,
-    "_main_input_name": "input_ids",
     "_initial_num_input_tokens_seen": 0,
-    "_saved_step": -1,
     "_neftune": None,
 }
 

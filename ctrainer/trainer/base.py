@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from types import ModuleType
+from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctrainer import _C, average
+from ctrainer import _C, adapters, average
 from ctrainer.average import WeightAverage
 from ctrainer.callbacks import CallbackHandler
 from ctrainer.memory_tracker import TrainerMemoryTracker
+from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer_state import TrainerControl, TrainerState
 from ctrainer.trainer_utils import speed_metrics
 
 if TYPE_CHECKING:
     from ctrainer.arguments.fsdp import Sharding
-    from ctrainer.bmuf import BMUF
 
 
 class TrainerBase(_C.Trainer):
@@ -54,36 +55,22 @@ class TrainerBase(_C.Trainer):
     current_flos: float
     current_gradient_accumulation_steps: int
 
-    # Our own, read by C under these names
-    _adapter: ModuleType  # ctrainer.adapters.torch or .numpy
-    _inputs_stay: bool  # batches are used where the loader put them
-    _loss_shifts_labels: bool
+    # Our own, of Python alone; what C shares is declared in _C.pyi
     _signature_columns: list[str] | None
+    _loss_shifts_labels: bool
     _eval_dataloaders: dict[str, Any]
     _train_batch_size: int
     _created_lr_scheduler: bool
-    _schedule_on_metric: bool
-    _stray_parameters: bool
-    _flos_per_token: float
-    _main_input_name: str
-    _counts_tokens: bool
-    _counted_tokens: float  # of this rank, not yet in the state
     _initial_num_input_tokens_seen: int
     _globalstep_last_logged: int
-    _handles_signals: bool
-    _syncs_each_batch: bool  # gradients become averages after every micro-batch
-    _loss_scaler: _C.LossScaler | None
     weight_average: WeightAverage | None
     _neftune: Any
-    _epoch: int
-    _saved_step: int
     _rank_files: dict[str, bytes]  # of this rank, for the ranks that write
     _resume_state: dict[str, Any]
     _reader: Any = None  # of the training data, while train() runs
     _resumes_ranks = False  # does the run resume with the ranks that it was saved by?
-    _blocks: BMUF | None  # local steps, between synchronizations
+    _past: Any  # what models such as XLNet want back with the next batch
     _sharding: Sharding | None
-    _shard_group: _C.Communicator | None  # of ranks that have a shard each
     _trial: Any
 
     # Search of hyper-parameters
@@ -94,9 +81,11 @@ class TrainerBase(_C.Trainer):
     objective: Any
 
     def is_local_process_zero(self) -> bool:
+        """Return whether this is the first process of its machine."""
         return bool(self.args.local_process_index == 0)
 
     def is_world_process_zero(self) -> bool:
+        """Return whether this is the first process of the run."""
         return bool(self.args.process_index == 0)
 
     # What the loop asks of the framework
@@ -106,11 +95,6 @@ class TrainerBase(_C.Trainer):
         made = average.from_arguments(self.args, self.model)
         if made is not None:
             self.weight_average = made
-
-    @property
-    def _weight_average(self) -> Any:
-        """What the loop drives."""
-        return None if self.weight_average is None else self.weight_average.core
 
     def _averaged_weights(self) -> Any:
         """A context in which the model has the averaged weights, or None: what
@@ -124,50 +108,6 @@ class TrainerBase(_C.Trainer):
         """`data` with its tensors on the device; overrides see every batch here that
         is no plain dict, or goes to a GPU."""
         return self._adapter.prepare_input(data, self.args.device)
-
-    def _item_count(self, n: int, device: Any) -> Any:
-        return self._adapter.item_count(n, device, bool(self.args.torch_compile))
-
-    def _count_targets(self, labels: Any, shifted: bool) -> int | None:
-        return self._adapter.count_targets(labels, shifted)  # type: ignore[no-any-return]
-
-    def _no_loss(self, loss: Any) -> Any:
-        return self._adapter.no_loss(loss)
-
-    def _add_device_loss(self, total: Any, loss: Any) -> Any:
-        return self._adapter.add_device_loss(total, loss)
-
-    def _read_device_loss(self, total: Any) -> tuple[float, int]:
-        steps = self.args.gradient_accumulation_steps
-        return self._adapter.read_device_loss(total, steps)  # type: ignore[no-any-return]
-
-    def _device_grad_norms(
-        self, optimizer: Any, norm_type: float, by_group: bool
-    ) -> list[float]:
-        return self._adapter.grad_norms(  # type: ignore[no-any-return]
-            optimizer, norm_type, by_group
-        )
-
-    def _device_layer_norms(self, optimizer: Any, norm_type: float) -> list[float]:
-        return self._adapter.layer_norms(  # type: ignore[no-any-return]
-            optimizer, norm_type
-        )
-
-    def _parameter_labels(self) -> dict[Any, str]:
-        """What log_layer_grad_norms calls each parameter."""
-        depth = self.args.layer_grad_norm_depth
-        return self._adapter.parameter_labels(  # type: ignore[no-any-return]
-            self.model, depth
-        )
-
-    def _device_grad_clip(
-        self, optimizer: Any, factors: list[float], limit: float | None
-    ) -> None:
-        self._adapter.clip_grads(optimizer, factors, limit)
-
-    def _smoothed_loss(self, model: Any, outputs: Any, labels: Any, count: Any) -> Any:
-        shift = self._loss_shifts_labels
-        return self.label_smoother(outputs, labels, shift, num_items_in_batch=count)
 
     # Tokens
 
@@ -191,10 +131,161 @@ class TrainerBase(_C.Trainer):
         else:
             self._counted_tokens += count
 
-    def _log_tokens(self, logs: dict[str, Any], start: float | None) -> None:
-        logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
-        if start is not None:
-            seen = (
-                self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
+    # Logs
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add logs to state.log_history and fire on_log.
+
+        Args:
+            logs (dict[str, Any]): Numbers by name; "epoch" is added to them, and the
+                tokens seen where they are counted.
+            start_time (float | None, default None): The start of training in seconds
+                since the epoch.
+        """
+        state = self.state
+        if state.epoch is not None:
+            logs["epoch"] = state.epoch
+        if self._counts_tokens:
+            seen = state.num_input_tokens_seen
+            logs["num_input_tokens_seen"] = seen
+            if start_time is not None:
+                new = seen - self._initial_num_input_tokens_seen
+                logs.update(speed_metrics("train", start_time, num_tokens=new))
+        state.log_history.append({**logs, "step": state.global_step})
+        self.control = self.callback_handler.on_log(
+            self.args, state, self.control, logs=logs
+        )
+
+    def store_flos(self) -> None:
+        """Move the operations counted since the last call, by all ranks, into
+        state.total_flos, and their tokens into state.num_input_tokens_seen.
+
+        All ranks have to call it.
+        """
+        counted = self.current_flos, self._counted_tokens
+        flos, tokens = self._sum_over_ranks(*counted)
+        if flos:
+            self.state.total_flos += flos
+            self.current_flos = 0.0
+        if tokens:
+            self.state.num_input_tokens_seen += int(tokens)
+            self._counted_tokens = 0.0
+
+    def _log_window(self, learning_rate: float | None, start_time: float) -> None:
+        """Log the mean of the finite losses since the last log, of all ranks; with none
+        it is NaN, never 0."""
+        step = self.state.global_step
+        if learning_rate is None:
+            learning_rate = self._get_learning_rate()
+        self._read_device_loss()
+        updates = step - self._window_start - self._window_bad
+        logs = {
+            "loss": self._mean_loss(self._window_loss, updates),
+            "grad_norm": self._last_grad_norm,
+            "learning_rate": learning_rate,
+        }
+        if self._nonfinite_steps:
+            logs["nonfinite_steps"] = self._nonfinite_steps
+        logs.update(self._grad_metrics or {})
+        self._grad_metrics = None
+        self._logged_loss += self._window_loss
+        self._logged_bad += self._window_bad
+        self._window_loss, self._window_bad, self._nonfinite_steps = 0.0, 0, 0
+        self._window_start = self._globalstep_last_logged = step
+        self.store_flos()
+        call_adapted(self.log, logs, start_time=start_time)
+
+    def _mean_loss(self, total: float, n: int) -> float:
+        total, count = self._sum_over_ranks(total, n)
+        return total / count if count > 0 else math.nan
+
+    def _read_device_loss(self) -> None:
+        """Add what was summed on a device to the window."""
+        if self._device_loss is not None:
+            steps = self.args.gradient_accumulation_steps
+            loss, bad = self._adapter.read_device_loss(self._device_loss, steps)
+            self._window_loss += loss
+            self._window_bad += bad
+            self._device_loss = None
+
+    def _training_loss(self) -> float:
+        """The mean loss of the run's updates so far, those before a resume included: of
+        all ranks, which all have to call it."""
+        self._read_device_loss()
+        updates = self.state.global_step - self._logged_bad - self._window_bad
+        mean = self._mean_loss(self._logged_loss + self._window_loss, updates)
+        return mean if self.state.global_step > 0 else 0.0
+
+    def _loss_state(self) -> dict[str, Any]:
+        """What a resumed run needs to continue with the same sums: numbers."""
+        self._read_device_loss()
+        return {key: getattr(self, name) for key, name in _SUMS.items()}
+
+    def _set_loss_state(self, **sums: float) -> None:
+        """Start the sums of losses anew, or from what _loss_state() returned."""
+        if sums.keys() - _SUMS:
+            raise TypeError(f"{sorted(sums)} are not the sums {list(_SUMS)}")
+        for key, name in _SUMS.items():
+            setattr(self, name, sums.get(key, 0))
+        self._device_loss = None
+
+    # Copies, as hyper-parameter searches and processes that are spawned make them
+
+    def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What copy and pickle take: the attributes, and the fields shared with C.
+
+        Raises TypeError while train() runs, and in a group of several ranks.
+        """
+        if getattr(self, "is_in_train", False) or self._staged_folder is not None:
+            raise TypeError(
+                "a Trainer cannot be copied or pickled while its train() runs: copy it "
+                "before or after, or save a checkpoint and resume another Trainer "
+                "from it"
             )
-            logs.update(speed_metrics("train", start, num_tokens=seen))
+        ranks = 1 if self._rank_group is None else self._communicator.world_size
+        if ranks > 1:
+            raise TypeError(
+                f"a Trainer that has joined a group of {ranks} ranks cannot be copied "
+                "or pickled: a process has one place in it. Copy the Trainer before it "
+                "first trains or evaluates, or save a checkpoint"
+            )
+        self._read_device_loss()
+        fields = {name: getattr(self, name) for name in _FIELDS - _OF_PROCESS}
+        if self._adapter is not None:
+            fields["_adapter"] = self._adapter.__name__
+        return self.__dict__.copy(), fields
+
+    def __setstate__(self, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        """Take over what __getstate__() of another Trainer returned."""
+        own, fields = state if isinstance(state, tuple) and len(state) == 2 else (0, 0)
+        if not isinstance(own, dict) or not isinstance(fields, dict):
+            raise TypeError("Trainer.__setstate__ takes what __getstate__ returned")
+        self.__dict__.update(own)
+        for name, value in fields.items():
+            setattr(
+                self, name, adapters.by_name(value) if name == "_adapter" else value
+            )
+
+
+# Sums of losses in a checkpoint, and their fields.
+_SUMS = {
+    "window_loss": "_window_loss",
+    "window_bad": "_window_bad",
+    "total_loss": "_logged_loss",
+    "total_bad": "_logged_bad",
+    "window_start": "_window_start",
+    "nonfinite_steps": "_nonfinite_steps",
+    "nonfinite_total": "_nonfinite_total",
+}
+_FIELDS = frozenset(
+    name
+    for name, value in vars(_C.Trainer).items()
+    if isinstance(value, MemberDescriptorType)
+)
+# Fields of a run under way, of the process or of the ranks.
+_OF_PROCESS = frozenset(
+    f"_{name}" for name in (
+        "accelerator", "adapter", "checkpoint_writer", "device_loss", "grad_metrics",
+        "rank_group", "staged_folder", "syncs_gradients", "writes_checkpoint",
+    )
+)  # fmt: skip

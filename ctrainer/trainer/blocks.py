@@ -1,4 +1,4 @@
-"""Trainer: ranks that train apart and meet at the ends of blocks."""
+"""Trainer: local steps, synchronized at the ends of blocks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LocalSteps:
                 self.load_own_parts(trainer, own)
 
     def end_blocks(self, trainer: TrainerRun) -> None:
-        """Take the average that is still on its way after the last update."""
+        """Apply the average that is still pending after the last update."""
         if trainer._blocks is not None:
             trainer._blocks.finish()
 
@@ -81,7 +81,7 @@ class LocalSteps:
         return f"blocks_{trainer.args.process_index}.pt"
 
     def own_parts(self, trainer: TrainerRun) -> dict[str, Any]:
-        """What differs between ranks that train apart."""
+        """The state that differs between ranks."""
         assert trainer._blocks is not None
         state = {name: part.state_dict() for name, part in self.stateful_parts(trainer)}
         state["blocks"] = trainer._blocks.own_state_dict()
@@ -89,7 +89,7 @@ class LocalSteps:
         return state
 
     def read_own_parts(self, trainer: TrainerRun, checkpoint: str) -> dict[str, Any]:
-        """What own_parts() gave this rank; {} where that is not in the checkpoint."""
+        """This rank's own_parts(); {} where the checkpoint has none."""
         if trainer.args.process_index == 0 or not trainer._resumes_ranks:
             return {}
         state = trainer._adapter.checkpoints.load_object(
@@ -97,7 +97,7 @@ class LocalSteps:
         )
         if state is None:
             logger.warning(
-                "%s has no %s: rank %d goes on with the first rank's weights and "
+                "%s has no %s: rank %d continues with the first rank's weights and "
                 "optimizer",
                 checkpoint, self.own_file(trainer), trainer.args.process_index,
             )  # fmt: skip

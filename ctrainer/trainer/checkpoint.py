@@ -1,7 +1,8 @@
-"""Trainer: what a checkpoint holds, and how a run goes on from one."""
+"""Trainer: what a checkpoint holds, and how a run resumes from one."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ctrainer.arguments.accelerator import config_of
 from ctrainer.checkpoint import (
     PREFIX,
+    CheckpointWriter,
     Sink,
     find_checkpoints,
     last_whole_checkpoint,
@@ -22,6 +24,7 @@ from ctrainer.checkpoint import (
 from ctrainer.checkpoint.disk import replacing
 from ctrainer.checkpoint.files import is_there, naming
 from ctrainer.runtime.fork import temporary_folder
+from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import has_length
 
@@ -33,20 +36,141 @@ logger = logging.getLogger("ctrainer.trainer")
 STATE = "trainer_state.json"
 OWN_STATE = "ctrainer_state.json"
 SCALER = "scaler.pt"
+_SAVING = "saving a checkpoint"
+_Save = Callable[[], Any]
 _WORTH_RESERVING = 16 << 20  # bytes; less is faulted in within milliseconds
 
 
 class CheckpointFiles:
-    """Files of a checkpoint. When they are written, and that all of them appear at once
-    or not at all, is decided in C (_save_checkpoint, _get_output_dir, save_model).
+    """Checkpoints: each is one transaction around the hooks that write its files.
 
-    Each rank has a file of its generators' states and one of its sums of losses and its
-    position. Ranks that do not write the checkpoint and do not see its folder pass
-    their files to those that do, when the save ends (in C).
+    A checkpoint is written to a temporary folder, RUN/.ctrainer-saving-X/checkpoint-N,
+    whichever hooks are overridden: while a save is open _get_output_dir() answers the
+    folder above it, so that overrides which work out the path themselves write there,
+    too. All of it then appears at once, or nothing does.
+
+    On several ranks args.should_save says which write. Each rank has a file of its
+    generators' states and one of its sums of losses and its position; ranks that do not
+    write and do not see the folder pass their files to those that do, when the save
+    ends. Every step is taken by all ranks, or by none.
     """
 
+    def writer(self, trainer: TrainerRun) -> CheckpointWriter:
+        """The trainer's writer, made at its first save."""
+        if trainer._checkpoint_writer is None:
+            trainer._checkpoint_writer = CheckpointWriter()
+        return trainer._checkpoint_writer
+
+    def save_atomically(self, trainer: TrainerRun, trial: Any, save: _Save) -> None:
+        """Make of what save() writes one checkpoint, or nothing. Collective."""
+        self.open_save(trainer, trial)
+
+        def written() -> bytes:
+            save()
+            return self.take_rank_files(trainer)
+
+        try:
+            files = trainer._together(_SAVING, written)
+        except BaseException:
+            self.drop_save(trainer)
+            raise
+        trainer._together(_SAVING, lambda: self.commit(trainer, files))
+
+    def open_save(self, trainer: TrainerRun, trial: Any) -> None:
+        """Open a save on the ranks that write; the others get its folder's path."""
+        trainer._writes_checkpoint = bool(trainer.args.should_save)
+
+        def begin() -> bytes | None:
+            if not trainer._writes_checkpoint:
+                return None
+            path = step_folder(trainer, self.run_dir(trainer, trial))
+            return os.fsencode(self.writer(trainer).begin(path))
+
+        try:
+            folders = trainer._together(_SAVING, begin)
+            if not any(folders):
+                raise ValueError(
+                    "args.should_save is False on every rank: nobody would write the "
+                    "checkpoint"
+                )
+        except BaseException:
+            self.drop_save(trainer)
+            raise
+        trainer._staged_folder = os.fsdecode(next(filter(None, folders)))
+
+    def commit(self, trainer: TrainerRun, files: list[bytes]) -> None:
+        """Commit the open save; without args.async_save wait for the disk."""
+        if not trainer._writes_checkpoint:
+            trainer._staged_folder = None
+            return
+        writer = self.writer(trainer)
+        try:
+            self.add_rank_files(trainer, files)
+            self.check_save(trainer)
+            writer.commit()
+        except BaseException:
+            self.drop_save(trainer)
+            raise
+        trainer._staged_folder = None
+        if not trainer.args.async_save:
+            writer.wait()
+
+    def drop_save(self, trainer: TrainerRun) -> None:
+        """Drop the open save, if this rank has one, under the exception that is set."""
+        trainer._staged_folder = None
+        if trainer._writes_checkpoint:
+            with contextlib.suppress(Exception):
+                self.writer(trainer).abort()
+
+    def write(self, trainer: TrainerRun, trial: Any) -> None:
+        """Write all files into the folder of the open save.
+
+        A schedule-free optimizer's average is what is worth keeping: the weights are
+        written in its eval mode, and a training that is under way continues in train
+        mode, as one that is resumed from the checkpoint does.
+        """
+        if trial is None:
+            trainer.store_flos()
+        folder = step_folder(trainer, trainer._get_output_dir(trial))
+        training = trainer.is_in_train
+        call_if_there(trainer.optimizer, "eval")
+        try:
+            self.write_parts(trainer, folder, trial)
+        finally:
+            if training:
+                call_if_there(trainer.optimizer, "train")
+        if trainer._writes_checkpoint and is_overridden(trainer, "_save_checkpoint"):
+            self.writer(trainer).show()  # checkpoint-N, for what follows super()
+
+    def write_parts(self, trainer: TrainerRun, folder: str, trial: Any) -> None:
+        call_adapted(trainer.save_model, folder, _internal_call=True)
+        self.note_best(trainer, trial)
+        if not trainer.args.save_only_model:
+            trainer._save_optimizer_and_scheduler(folder)
+            trainer._save_scaler(folder)
+            trainer._save_weight_average(folder)
+            trainer._save_blocks(folder)
+            trainer._save_rng_state(folder)
+        self.save_trainer_state(trainer, folder)
+        if trainer._writes_checkpoint:
+            trainer._rotate_checkpoints()
+
+    def save_model(self, trainer: TrainerRun, folder: str, internal: bool) -> None:
+        """Save the weights: the model's, or those that all ranks put together."""
+        weights = self.share_weights(
+            trainer, folder, in_checkpoint=trainer._staged_folder is not None
+        )
+        if not trainer.args.should_save:
+            return
+        if weights is None:
+            trainer._save(folder)
+        else:
+            self.save_shared(trainer, folder, weights)
+        if not internal:
+            self.push_saved_model(trainer)
+
     def sink(self, trainer: TrainerRun, folder: str) -> Sink:
-        return Sink(folder, trainer._checkpoint_writer())
+        return Sink(folder, self.writer(trainer))
 
     def flush_for_override(self, trainer: TrainerRun, sink: Sink, *names: str) -> None:
         """An override finds on the disk what super() has saved."""
@@ -64,7 +188,7 @@ class CheckpointFiles:
         )
         if nbytes >= _WORTH_RESERVING:
             slack = nbytes // 64 + (1 << 20)  # headers, alignment
-            trainer._checkpoint_writer().reserve(nbytes + slack)
+            self.writer(trainer).reserve(nbytes + slack)
 
     def save(
         self,
@@ -92,11 +216,14 @@ class CheckpointFiles:
     def share_weights(
         self, trainer: TrainerRun, folder: str, in_checkpoint: bool
     ) -> Any:
+        """What of the weights is to be written into the folder, where they are not the
+        model's own; called by all ranks."""
         return None
 
     def save_shared(
         self, trainer: TrainerRun, folder: str, weights: dict[str, Any]
     ) -> Any:
+        """Save what share_weights() returned."""
         return trainer._save(folder, weights)
 
     def save_optimizer_and_scheduler(
@@ -141,6 +268,7 @@ class CheckpointFiles:
             self.flush_for_override(trainer, sink, "_save_rng_state")
 
     def save_trainer_state(self, trainer: TrainerRun, output_dir: str) -> None:
+        """Save trainer_state.json, and in a file of ours what it has no place for."""
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         stateful = [c for c in callbacks if is_exportable(c)]
         trainer.state.stateful_callbacks = TrainerState(
@@ -165,6 +293,7 @@ class CheckpointFiles:
             push(commit_message="Model save")
 
     def run_dir(self, trainer: TrainerRun, trial: Any = None) -> str:
+        """Where the checkpoints of this run, or of this trial of a search, end up."""
         folder = str(os.fspath(trainer.args.output_dir))
         if trial is None or getattr(trainer, "hp_search_backend", None) is None:
             return folder
@@ -172,19 +301,22 @@ class CheckpointFiles:
         return os.path.join(folder, name(trial) if name else f"run-{trial.number}")
 
     def note_best(self, trainer: TrainerRun, trial: Any = None) -> None:
+        """Let the state say where the best checkpoint is, or will be in a moment."""
         best = trainer.state.best_global_step
         if best and trainer.args.save_strategy != "no":
-            path = os.path.join(trainer._run_dir(trial), f"{PREFIX}-{best}")
+            path = os.path.join(self.run_dir(trainer, trial), f"{PREFIX}-{best}")
             if best == trainer.state.global_step or os.path.isdir(path):
                 trainer.state.best_model_checkpoint = path
 
     def check_save(self, trainer: TrainerRun) -> None:
-        staged = trainer._checkpoint_writer().folder
+        """Replace paths that an override took from the temporary folder by the final
+        ones, before the save is committed."""
+        staged = self.writer(trainer).folder
         if not is_overridden(trainer, "_save_checkpoint") or staged is None:
             return
         temporary, final = (
             os.path.dirname(staged),
-            trainer._run_dir(getattr(trainer, "_trial", None)),
+            self.run_dir(trainer, getattr(trainer, "_trial", None)),
         )
         best = trainer.state.best_model_checkpoint
         if best is not None and best.startswith(temporary):
@@ -205,7 +337,7 @@ class CheckpointFiles:
         checkpoint_prefix: str = PREFIX,
         use_mtime: bool = False,
     ) -> list[str]:
-        folder = trainer._run_dir() if output_dir is None else output_dir
+        folder = self.run_dir(trainer) if output_dir is None else output_dir
         found = find_checkpoints(folder, checkpoint_prefix)
         kept = {
             _real(p) for p in (trainer.state.best_model_checkpoint, *found[-1:]) if p
@@ -221,8 +353,8 @@ class CheckpointFiles:
         limit = trainer.args.save_total_limit
         if limit is None or limit <= 0:
             return
-        writer = trainer._checkpoint_writer()
-        run, new = trainer._run_dir(getattr(trainer, "_trial", None)), None
+        writer = self.writer(trainer)
+        run, new = self.run_dir(trainer, getattr(trainer, "_trial", None)), None
         if writer.folder is not None:
             new = os.path.join(run, os.path.basename(writer.folder))
         doomed = self.beyond_limit(
@@ -394,7 +526,7 @@ class CheckpointFiles:
         """Let write(sink) put a file of this rank's into the checkpoint; return where
         it went, None on its way to another rank."""
         if trainer.args.should_save:
-            sink = Sink(folder, trainer._checkpoint_writer())
+            sink = Sink(folder, self.writer(trainer))
             write(sink)
             return sink
         if os.path.isdir(folder) and not trainer.args.save_on_each_node:
@@ -408,12 +540,15 @@ class CheckpointFiles:
         return None
 
     def take_rank_files(self, trainer: TrainerRun) -> bytes:
+        """The files that this rank passes on: a line of JSON with their sizes in bytes
+        by their names, then one after the other."""
         files, trainer._rank_files = trainer._rank_files, {}
         sizes = {name: len(content) for name, content in files.items()}
         return b"".join([json.dumps(sizes).encode(), b"\n", *files.values()])
 
     def add_rank_files(self, trainer: TrainerRun, parcels: list[bytes]) -> None:
-        folder = trainer._checkpoint_writer().folder
+        """Put the files of all ranks into the open save."""
+        folder = self.writer(trainer).folder
         assert folder is not None
         for parcel in map(io.BytesIO, parcels):
             for name, size in json.loads(parcel.readline()).items():
@@ -493,8 +628,8 @@ class CheckpointFiles:
             return
         trainer._resume_state = self.for_other_ranks(trainer, content, checkpoint)
         logger.warning(
-            "%s was saved by %d rank(s) and %d resume from it: the epoch goes on with "
-            "the rows that come next, dealt out anew, and with other random numbers",
+            "%s was saved by %d rank(s) and %d resume from it: the epoch continues "
+            "with the following rows, distributed anew, and with other random numbers",
             checkpoint, saved_by, trainer.args.world_size,
         )  # fmt: skip
 
@@ -531,6 +666,18 @@ class CheckpointFiles:
             getattr(trainer.args, "accelerator_config", None)
         ).split_batches
         return trainer._train_batch_size * (1 if whole else trainer.args.world_size)
+
+
+def step_folder(trainer: TrainerRun, run: str) -> str:
+    """The checkpoint's folder, checkpoint-N, in that of the run."""
+    return f"{run}/{PREFIX}-{trainer.state.global_step}"
+
+
+def call_if_there(part: Any, mode: str) -> None:
+    """part.train() or part.eval(), where it has modes."""
+    method = getattr(part, mode, None)
+    if callable(method):
+        method()
 
 
 def is_overridden(trainer: TrainerRun, name: str) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import json
 import logging
 import math
 import os
+import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +21,10 @@ from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.checkpoint import PREFIX
 from ctrainer.comm import world
+from ctrainer.trainer import evaluation
 from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer.blocks import LocalSteps
+from ctrainer.trainer.checkpoint import call_if_there
 from ctrainer.trainer.data import TrainData
 from ctrainer.trainer.search import Search
 from ctrainer.trainer.shards import ShardedFiles, is_on_meta
@@ -51,16 +58,10 @@ class TrainerRun(TrainerBase):
         alone = self.args.world_size == 1
         return _C.Communicator() if alone else world(self.args.ddp_timeout)
 
-    def _leave_ranks(self) -> None:
-        """After a failure: close the group, so that no rank waits for this one."""
-        try:
-            self._communicator.close()
-        except RuntimeError as error:  # a collective is under way
-            logger.warning("the group of the run stays open: %s", error)
-
-    def _ranks_differ(self, what: str, told: list[bytes]) -> None:
+    def _ranks_differ(self, what: str, own: str) -> None:
         """Raise on every rank what all of them have, unless that may differ: where
         batches need not be even, or rank 0 alone reads them."""
+        told = self._together(what, lambda: own.encode())
         config = accelerator.config_of(getattr(self.args, "accelerator_config", None))
         dispatches = config.dispatch_batches
         if dispatches is None:
@@ -76,19 +77,109 @@ class TrainerRun(TrainerBase):
             "which an epoch ends where the first rank has no batch left"
         )
 
-    def _train_arguments(
+    # One run: before the loop, and after it
+
+    def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
         **kwargs: Any,
-    ) -> tuple[Any, Any, Any]:
-        """The arguments of train(), with transformers 4's `model_path`."""
-        if "model_path" in kwargs:
+    ) -> Any:
+        """Train the model and return TrainOutput(global_step, training_loss, metrics).
+
+        The run continues in the middle of the epoch with the same losses as one that
+        was never stopped. Ctrl-C and SIGTERM leave a checkpoint of the last whole
+        update first; a second one ends the process at once.
+
+        Args:
+            resume_from_checkpoint (str | bool | None, default None): A folder, or True
+                for the newest whole checkpoint in args.output_dir.
+            trial (default None): Of a hyperparameter search; else None.
+            ignore_keys_for_eval (list[str] | None, default None): Outputs of the model
+                that evaluations drop.
+            **kwargs: model_path, transformers 4's name of resume_from_checkpoint.
+
+        Raises:
+            TypeError: another keyword.
+        """
+        if "model_path" in kwargs:  # of transformers 4
             resume_from_checkpoint = kwargs.pop("model_path")
         if kwargs:
             raise TypeError(f"train() got unexpected arguments: {', '.join(kwargs)}")
-        return resume_from_checkpoint, trial, ignore_keys_for_eval
+        try:
+            folder = self._begin_train(resume_from_checkpoint, trial)
+            output, number = self._call_loop(folder, trial, ignore_keys_for_eval)
+        except BaseException:
+            with contextlib.suppress(BaseException):
+                self._leave_run()
+            raise
+        self._end_train(True)
+        if number:
+            _end_by_signal(number)
+        return output
+
+    def _leave_run(self) -> None:
+        """After a failure: close the group, so that no rank waits for this one."""
+        try:
+            self._leave_ranks()
+        except RuntimeError as error:  # a collective is under way
+            logger.warning("the group of the run stays open: %s", error)
+        self._end_train(False)
+
+    def _prepare_run(self, run: _C.Run) -> None:
+        """Fill in the run: its length, its place and the model, all of it ready."""
+        run.loader = self.get_train_dataloader()
+        values = self.set_initial_training_values(run.args, run.loader)
+        if not isinstance(values, tuple) or len(values) != 7:
+            raise TypeError(
+                "set_initial_training_values must return a tuple of 7 values, got "
+                f"{values!r}"
+            )
+        run.epochs, run.updates_in_epoch, rows, samples, _, steps, run.max_steps = (
+            values
+        )
+        run.samples, run.steps_in_epoch = int(samples), steps
+        if self._communicator.world_size > 1:
+            self._agree_on_length(run, rows)
+        run.epoch, run.micro_step = self._init_training_state(
+            run.max_steps, run.updates_in_epoch, run.epochs, run.checkpoint, run.trial
+        )
+        run.model, run.loader = self._prepare_for_training(
+            run.max_steps, run.loader, run.checkpoint
+        )
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        run.start_time = time.time()
+
+    def _agree_on_length(self, run: _C.Run, rows: Any) -> None:
+        """Make the run as long as the shortest of the ranks' loaders, with as many
+        epochs as that needs; longer ones warn of what they do not train on. Unless the
+        arguments allow that, all ranks raise, naming each rank's rows and batches."""
+        rows, own = rows if isinstance(rows, int) else -1, run.steps_in_epoch
+        values = [rows, own, run.updates_in_epoch, run.max_steps, run.epochs]
+        told = self._together(
+            "comparing the length of the ranks' training data",
+            lambda: json.dumps(values).encode(),
+        )
+        each = list(zip(*map(json.loads, told), strict=True))
+        if len(set(each[0])) > 1 or len(set(each[1])) > 1:
+            self._ranks_differ(
+                "the ranks' training data differ in length",
+                f"has {rows} rows in {own} batches",
+            )
+        run.steps_in_epoch, run.updates_in_epoch, run.max_steps = map(min, each[1:4])
+        run.epochs = max(each[4])
+        if own > run.steps_in_epoch:
+            warnings.warn(
+                f"the train dataloader has {own} batches on this rank and "
+                f"{run.steps_in_epoch} on another; an epoch has no more than these. "
+                "even_batches in accelerator_config gives all ranks equally many",
+                stacklevel=2,
+            )
+
+    def _finish_run(self, run: _C.Run) -> TrainOutput:
+        """What the run returns, once its last epoch has ended."""
+        return self._finalize_training(run.trial, run.samples, run.start_time)
 
     def _begin_train(self, resume: str | bool | None, trial: Any) -> Any:
         """Ready the model and load the checkpoint's weights; return its folder."""
@@ -158,11 +249,20 @@ class TrainerRun(TrainerBase):
     def set_initial_training_values(
         self, args: Any, dataloader: Any
     ) -> tuple[int, int, int, float, int, int, int]:
-        """Return how long the run is: (num_train_epochs, num_update_steps_per_epoch,
-        num_examples, num_train_samples, total_train_batch_size, steps_in_epoch,
-        max_steps). A step in an epoch is a micro-batch.
+        """Return how long the run is.
 
-        Raises ValueError where neither max_steps nor the loader's length says.
+        A step in an epoch is a micro-batch.
+
+        Args:
+            args (TrainingArguments): The run's.
+            dataloader: Of the training batches.
+
+        Returns:
+            (num_train_epochs, num_update_steps_per_epoch, num_examples,
+            num_train_samples, total_train_batch_size, steps_in_epoch, max_steps).
+
+        Raises:
+            ValueError: neither max_steps nor the loader's length says.
         """
         total = self.get_total_train_batch_size(args)
         length = len(dataloader) if has_length(dataloader) else None
@@ -195,7 +295,12 @@ class TrainerRun(TrainerBase):
         return epochs, updates, examples, samples, total, length, steps
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Examples an update sees: micro-batch times accumulation times workers."""
+        """Return the examples that an update sees: micro-batch times accumulation times
+        ranks.
+
+        Args:
+            args (TrainingArguments): The run's.
+        """
         return int(
             self._train_batch_size * args.gradient_accumulation_steps * args.world_size
         )
@@ -262,7 +367,8 @@ class TrainerRun(TrainerBase):
         if self._shard_group is None:
             self._flos_per_token = self._adapter.flos_per_token(self.model)
         self._main_input_name = getattr(self.model, "main_input_name", "input_ids")
-        self._train_mode(model)
+        for part in (model, self.optimizer):  # schedule-free optimizers have modes
+            call_if_there(part, "train")
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -283,19 +389,38 @@ class TrainerRun(TrainerBase):
         scaler = make_loss_scaler(self.args.loss_scaler)
         return scaler if scaler.enabled else None
 
-    def _train_mode(self, model: Any) -> None:
-        """Put model and optimizer (schedule-free ones have modes) into train mode."""
-        for part in (model, self.optimizer):
-            if callable(getattr(part, "train", None)):
-                part.train()
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: Any,
+        grad_norm: Any,
+        model: Any,
+        trial: Any,
+        epoch: Any,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Log, evaluate and save, each if the control says that it is due. Hook.
 
-    def _start_clock(self) -> float:
-        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
-        return time.time()
-
-    def _saves_best_only(self) -> bool:
-        """Does an evaluation decide whether this step is saved?"""
-        return bool(self.args.save_strategy == "best")
+        tr_loss is the sum of the window's losses, for overrides to read; the trainer
+        keeps its own.
+        """
+        if self.control.should_log and self.state.global_step > self._window_start:
+            self._log_window(learning_rate, start_time)
+        if self.control.should_evaluate:
+            metrics = self._evaluate(trial, ignore_keys_for_eval)
+            best = self._determine_best_metric(metrics, trial)
+            if self.args.save_strategy == "best":
+                self.control.should_save = best
+        if self.control.should_save:
+            self._save_atomically(model, trial)
+            self._saved_step = self.state.global_step
+            handler = self.callback_handler
+            if not isinstance(handler, _C.CallbackHandler) or handler.listens(
+                "on_save"
+            ):
+                self._wait_for_save()  # a callback finds the folder there
+            self.control = handler.on_save(self.args, self.state, self.control)
 
     def _save_on_signal(self, model: Any, trial: Any) -> None:
         """The checkpoint that Ctrl-C or SIGTERM asks for, unless this step has one."""
@@ -304,6 +429,7 @@ class TrainerRun(TrainerBase):
             logger.warning("Asked to stop: saving a checkpoint of step %d first.", step)
             self._save_atomically(model, trial)
         self._wait_for_save()
+        self.control.should_training_stop = True
 
     def _finalize_training(
         self, trial: Any, num_train_samples: int, start_time: float
@@ -324,8 +450,7 @@ class TrainerRun(TrainerBase):
         self._memory_tracker.stop_and_update_metrics(metrics, "train")
         self.log(metrics)
         self._together("saving the last checkpoint", self._wait_for_save)
-        if callable(getattr(self.optimizer, "eval", None)):
-            self.optimizer.eval()  # a schedule-free one leaves its average in the model
+        call_if_there(self.optimizer, "eval")  # a schedule-free one leaves its average
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best_model()
         self.control = self.callback_handler.on_train_end(
@@ -370,10 +495,15 @@ class TrainerRun(TrainerBase):
             self._adapter.move_model(model, device)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """A fresh model from model_init, which takes no argument or the trial."""
-        assert self.model_init is not None
-        import inspect
+        """Return a fresh model of model_init, which takes no argument or the trial.
 
+        Args:
+            trial (default None): Of a search; else None.
+
+        Raises:
+            RuntimeError: model_init takes more, or returns None.
+        """
+        assert self.model_init is not None
         takes = len(inspect.signature(self.model_init).parameters)
         if takes > 1:
             raise RuntimeError(
@@ -387,7 +517,11 @@ class TrainerRun(TrainerBase):
     # Optimizer and schedule
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make the optimizer and the schedule that were not passed."""
+        """Make the optimizer and the schedule that were not passed.
+
+        Args:
+            num_training_steps (int): Updates of the run.
+        """
         self.create_optimizer()
         self.create_scheduler(num_training_steps=num_training_steps)
 
@@ -395,6 +529,9 @@ class TrainerRun(TrainerBase):
         """Make self.optimizer unless there is one, and return it.
 
         Weight decay applies to the parameters of get_decay_parameter_names alone.
+
+        Args:
+            model (default None): Whose parameters it updates; None: self.model.
         """
         if self.optimizer is None:
             target = self.model if model is None else model
@@ -417,17 +554,33 @@ class TrainerRun(TrainerBase):
     def get_optimizer_cls_and_kwargs(
         args: Any, model: Any = None
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """The class that args.optim names and its keywords, without the parameters."""
+        """Return the class that args.optim names and its keywords, without the
+        parameters.
+
+        Args:
+            args (TrainingArguments): The run's.
+            model (default None): For optimizers that choose modules by name.
+        """
         from ctrainer.arguments.optimizers import optimizer_class
 
         return optimizer_class(args, model)
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Names of the parameters that weight decay applies to."""
+        """Return the names of the parameters that weight decay applies to.
+
+        Args:
+            model: Whose parameters.
+        """
         return list(self._adapter.decay_parameter_names(model))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make self.lr_scheduler unless there is one, and return it."""
+        """Make self.lr_scheduler unless there is one, and return it.
+
+        Args:
+            num_training_steps (int): Updates of the run.
+            optimizer (default None): Whose learning rates it sets; None:
+                self.optimizer.
+        """
         if self.lr_scheduler is None:
             args = self.args
             self.lr_scheduler = self._adapter.make_scheduler(
@@ -450,12 +603,20 @@ class TrainerRun(TrainerBase):
         return self._train_data.get_train_dataloader(self)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the loader of evaluation batches of `eval_dataset`: a data set, a key
-        of self.eval_dataset, or None for self.eval_dataset."""
+        """Return the loader of evaluation batches.
+
+        Args:
+            eval_dataset (default None): A data set, a key of self.eval_dataset, or None
+                for self.eval_dataset.
+        """
         return self._train_data.get_eval_dataloader(self, eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return the loader of batches to predict."""
+        """Return the loader of batches to predict.
+
+        Args:
+            test_dataset: The data set.
+        """
         return self._train_data.get_test_dataloader(self, test_dataset)
 
     def _get_dataloader(
@@ -502,17 +663,17 @@ class TrainerRun(TrainerBase):
             self, data_collator, description
         )
 
-    def _epoch_iterator(
-        self, loader: Any, epoch: int, skip: int, checkpoint: str | None
-    ) -> Any:
-        """Batches of the epoch from number `skip` on.
+    def _epoch_iterator(self, run: _C.Run) -> Any:
+        """Batches of the run's epoch from its micro-batch on.
 
         The generators' states at the beginning of the epoch are kept for checkpoints:
         a run resumed in its middle starts the epoch with them, so that its order is
         the same, and then takes those of the moment of saving. One resumed between two
         epochs starts with those.
         """
-        return self._train_data.epoch_iterator(self, loader, epoch, skip, checkpoint)
+        return self._train_data.epoch_iterator(
+            self, run.loader, run.epoch, run.micro_step, run.checkpoint
+        )
 
     def _evaluation_batches(self, loader: Any) -> Any:
         """An evaluation's batches, which draw alike each time, by their place: what
@@ -522,6 +683,70 @@ class TrainerRun(TrainerBase):
 
     # Checkpoints
 
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
+        """Save the model, and the processing class, for from_pretrained() to load.
+        Hook.
+
+        Args:
+            output_dir (str | None, default None): The folder; None: args.output_dir.
+            _internal_call (bool, default False): The trainer calls it, and not a user:
+                nothing is pushed to the Hub.
+        """
+        folder = self.args.output_dir if output_dir is None else output_dir
+        self._checkpoint_files.save_model(self, folder, _internal_call)
+
+    def _save_checkpoint(
+        self, model: Any, trial: Any = None, metrics: Any = None
+    ) -> None:
+        """Save the model, optimizer, schedule, generators and state as checkpoint-N.
+
+        Hook; called inside a save that makes the folder appear whole. An override may
+        call super() and add files to _get_output_dir(trial)/checkpoint-N. Called by the
+        user, it returns when the folder is in place.
+        """
+        files = self._checkpoint_files
+        if self._staged_folder is not None:
+            files.write(self, trial)
+            return
+        files.save_atomically(self, trial, lambda: files.write(self, trial))
+        self._wait_for_save()
+
+    def _save_atomically(self, model: Any, trial: Any = None) -> None:
+        """Call _save_checkpoint(model, trial) so that all it writes appears as one
+        folder.
+
+        Returns when the snapshot is taken; _wait_for_save() waits for the disk.
+        """
+        if self._staged_folder is not None:
+            self._save_checkpoint(model, trial)
+            return
+        self._checkpoint_files.save_atomically(
+            self, trial, lambda: self._save_checkpoint(model, trial)
+        )
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """The folder that checkpoints are written to.
+
+        While one is being made that is a temporary folder; what is put into its
+        checkpoint-N becomes part of the checkpoint.
+        """
+        if self._staged_folder is not None:
+            return os.path.dirname(self._staged_folder)
+        return self._checkpoint_files.run_dir(self, trial)
+
+    def _wait_for_save(self, release: bool = False) -> None:
+        """Return when the last checkpoint is on the disk; raise OSError if it failed.
+
+        With release, return the memory of the snapshots to the system.
+        """
+        writer = self._checkpoint_writer
+        if writer is not None and self._staged_folder is None:
+            if release:
+                writer.release()
+            writer.wait()
+
     def _save(
         self,
         output_dir: str | None = None,
@@ -529,15 +754,6 @@ class TrainerRun(TrainerBase):
     ) -> None:
         """Save weights, configuration, processing class and arguments. Hook."""
         self._checkpoint_files.save(self, output_dir, state_dict)
-
-    def _share_weights(self, folder: str, in_checkpoint: bool) -> Any:
-        """What of the weights is to be written into the folder, where they are not the
-        model's own; called by all ranks."""
-        return self._checkpoint_files.share_weights(self, folder, in_checkpoint)
-
-    def _save_shared(self, folder: str, weights: dict[str, Any]) -> Any:
-        """Save what _share_weights gave."""
-        return self._checkpoint_files.save_shared(self, folder, weights)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save optimizer.pt and scheduler.pt. Hook."""
@@ -556,29 +772,9 @@ class TrainerRun(TrainerBase):
         rng_state_RANK.pth. Hook."""
         self._checkpoint_files.save_rng_state(self, output_dir)
 
-    def _save_trainer_state(self, output_dir: str) -> None:
-        """Save trainer_state.json, and in a file of ours what it has no place for."""
-        self._checkpoint_files.save_trainer_state(self, output_dir)
-
     def save_state(self) -> None:
         """Save the state as trainer_state.json in args.output_dir, on rank 0."""
         self._checkpoint_files.save_state(self)
-
-    def _push_saved_model(self) -> None:
-        self._checkpoint_files.push_saved_model(self)
-
-    def _run_dir(self, trial: Any = None) -> str:
-        """Where the checkpoints of this run, or of this trial of a search, end up."""
-        return self._checkpoint_files.run_dir(self, trial)
-
-    def _note_best(self, trial: Any = None) -> None:
-        """Tell the state where the best checkpoint is, or will be in a moment."""
-        self._checkpoint_files.note_best(self, trial)
-
-    def _check_save(self) -> None:
-        """Give paths that an override took from the temporary folder their final form,
-        before the save is committed."""
-        self._checkpoint_files.check_save(self)
 
     def _sorted_checkpoints(
         self,
@@ -639,15 +835,6 @@ class TrainerRun(TrainerBase):
         """Load the weights of the best checkpoint. Hook."""
         self._checkpoint_files.load_best_model(self)
 
-    def _take_rank_files(self) -> bytes:
-        """The files that this rank hands over: a line of JSON with their sizes in
-        bytes by their names, then one after the other."""
-        return self._checkpoint_files.take_rank_files(self)
-
-    def _add_rank_files(self, parcels: list[bytes]) -> None:
-        """Put the files of all ranks into the open save."""
-        self._checkpoint_files.add_rank_files(self, parcels)
-
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set all generators as they were when the checkpoint was saved. Hook."""
         self._checkpoint_files.load_rng_state(self, checkpoint)
@@ -656,7 +843,7 @@ class TrainerRun(TrainerBase):
 
     def _save_blocks(self, output_dir: str) -> None:
         """Save blocks.pt: how many updates the block has, the model that it began with
-        and the momentum, if ranks train apart; of every rank but the first, whose own
+        and the momentum, with local steps; of every rank but the first, whose own
         are the checkpoint's, blocks_RANK.pt: its weights, its optimizer. Hook."""
         self._local_steps.save_blocks(self, output_dir)
 
@@ -681,8 +868,25 @@ class TrainerRun(TrainerBase):
 
         The search is optuna's, ray's or wandb's, driven by transformers' backend of
         that name. On several ranks the first one asks it; the others receive each
-        trial, train along and return None. Raises RuntimeError without model_init,
-        ImportError without transformers or the backend.
+        trial, train along and return None.
+
+        Args:
+            hp_space (Callable[..., dict[str, Any]] | None, default None): (trial) ->
+                values by the arguments' names; None: the backend's own space.
+            compute_objective (Callable[[dict[str, float]], Any] | None, default None):
+                (metrics) -> what is optimized; None: the loss, or else the sum of the
+                metrics.
+            n_trials (int, default 20): Trainings.
+            direction (str | list[str], default 'minimize'): "minimize" or "maximize"; a
+                list of them for several objectives.
+            backend (default None): Its name; None: the first that is installed.
+            hp_name (Callable[..., str] | None, default None): (trial) -> name of a
+                trial's run.
+            **kwargs: Of the backend.
+
+        Raises:
+            RuntimeError: there is no model_init.
+            ImportError: transformers or the backend is missing.
         """
         return self._hp_search.hyperparameter_search(
             self,
@@ -704,3 +908,151 @@ class TrainerRun(TrainerBase):
     ) -> None:
         """Tell the search how an evaluation went; it may prune the trial."""
         self._hp_search.report_to_hp_search(self, trial, step, metrics)
+
+    # Evaluation
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Evaluate, log and return the metrics: the loss, what compute_metrics
+        computes, and the speed.
+
+        Args:
+            eval_dataset (Dataset | dict | str | None, default None): A data set; a dict
+                of several, whose metrics begin with "<prefix>_<name>_"; the name of one
+                in the trainer's dict; None for the trainer's own.
+            ignore_keys (list[str] | None, default None): Outputs of the model that are
+                no predictions; None takes model.config.keys_to_ignore_at_inference.
+            metric_key_prefix (str, default 'eval'): Begins the name of every metric.
+
+        Returns:
+            dict[str, float]: Numbers by name.
+
+        Raises:
+            ValueError: there is no data set, or no batch.
+        """
+        return evaluation.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+    ) -> Any:
+        """Predict a data set. Without labels the metrics are the speed alone.
+
+        Args:
+            test_dataset (Dataset): The data set.
+            ignore_keys (list[str] | None, default None): Outputs of the model that are
+                no predictions; None takes model.config.keys_to_ignore_at_inference.
+            metric_key_prefix (str, default 'test'): Begins the name of every metric.
+
+        Returns:
+            PredictionOutput: predictions, label_ids (None without labels) and metrics.
+
+        Raises:
+            ValueError: there is no batch.
+        """
+        return evaluation.predict(self, test_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Run prediction_step on every batch.
+
+        Predictions and labels become arrays as the batches come, in no more memory than
+        the result takes; rows that are shorter in the second dimension are filled with
+        -100. <prefix>_loss is the mean over rows of the batch's loss.
+
+        Args:
+            dataloader (Iterable): The batches.
+            description (str): Of the run, for the log and for errors.
+            prediction_loss_only (bool | None, default None): Keep nothing but the loss;
+                None takes args.prediction_loss_only.
+            ignore_keys (list[str] | None, default None): Outputs of the model that are
+                no predictions; None takes model.config.keys_to_ignore_at_inference.
+            metric_key_prefix (str, default 'eval'): Begins the name of every metric.
+
+        Returns:
+            EvalLoopOutput: predictions, label_ids, metrics and num_samples.
+
+        Raises:
+            ValueError: there is no batch.
+        """
+        return evaluation.evaluation_loop(
+            self, dataloader, description, prediction_loss_only, ignore_keys,
+            metric_key_prefix,
+        )  # fmt: skip
+
+    def prediction_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Do what evaluation_loop does, by the name of older releases.
+
+        Args:
+            dataloader (Iterable): The batches.
+            description (str): Of the run, for the log and for errors.
+            prediction_loss_only (bool | None, default None): Keep nothing but the loss.
+            ignore_keys (list[str] | None, default None): Outputs of the model that are
+                no predictions.
+            metric_key_prefix (str, default 'eval'): Begins the name of every metric.
+
+        Returns:
+            EvalLoopOutput: predictions, label_ids, metrics and num_samples.
+        """
+        return evaluation.evaluation_loop(
+            self, dataloader, description, prediction_loss_only, ignore_keys,
+            metric_key_prefix,
+        )  # fmt: skip
+
+    def _evaluate(
+        self,
+        trial: Any,
+        ignore_keys_for_eval: list[str] | None,
+        skip_scheduler: bool = False,
+    ) -> dict[str, float]:
+        """Evaluate within a training: report to a search, and step a learning rate that
+        depends on a metric. Return the metrics."""
+        return evaluation.evaluate_in_training(
+            self, trial, ignore_keys_for_eval, skip_scheduler
+        )
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Return the length of the loader's data set; without a length, batches times
+        per_device_train_batch_size.
+
+        Args:
+            dataloader (Iterable): A loader of batches.
+
+        Raises:
+            TypeError: the loader has no length.
+        """
+        return evaluation.num_examples(self, dataloader)
+
+
+def _end_by_signal(number: int) -> None:
+    """End as without a handler of ours: what was installed before decides."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    signal.raise_signal(number)
+    raise SystemExit(str(128 + number))
+
+
+# model_path= of transformers 4 is taken and not shown.
+_shown = inspect.signature(TrainerRun.train)
+TrainerRun.train.__signature__ = _shown.replace(  # type: ignore[attr-defined]
+    parameters=[p for p in _shown.parameters.values() if p.name != "kwargs"]
+)

@@ -152,13 +152,13 @@ class ShardedFiles(CheckpointFiles):
             self.add_file(trainer, folder, lambda sink: save(sink.folder))
 
     def save_feedback(self, trainer: TrainerRun, folder: str) -> None:
-        """Save what codes have missed of this rank's gradients."""
-        save, name = (
-            trainer._adapter.checkpoints.save_object,
-            self.feedback_file(trainer),
-        )
+        """Save this rank's error-feedback residuals."""
         if self.has_feedback(trainer):
-            state = trainer.model.feedback_state_dict()
+            name, state = (
+                self.feedback_file(trainer),
+                trainer.model.feedback_state_dict(),
+            )
+            save = trainer._adapter.checkpoints.save_object
             self.add_file(trainer, folder, lambda sink: save(sink, name, state))
 
     def has_feedback(self, trainer: TrainerRun) -> bool:
@@ -167,27 +167,20 @@ class ShardedFiles(CheckpointFiles):
 
     def feedback_file(self, trainer: TrainerRun) -> str:
         rank, ranks = trainer.args.process_index, trainer.args.world_size
-        return f"code_feedback_{rank:05d}-of-{ranks:05d}.pt"
+        return f"residual_{rank:05d}-of-{ranks:05d}.pt"
 
     def save_weight_average(self, trainer: TrainerRun, output_dir: str) -> None:
         average, save = trainer.weight_average, trainer._adapter.checkpoints.save_object
         if trainer._shard_group is None or average is None:
             super().save_weight_average(trainer, output_dir)
             return
-        state = average.state_dict()
-        self.add_file(
-            trainer,
-            output_dir,
-            lambda sink: save(sink, self.average_file(trainer), state),
-        )
+        name, state = self.average_file(trainer), average.state_dict()
+        self.add_file(trainer, output_dir, lambda sink: save(sink, name, state))
 
     def average_file(self, trainer: TrainerRun) -> str:
-        alone = trainer._shard_group is None
-        return (
-            super().average_file(trainer)
-            if alone
-            else f"weight_average_{trainer.args.process_index}.pt"
-        )
+        if trainer._shard_group is None:
+            return super().average_file(trainer)
+        return f"weight_average_{trainer.args.process_index}.pt"
 
     def load_from_checkpoint(
         self, trainer: TrainerRun, resume_from_checkpoint: str, model: Any = None
@@ -225,12 +218,17 @@ class ShardedFiles(CheckpointFiles):
     def load_feedback(self, trainer: TrainerRun, checkpoint: str) -> None:
         if trainer._shard_group is None or not self.has_feedback(trainer):
             return
-        name = self.feedback_file(trainer)
-        state = trainer._adapter.checkpoints.load_object(checkpoint, name)
+        load, name = (
+            trainer._adapter.checkpoints.load_object,
+            self.feedback_file(trainer),
+        )
+        state = load(checkpoint, name)
+        if state is None:  # the file's name in older checkpoints
+            state = load(checkpoint, name.replace("residual", "code_feedback"))
         if state is None:
             logger.warning(
-                "%s has no %s: what codes have missed begins with nothing, "
-                "as with another number of ranks",
+                "%s has no %s: error feedback begins without residuals, as with "
+                "another number of ranks",
                 checkpoint,
                 name,
             )
@@ -238,24 +236,22 @@ class ShardedFiles(CheckpointFiles):
         trainer.model.load_feedback_state_dict(state)
 
     def load_weight_average(self, trainer: TrainerRun, checkpoint: str | None) -> None:
-        sharded = checkpoint is not None and _has_shards(checkpoint)
         if trainer.weight_average is None or checkpoint is None:
             return
         from ctrainer.fsdp import trained_model
 
-        alone = trainer._shard_group is None
-        if (alone and not sharded) or (
-            sharded
-            and not alone
-            and trained_model.same_layout(trainer.model, checkpoint)
-        ):
-            super().load_weight_average(trainer, checkpoint)
-            return
-        state = trained_model.average_state(
-            None if alone else trainer.model,
-            trainer.weight_average,
-            checkpoint,
-            trainer._adapter.checkpoints.load_object,
+        sharded = _has_shards(checkpoint)
+        model = None if trainer._shard_group is None else trainer.model
+        if model is None:
+            own = not sharded
+        else:
+            own = sharded and trained_model.same_layout(model, checkpoint)
+        load = trainer._adapter.checkpoints.load_object
+        average = trainer.weight_average
+        state = (
+            None
+            if own
+            else trained_model.average_state(model, average, checkpoint, load)
         )
         if state is None:
             super().load_weight_average(trainer, checkpoint)

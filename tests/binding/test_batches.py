@@ -149,23 +149,6 @@ def test_a_multiple_below_one_is_rejected() -> None:
         cut([1], 1, 1, 0)
 
 
-def test_a_batch_fits_one_of_the_fixed_shapes() -> None:
-    shapes = np.array([[2, 100], [8, 10], [4, 30]])
-    lengths = np.array([9, 9, 9, 9, 25, 90, 5, 31])
-    batches = _C.batch_fixed_shapes(np.arange(8), lengths, shapes)
-    assert [b.tolist() for b in batches] == [[0, 1, 2, 3], [4, 5], [6, 7]]
-    by_function = _C.batch_fixed_shapes(np.arange(8), lambda i: int(lengths[i]), shapes)
-    assert [b.tolist() for b in by_function] == [b.tolist() for b in batches]
-
-
-def test_a_sample_that_fits_no_shape_is_an_error() -> None:
-    with pytest.raises(ValueError, match="position 1 has 11 tokens, and none of the 1"):
-        _C.batch_fixed_shapes(np.arange(2), np.array([1, 11]), np.array([[4, 10]]))
-    for shapes in (np.zeros((0, 2), np.int64), np.ones((1, 3), np.int64)):
-        with pytest.raises(ValueError, match="rows"):
-            _C.batch_fixed_shapes(np.arange(2), np.array([1, 11]), shapes)
-
-
 def fails_cleanly(call: Callable[[], Any], expected: Any) -> int:
     """Lets each allocation fail in turn; returns how many failed."""
     testcapi = pytest.importorskip("_testcapi")

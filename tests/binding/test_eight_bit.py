@@ -1,4 +1,4 @@
-"""State of 8 bits against its formula in NumPy and against bitsandbytes."""
+"""8-bit state against its formula in NumPy and against bitsandbytes."""
 
 import copy
 import pickle
@@ -361,7 +361,7 @@ def test_options_out_of_range_are_named() -> None:
     with pytest.raises(ValueError, match="optim_bits is 4; expected 8 or 32"):
         optim.AdamW8bit(params, optim_bits=4).step()
     groups = [{"params": params, "fp32_state": True}]
-    with pytest.raises(ValueError, match="fp32_state=True with state of 8 bits"):
+    with pytest.raises(ValueError, match="fp32_state=True with 8-bit state"):
         optim.AdamW8bit(groups).step()
     with pytest.raises(ValueError, match=r"'amsgrad'\] is True"):
         optim.AdamW8bit([{"params": params, "amsgrad": True}]).step()

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from ctrainer import _C, optim
+from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.fairseq._trainer_step import Step
 
 
 class Metrics:
@@ -80,8 +82,9 @@ class Module:
     def train(self) -> None: ...
 
 
-class Trainer(_C.FairseqTrainer):
+class Trainer(Step):
     cuda = original_dummies = _criterion_trains = False
+    device = torch.device("cpu")
     quantizer = _dummy_batch = _wrapped_model = _wrapped_criterion = None
     data_parallel_world_size = 1
 
@@ -97,20 +100,16 @@ class Trainer(_C.FairseqTrainer):
         self._warn_once: set[str] = set()
         self._read_config()
 
-    def _wrap_model(self) -> None:
-        self._wrapped_model = self._model
+    def _build_part(self, part: str) -> None:
+        setattr(self, f"_wrapped_{part}", getattr(self, f"_{part}"))
 
-    def _wrap_criterion(self) -> None:
-        self._wrapped_criterion = self._criterion
+    def _set_seed(self) -> None:
+        self.calls.append(f"seed at {self.get_num_updates()}")
 
-    def _rng_state(self) -> str:
-        return "rng"
-
-    def _seed_torch(self, seed: int) -> None:
-        self.calls.append(f"seed {seed}")
-
-    def _save_crash(self, error: Exception, samples: Any, place: Any, rng: Any) -> None:
-        self.crashes.append((type(error), samples, place, rng))
+    def _report_failure(
+        self, error: BaseException, samples: Any, place: Any, rng: Any
+    ) -> None:
+        self.crashes.append((type(error), samples, place, rng is None))
 
 
 def test_the_order_of_an_update() -> None:
@@ -118,7 +117,7 @@ def test_the_order_of_an_update() -> None:
     output = trainer.train_step([{"n": 3}, {"n": 4}])
     assert output == {"loss": 1.0, "sample_size": 7.0}
     assert trainer.calls == [
-        "seed 1", "zero_grad", "sample 3", "sample 4", "all_reduce", "multiply",
+        "seed at 0", "zero_grad", "sample 3", "sample 4", "all_reduce", "multiply",
         "clip", "step",
     ]  # fmt: skip
     assert trainer._num_updates == 1
@@ -128,16 +127,6 @@ class OnGPU(Trainer):
     """What a trainer whose model is on a GPU calls beside."""
 
     cuda = True
-    full = False
-
-    def _convert_sample(self, sample: Any) -> Any:
-        self.calls.append("convert")
-        return sample
-
-    def _log_memory(self) -> None:
-        self.calls.append("memory")
-        if self.full:
-            raise MemoryError("it is full")
 
     def _empty_cache(self) -> None:
         self.calls.append(f"empty at {self._num_updates}")
@@ -145,9 +134,22 @@ class OnGPU(Trainer):
 
 @pytest.mark.parametrize("every", [0, 1, 2, 3])
 def test_on_a_gpu_samples_are_moved_memory_is_logged_and_the_cache_emptied(
-    every: int,
+    every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = OnGPU()
+    trainer, full = OnGPU(), False
+
+    def moved(sample: Any, *options: Any) -> Any:
+        trainer.calls.append("convert")
+        return sample
+
+    def memory() -> float:
+        trainer.calls.append("memory")
+        if full:
+            raise MemoryError("it is full")
+        return 1.0
+
+    monkeypatch.setattr(tools, "convert_sample", moved)
+    monkeypatch.setattr(tools, "memory_gb", memory)
     trainer.cfg.common = SimpleNamespace(empty_cache_freq=every)
     trainer._read_config()
     for _ in range(7):
@@ -156,7 +158,7 @@ def test_on_a_gpu_samples_are_moved_memory_is_logged_and_the_cache_emptied(
     due = [n for n in range(1, 8) if every and (n + every - 1) % every == 0]
     emptied = [call for call in trainer.calls if call.startswith("empty")]
     assert emptied == [f"empty at {n}" for n in due]
-    trainer.full = True
+    full = True
     with pytest.raises(MemoryError, match="it is full"):
         trainer.train_step([{"n": 3}])
 
@@ -167,14 +169,14 @@ def test_contexts_that_forget_their_finally_are_left_all_the_same() -> None:
     with pytest.raises(KeyError, match="lost"):
         trainer.train_step([{"n": 3}])
     assert trainer._metrics.open == 0
-    assert trainer.crashes == [(KeyError, [{"n": 3}], 0, "rng")]
+    assert trainer.crashes == [(KeyError, [{"n": 3}], 0, False)]
 
 
 def test_what_the_crash_report_raises_does_not_hide_the_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Broken(Trainer):
-        def _save_crash(self, *args: Any) -> None:
+        def _report_failure(self, *args: Any) -> None:
             raise OSError("disk full")
 
     trainer = Broken()
@@ -221,7 +223,7 @@ def test_survives_every_failed_allocation() -> None:
     done = False
     for start in range(3000):
         trainer = Trainer()
-        trainer._save_crash = lambda *args: None  # type: ignore[method-assign]
+        trainer._report_failure = lambda *args: None  # type: ignore[method-assign]
         testcapi.set_nomemory(start, start + 1)
         try:
             done = trainer.train_step([{"n": 3}]) is not None

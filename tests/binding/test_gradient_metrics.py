@@ -11,19 +11,16 @@ from tiny import Net, make, rows
 from torch import nn
 
 import ctrainer
-from ctrainer import optim
+import ctrainer.adapters.torch
+from ctrainer import adapters, optim
 
 
 class Device(ctrainer.Trainer):
     """A trainer that takes its gradients for those of a device."""
 
-    @property
-    def _inputs_stay(self) -> bool:
-        return False
-
-    @_inputs_stay.setter
-    def _inputs_stay(self, value: bool) -> None:
-        assert value, "the machine's own answer"
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._inputs_stay = False
 
 
 class Deep(nn.Module):
@@ -139,13 +136,22 @@ def test_the_bad_layer_is_found() -> None:
     assert bad == {"grad_norm/head.bias"}
 
 
-def test_only_updates_that_are_logged_are_measured() -> None:
-    calls = []
+def test_only_updates_that_are_logged_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, trainers = [], []
+    labels = adapters.torch.parameter_labels
+
+    def counts(model: Any, depth: int | None) -> dict[Any, str]:
+        calls.append(trainers[-1].state.global_step + 1)
+        return labels(model, depth)
+
+    monkeypatch.setattr(adapters.torch, "parameter_labels", counts)
 
     class Counts(ctrainer.Trainer):
-        def _parameter_labels(self) -> dict[Any, str]:
-            calls.append(self.state.global_step + 1)
-            return super()._parameter_labels()  # type: ignore[no-any-return]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            trainers.append(self)
 
     run(Counts, log_layer_grad_norms=True, max_steps=7, logging_steps=3)
     assert calls == [3, 6]

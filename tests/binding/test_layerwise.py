@@ -225,7 +225,7 @@ def test_options_are_read_from_the_live_groups() -> None:
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (optim.LAMB, {"betas": (1.0, 0.9)}, r"beta1 must be in \[0, 1\), got 1"),
+        (optim.LAMB, {"betas": (1.0, 0.9)}, r"betas\[0\] must be in \[0, 1\), got 1"),
         (optim.LAMB, {"max_grad_norm": -1.0}, r"'max_grad_norm'\] is -1"),
         (optim.LARS, {"nesterov": True}, "nesterov needs momentum > 0 and dampening 0"),
         (

@@ -402,7 +402,7 @@ class TestRefusals:
             ("lr", -1.0, ValueError, "lr must be >= 0"),
             ("lr", float("nan"), ValueError, "lr must be >= 0"),
             ("betas", (0.9,), ValueError, "expected two numbers"),
-            ("betas", (0.9, 1.5), ValueError, "beta2"),
+            ("betas", (0.9, 1.5), ValueError, r"betas\[1\]"),
             ("eps", None, TypeError, "eps"),
             ("capturable", True, ValueError, "torch.optim"),
         ],

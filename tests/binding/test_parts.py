@@ -63,7 +63,6 @@ def closed() -> _C.Communicator:
         ((_C.Communicator(), -1, (4,)), ValueError, "begins at element -1 of 4"),
         ((_C.Communicator(), 0, (-4,)), ValueError, r"a shape of \(-4,\)"),
         ((_C.Communicator(), 0, ("4",)), TypeError, "integer"),
-        ((_C.Communicator(), 0, (1,) * 65), ValueError, "65 dimensions"),
     ],
 )
 def test_what_does_not_say_of_what_it_is_a_part_is_rejected(

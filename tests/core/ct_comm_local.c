@@ -25,8 +25,7 @@ typedef struct group {
     member members[];
 } group;
 
-/* ---- agreeing ----------------------------------------------------------------------
- */
+/* ---- agreeing -------------------------------------------------------------------- */
 
 static const ct_request *
 request_of(const void *g, int rank)
@@ -34,8 +33,7 @@ request_of(const void *g, int rank)
     return &((const group *)g)->members[rank].request;
 }
 
-/* ---- the work of a rank ------------------------------------------------------------
- */
+/* ---- the work of a rank ---------------------------------------------------------- */
 
 static void *
 element(const ct_span *span, size_t at)
@@ -160,12 +158,11 @@ work(const member *self)
     }
 }
 
-/* ---- the table ---------------------------------------------------------------------
- */
+/* ---- the table ------------------------------------------------------------------- */
 
 /* All ranks are rejected alike or none is. */
 static ct_status
-collective(ct_comm *comm, const ct_request *wanted, ct_error *err)
+local_run(ct_comm *comm, const ct_request *wanted, ct_error *err)
 {
     member *self = (member *)comm;
     ct_thread_barrier *barrier = self->group->barrier;
@@ -188,57 +185,6 @@ collective(ct_comm *comm, const ct_request *wanted, ct_error *err)
     }
     ct_thread_barrier_close(barrier, comm->rank);
     return status;
-}
-
-static ct_status
-local_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
-{
-    return collective(comm, &(ct_request){.what = CT_ALL_REDUCE, .in = *span, .op = op},
-                      err);
-}
-
-static ct_status
-local_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
-{
-    return collective(
-        comm, &(ct_request){.what = CT_ALL_GATHER, .out = *out, .in = *in}, err);
-}
-
-static ct_status
-local_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
-                     ct_reduce_op op, ct_error *err)
-{
-    const ct_request wanted = {
-        .what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
-    return collective(comm, &wanted, err);
-}
-
-static ct_status
-local_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
-{
-    return collective(
-        comm, &(ct_request){.what = CT_ALL_TO_ALL, .out = *out, .in = *in}, err);
-}
-
-static ct_status
-local_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
-{
-    return collective(
-        comm, &(ct_request){.what = CT_BROADCAST, .in = *span, .root = root}, err);
-}
-
-static ct_status
-local_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
-             ct_error *err)
-{
-    const ct_request wanted = {.what = CT_REDUCE, .in = *span, .op = op, .root = root};
-    return collective(comm, &wanted, err);
-}
-
-static ct_status
-local_barrier(ct_comm *comm, ct_error *err)
-{
-    return collective(comm, &(ct_request){.what = CT_BARRIER}, err);
 }
 
 static void
@@ -325,13 +271,13 @@ local_group(ct_comm *comm, const ct_members *m, ct_comm **made, ct_error *err)
     }
     const ct_span in = {(void *)&own, sizeof(ct_comm **), CT_U8};
     const ct_span out = {(void *)all, ranks * sizeof(ct_comm **), CT_U8};
-    ct_status status = local_all_gather(comm, &out, &in, err);
+    ct_status status = ct_comm_all_gather(comm, &out, &in, err);
     if (status == CT_OK && m->n > 1) {
         ct_comm **comms = all[m->ranks[0]];
         *made = comms == NULL ? NULL : comms[m->index];
     }
     if (status == CT_OK) {
-        status = local_barrier(comm, err);
+        status = ct_comm_barrier(comm, err);
     }
     ct_free((void *)own);
     ct_free((void *)all);
@@ -341,13 +287,7 @@ local_group(ct_comm *comm, const ct_members *m, ct_comm **made, ct_error *err)
 static const ct_comm_ops local_ops = {
     .name = "local",
     .compares = true,
-    .all_reduce = local_all_reduce,
-    .all_gather = local_all_gather,
-    .reduce_scatter = local_reduce_scatter,
-    .all_to_all = local_all_to_all,
-    .broadcast = local_broadcast,
-    .reduce = local_reduce,
-    .barrier = local_barrier,
+    .run = local_run,
     .group = local_group,
     .free = local_free,
 };

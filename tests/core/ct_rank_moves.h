@@ -32,20 +32,20 @@ gather_scatter_and_exchange(ct_comm *comm, float *whole, float *part, size_t n)
     for (size_t i = 0; i < n; i++) {
         part[i] = value_at(comm->rank, i);
     }
-    CHECK(comm->ops->all_gather(comm, &all, &one, NULL) == CT_OK);
+    CHECK(ct_comm_all_gather(comm, &all, &one, NULL) == CT_OK);
     for (size_t i = 0; i < n * ranks; i++) {
         CHECK(whole[i] == value_at((int)(i / n), i % n));
     }
     for (size_t i = 0; i < n * ranks; i++) {
         whole[i] = value_at(comm->rank, i);
     }
-    CHECK(comm->ops->reduce_scatter(comm, &one, &all, CT_REDUCE_MEAN, NULL) == CT_OK);
+    CHECK(ct_comm_reduce_scatter(comm, &one, &all, CT_REDUCE_MEAN, NULL) == CT_OK);
     for (size_t i = 0; i < n; i++) {
         CHECK(part[i] == reduced_at(comm->world_size, mine * n + i, CT_REDUCE_MEAN));
     }
     float *back = values_of(0, n * ranks);
     const ct_span others = {back, n * ranks, CT_F32};
-    CHECK(comm->ops->all_to_all(comm, &others, &all, NULL) == CT_OK);
+    CHECK(ct_comm_all_to_all(comm, &others, &all, NULL) == CT_OK);
     for (size_t i = 0; i < n * ranks; i++) {
         CHECK(back[i] == value_at((int)(i / n), mine * n + i % n));
     }
@@ -54,7 +54,7 @@ gather_scatter_and_exchange(ct_comm *comm, float *whole, float *part, size_t n)
         for (size_t i = 0; i < n; i++) {
             part[i] = value_at(comm->rank, i);
         }
-        CHECK(comm->ops->reduce(comm, &one, CT_REDUCE_MEAN, root, NULL) == CT_OK);
+        CHECK(ct_comm_reduce(comm, &one, CT_REDUCE_MEAN, root, NULL) == CT_OK);
         for (size_t i = 0; comm->rank == root && i < n; i++) {
             CHECK(part[i] == reduced_at(comm->world_size, i, CT_REDUCE_MEAN));
         }

@@ -2,13 +2,7 @@
 #ifndef CT_RULE_EXAMPLES_H
 #define CT_RULE_EXAMPLES_H
 
-#include "core/optim/adagrad.h"
-#include "core/optim/adafactor.h"
-#include "core/optim/adam.h"
-#include "core/optim/layerwise.h"
-#include "core/optim/sgd.h"
-#include "core/optim/muon.h"
-#include "core/optim/schedule_free.h"
+#include "core/optim/optim.h"
 #include "math/rules.h"
 #include "ct_test.h"
 
@@ -39,165 +33,171 @@ ct_example_beta1(size_t variant)
     return variant == 1 ? 0.3 : 0.9;
 }
 
+/* The constants of a group's options, as ct_optim works them out. */
+static inline ct_rule_coef
+ct_example_of(const ct_optim_group *group, uint64_t key)
+{
+    ct_rule_coef coef;
+    CHECK(ct_optim_check_group(group, NULL) == CT_OK);
+    ct_optim_kinds[group->kind].coef(&coef, group, key, ct_example_scale);
+    return coef;
+}
+
+static inline ct_optim_group
+ct_example_group(ct_optim_kind kind)
+{
+    ct_optim_group group;
+    memset(&group, 0, sizeof group);
+    group.kind = kind;
+    return group;
+}
+
+/* One with the options that Adam's variants share, whose configs begin alike. */
+static inline ct_optim_group
+ct_adam_example(ct_optim_kind kind, size_t variant)
+{
+    ct_optim_group group = ct_example_group(kind);
+    group.adamw.lr = ct_example_lr(variant);
+    group.adamw.beta1 = ct_example_beta1(variant);
+    group.adamw.beta2 = 0.99;
+    group.adamw.eps = 1e-6;
+    group.adamw.weight_decay = ct_example_decay(variant);
+    return group;
+}
+
 static inline ct_rule_coef
 ct_adamw_example(size_t variant, bool decoupled)
 {
-    ct_rule_coef coef;
-    ct_adamw_config config;
-    memset(&config, 0, sizeof config);
-    config.lr = ct_example_lr(variant);
-    config.beta1 = ct_example_beta1(variant);
-    config.beta2 = 0.99;
-    config.eps = 1e-6;
-    config.weight_decay = ct_example_decay(variant);
-    config.decoupled = decoupled;
-    CHECK(ct_adamw_coef_init(&coef.adamw, &config, variant + 1, ct_example_scale,
-                             NULL) == CT_OK);
-    return coef;
+    ct_optim_group group = ct_adam_example(CT_OPTIM_ADAMW, variant);
+    group.adamw.decoupled = decoupled;
+    return ct_example_of(&group, variant + 1);
 }
 
 static inline ct_rule_coef
 ct_sgd_example(size_t variant, double momentum)
 {
-    ct_rule_coef coef;
-    ct_sgd_config config;
-    config.lr = 0.1;
-    config.momentum = momentum;
-    config.dampening = variant == 1 ? 0.5 : 0.0;
-    config.weight_decay = ct_example_decay(variant);
-    config.nesterov = variant == 2 && momentum != 0.0;
-    CHECK(ct_sgd_coef_init(&coef.sgd, &config, variant == 0, ct_example_scale, NULL) ==
-          CT_OK);
-    return coef;
+    ct_optim_group group = ct_example_group(CT_OPTIM_SGD);
+    group.sgd.lr = 0.1;
+    group.sgd.momentum = momentum;
+    group.sgd.dampening = variant == 1 ? 0.5 : 0.0;
+    group.sgd.weight_decay = ct_example_decay(variant);
+    group.sgd.nesterov = variant == 2 && momentum != 0.0;
+    return ct_example_of(&group, variant == 0);
 }
 
 static inline ct_rule_coef
 ct_adadelta_example(size_t variant)
 {
-    ct_rule_coef coef;
-    const ct_adadelta_config config = {0.3, 0.9, 1e-6, ct_example_decay(variant)};
-    CHECK(ct_adadelta_coef_init(&coef.adadelta, &config, ct_example_scale, NULL) ==
-          CT_OK);
-    return coef;
+    ct_optim_group group = ct_example_group(CT_OPTIM_ADADELTA);
+    group.adadelta.lr = 0.3;
+    group.adadelta.rho = 0.9;
+    group.adadelta.eps = 1e-6;
+    group.adadelta.weight_decay = ct_example_decay(variant);
+    return ct_example_of(&group, 0);
 }
 
 static inline ct_rule_coef
 ct_adagrad_example(size_t variant)
 {
-    ct_rule_coef coef;
-    const ct_adagrad_config config = {0.1, 0.01, 1e-10, ct_example_decay(variant)};
-    CHECK(ct_adagrad_coef_init(&coef.adagrad, &config, variant + 1, ct_example_scale,
-                               NULL) == CT_OK);
-    return coef;
+    ct_optim_group group = ct_example_group(CT_OPTIM_ADAGRAD);
+    group.adagrad.lr = 0.1;
+    group.adagrad.lr_decay = 0.01;
+    group.adagrad.eps = 1e-10;
+    group.adagrad.weight_decay = ct_example_decay(variant);
+    return ct_example_of(&group, variant + 1);
 }
 
 /* fairseq's form is one of the variants. */
 static inline ct_rule_coef
 ct_adamax_example(size_t variant)
 {
-    ct_rule_coef coef;
-    const ct_adamax_config config = {ct_example_lr(variant),
-                                     ct_example_beta1(variant),
-                                     0.99,
-                                     1e-6,
-                                     ct_example_decay(variant),
-                                     true};
-    CHECK((variant == 2 ? ct_fairseq_adamax_coef_init : ct_adamax_coef_init)(
-              &coef.adamax, &config, variant + 1, ct_example_scale, NULL) == CT_OK);
-    return coef;
+    ct_optim_group group = ct_adam_example(
+        variant == 2 ? CT_OPTIM_FAIRSEQ_ADAMAX : CT_OPTIM_ADAMAX, variant);
+    group.adamax.bias_correction = true;
+    return ct_example_of(&group, variant + 1);
 }
 
 static inline ct_rule_coef
 ct_ademamix_example(size_t variant)
 {
-    ct_rule_coef coef;
-    const ct_ademamix_config config = {ct_example_lr(variant),
-                                       ct_example_beta1(variant),
-                                       0.99,
-                                       0.999,
-                                       5.0,
-                                       3.0,
-                                       variant == 1 ? 2.5 : 7.0,
-                                       1e-6,
-                                       ct_example_decay(variant)};
-    CHECK(ct_ademamix_coef_init(&coef.ademamix, &config, variant + 1, ct_example_scale,
-                                NULL) == CT_OK);
-    return coef;
+    ct_optim_group group = ct_example_group(CT_OPTIM_ADEMAMIX);
+    group.ademamix.lr = ct_example_lr(variant);
+    group.ademamix.beta1 = ct_example_beta1(variant);
+    group.ademamix.beta2 = 0.99;
+    group.ademamix.beta3 = 0.999;
+    group.ademamix.alpha = 5.0;
+    group.ademamix.t_alpha = 3.0;
+    group.ademamix.t_beta3 = variant == 1 ? 2.5 : 7.0;
+    group.ademamix.eps = 1e-6;
+    group.ademamix.weight_decay = ct_example_decay(variant);
+    return ct_example_of(&group, variant + 1);
 }
 
 static inline ct_rule_coef
 ct_lion_example(size_t variant)
 {
-    ct_rule_coef coef;
-    const ct_lion_config config = {ct_example_lr(variant), ct_example_beta1(variant),
-                                   0.99, ct_example_decay(variant)};
-    CHECK(ct_lion_coef_init(&coef.lion, &config, ct_example_scale, NULL) == CT_OK);
-    return coef;
+    ct_optim_group group = ct_example_group(CT_OPTIM_LION);
+    group.lion.lr = ct_example_lr(variant);
+    group.lion.beta1 = ct_example_beta1(variant);
+    group.lion.beta2 = 0.99;
+    group.lion.weight_decay = ct_example_decay(variant);
+    return ct_example_of(&group, 0);
 }
 
 static inline ct_rule_coef
 ct_nadam_example(size_t variant)
 {
-    ct_rule_coef coef;
-    const ct_nadam_config config = {ct_example_lr(variant),
-                                    ct_example_beta1(variant),
-                                    0.99,
-                                    1e-6,
-                                    ct_example_decay(variant),
-                                    0.004,
-                                    variant == 2};
-    CHECK(ct_nadam_coef_init(&coef.nadam, &config, variant + 1, ct_example_scale,
-                             NULL) == CT_OK);
-    ct_nadam_coef_complete(&coef.nadam, &config, variant + 1, 0.4);
+    ct_optim_group group = ct_adam_example(CT_OPTIM_NADAM, variant);
+    double product = 0.5;
+    ct_optim_param param;
+    memset(&param, 0, sizeof param);
+    param.step = variant;
+    param.product = &product;
+    param.product_dtype = CT_F64;
+    group.nadam.momentum_decay = 0.004;
+    group.nadam.decoupled = variant == 2;
+    ct_rule_coef coef = ct_example_of(&group, variant + 1);
+    ct_optim_kinds[CT_OPTIM_NADAM].complete(&coef, &group, &param);
     return coef;
 }
 
 static inline ct_rule_coef
 ct_nag_example(size_t variant)
 {
-    ct_rule_coef coef;
-    const ct_nag_config config = {ct_example_lr(variant), 0.002, 0.9,
-                                  ct_example_decay(variant)};
-    CHECK(ct_nag_coef_init(&coef.nag, &config, ct_example_scale, NULL) == CT_OK);
-    return coef;
+    ct_optim_group group = ct_example_group(CT_OPTIM_NAG);
+    group.nag.lr = ct_example_lr(variant);
+    group.nag.lr_old = 0.002;
+    group.nag.momentum = 0.9;
+    group.nag.weight_decay = ct_example_decay(variant);
+    return ct_example_of(&group, 0);
 }
 
 static inline ct_rule_coef
 ct_rmsprop_example(size_t variant)
 {
-    ct_rule_coef coef;
-    const ct_rmsprop_config config = {ct_example_lr(variant),
-                                      variant == 1 ? 0.4 : 0.9,
-                                      1e-6,
-                                      ct_example_decay(variant),
-                                      0.9,
-                                      true};
-    CHECK(ct_rmsprop_coef_init(&coef.rmsprop, &config, ct_example_scale, NULL) ==
-          CT_OK);
-    return coef;
+    ct_optim_group group = ct_example_group(CT_OPTIM_RMSPROP);
+    group.rmsprop.lr = ct_example_lr(variant);
+    group.rmsprop.alpha = variant == 1 ? 0.4 : 0.9;
+    group.rmsprop.eps = 1e-6;
+    group.rmsprop.weight_decay = ct_example_decay(variant);
+    group.rmsprop.momentum = 0.9;
+    group.rmsprop.centered = true;
+    return ct_example_of(&group, 0);
 }
 
 static inline ct_rule_coef
 ct_schedule_free_example(size_t variant)
 {
-    ct_rule_coef coef;
-    ct_schedule_free_config config;
-    memset(&config, 0, sizeof config);
-    config.lr = ct_example_lr(variant);
-    config.beta1 = ct_example_beta1(variant);
-    config.beta2 = 0.99;
-    config.eps = 1e-6;
-    config.weight_decay = ct_example_decay(variant);
-    config.r = 0.5;
-    config.weight_lr_power = 2.0;
-    config.warmup_steps = 2.0;
-    config.train_mode = true;
+    const ct_optim_ops *ops = &ct_optim_kinds[CT_OPTIM_SCHEDULE_FREE_ADAMW];
+    ct_optim_group group = ct_adam_example(CT_OPTIM_SCHEDULE_FREE_ADAMW, variant);
+    group.schedule_free.r = 0.5;
+    group.schedule_free.weight_lr_power = 2.0;
+    group.schedule_free.warmup_steps = 2.0;
+    group.schedule_free.train_mode = true;
     for (size_t done = 0; done < variant; done++) {
-        ct_schedule_free_advance(&config);
+        ops->advance(&group);
     }
-    CHECK(ct_schedule_free_coef_init(&coef.schedule_free_adamw, &config,
-                                     ct_example_scale, NULL) == CT_OK);
-    return coef;
+    return ct_example_of(&group, 0);
 }
 
 /* Measured rules come settled, from sums that a parameter of 10 elements might have. */
@@ -212,76 +212,62 @@ ct_settled_example(ct_rule rule, ct_rule_coef coef)
 static inline ct_rule_coef
 ct_lamb_example(size_t variant)
 {
-    ct_rule_coef coef;
-    ct_lamb_config config;
-    config.lr = 1e-2;
-    config.beta1 = 0.9;
-    config.beta2 = 0.99;
-    config.eps = 1e-6;
-    config.weight_decay = 0.1 * (double)variant;
-    config.max_grad_norm = 1.0;
-    config.bias_correction = variant != 1;
-    config.grad_averaging = variant != 0;
-    config.decoupled = variant != 2;
-    config.trust_always = true;
-    CHECK(ct_lamb_coef_init(&coef.lamb, &config, variant + 1, 0.7, NULL) == CT_OK);
-    return coef;
+    ct_optim_group group = ct_adam_example(CT_OPTIM_LAMB, variant);
+    group.lamb.lr = 1e-2;
+    group.lamb.beta1 = 0.9;
+    group.lamb.max_grad_norm = 1.0;
+    group.lamb.bias_correction = variant != 1;
+    group.lamb.grad_averaging = variant != 0;
+    group.lamb.decoupled = variant != 2;
+    group.lamb.trust_always = true;
+    return ct_example_of(&group, variant + 1);
 }
 
 static inline ct_rule_coef
 ct_lars_example(size_t variant, double momentum)
 {
-    ct_rule_coef coef;
-    ct_lars_config config;
-    config.lr = 0.1;
-    config.momentum = momentum;
-    config.dampening = variant == 1 ? 0.5 : 0.0;
-    config.weight_decay = 0.1 * (double)variant;
-    config.trust = 0.02;
-    config.eps = 1e-8;
-    config.nesterov = variant == 2 && momentum != 0.0;
-    config.clip = variant == 0;
-    CHECK(ct_lars_coef_init(&coef.lars, &config, variant == 0, 0.7, NULL) == CT_OK);
-    return coef;
+    ct_optim_group group = ct_example_group(CT_OPTIM_LARS);
+    group.lars.lr = 0.1;
+    group.lars.momentum = momentum;
+    group.lars.dampening = variant == 1 ? 0.5 : 0.0;
+    group.lars.weight_decay = 0.1 * (double)variant;
+    group.lars.trust = 0.02;
+    group.lars.eps = 1e-8;
+    group.lars.nesterov = variant == 2 && momentum != 0.0;
+    group.lars.clip = variant == 0;
+    return ct_example_of(&group, variant == 0);
 }
 
 static inline ct_rule_coef
 ct_adafactor_example(size_t variant)
 {
-    ct_rule_coef coef;
-    ct_adafactor_config config;
-    config.lr = 1e-2;
-    config.eps = 1e-30;
-    config.eps2 = 1e-3;
-    config.clip_threshold = 1.0;
-    config.decay_rate = -0.8;
-    config.beta1 = 0.9;
-    config.weight_decay = 0.1 * (double)variant;
-    config.scale_parameter = variant != 0;
-    config.relative_step = variant == 1;
-    config.warmup_init = false;
-    CHECK(ct_adafactor_coef_init(&coef.adafactor, &config, variant + 2, variant == 2,
-                                 0.7, NULL) == CT_OK);
-    return coef;
+    ct_optim_group group = ct_example_group(CT_OPTIM_ADAFACTOR);
+    group.adafactor.lr = 1e-2;
+    group.adafactor.eps = 1e-30;
+    group.adafactor.eps2 = 1e-3;
+    group.adafactor.clip_threshold = 1.0;
+    group.adafactor.decay_rate = -0.8;
+    group.adafactor.beta1 = 0.9;
+    group.adafactor.weight_decay = 0.1 * (double)variant;
+    group.adafactor.scale_parameter = variant != 0;
+    group.adafactor.relative_step = variant == 1;
+    return ct_example_of(&group, 2 * (variant + 2) + (variant == 2));
 }
 
 static inline ct_rule_coef
 ct_muon_example(size_t variant)
 {
-    ct_rule_coef coef;
-    ct_muon_config config;
-    config.lr = 1e-2;
-    config.weight_decay = 0.1;
-    config.momentum = variant == 1 ? 0.3 : 0.95;
-    config.coefficients[0] = 3.4445;
-    config.coefficients[1] = -4.7750;
-    config.coefficients[2] = 2.0315;
-    config.eps = 1e-7;
-    config.steps = 5;
-    config.nesterov = variant != 2;
-    config.adjust = CT_MUON_ORIGINAL;
-    CHECK(ct_muon_coef_init(&coef.muon, &config, 0.7, NULL) == CT_OK);
-    return coef;
+    ct_optim_group group = ct_example_group(CT_OPTIM_MUON);
+    group.muon.lr = 1e-2;
+    group.muon.weight_decay = 0.1;
+    group.muon.momentum = variant == 1 ? 0.3 : 0.95;
+    group.muon.coefficients[0] = 3.4445;
+    group.muon.coefficients[1] = -4.7750;
+    group.muon.coefficients[2] = 2.0315;
+    group.muon.eps = 1e-7;
+    group.muon.steps = 5;
+    group.muon.nesterov = variant != 2;
+    return ct_example_of(&group, 0);
 }
 
 static inline ct_rule_coef

@@ -16,8 +16,7 @@ enum {
     SHARE = 640 /* elements that a rank has of each group: more than a block of codes */
 };
 
-/* ---- a side: the CPU or the device, with memory of its own -------------------------
- */
+/* ---- a side: the CPU or the device, with memory of its own ----------------------- */
 
 struct array {
     ct_span span;
@@ -90,8 +89,7 @@ bytes_of(const ct_fsdp &unit, size_t group)
     return host;
 }
 
-/* ---- units -------------------------------------------------------------------------
- */
+/* ---- units ----------------------------------------------------------------------- */
 
 struct options {
     ct_dtype compute, reduce;
@@ -216,8 +214,7 @@ train(const ct_device *device, ct_comm *comm, ct_comm *replicas, const options &
     return made;
 }
 
-/* ---- ranks -------------------------------------------------------------------------
- */
+/* ---- ranks ----------------------------------------------------------------------- */
 
 static void
 on_every_rank(int ranks, const std::function<void(int)> &work)

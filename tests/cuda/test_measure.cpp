@@ -11,11 +11,14 @@
 #include "../../cuda/dynlib.h"
 #endif
 
+static const ct_comm_ops *host_ops;
+
 /* A group of one rank whose spans may lie on the device. */
 static ct_status
-move_on_device(ct_comm *, const ct_span *out, const ct_span *in, ct_error *err)
+move_on_device(ct_comm *comm, const ct_request *r, ct_error *err)
 {
-    return ct_device_cuda.copy(NULL, out, in, 1, err);
+    return r->what == CT_ALL_TO_ALL ? ct_device_cuda.copy(NULL, &r->out, &r->in, 1, err)
+                                    : host_ops->run(comm, r, err);
 }
 
 struct lone_group {
@@ -24,8 +27,9 @@ struct lone_group {
 
     lone_group()
     {
+        host_ops = comm->ops;
         ops.takes_device_memory = true;
-        ops.all_to_all = move_on_device;
+        ops.run = move_on_device;
         comm->ops = &ops;
     }
 
@@ -272,8 +276,7 @@ test_factors_equal_the_cpus()
     }
 }
 
-/* ---- whole steps ------------------------------------------------------------------
- */
+/* ---- whole steps ----------------------------------------------------------------- */
 
 static const size_t shapes[][2] = {
     {1,  1 },

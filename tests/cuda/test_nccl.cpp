@@ -106,7 +106,7 @@ test_all_reduce()
         on_every_rank([&](size_t r) {
             const ct_span span = all.of[r].on_device();
             ct_error err;
-            check_ok(comms[r]->ops->all_reduce(comms[r], &span, it.op, &err), err);
+            check_ok(ct_comm_all_reduce(comms[r], &span, it.op, &err), err);
         });
         all.check(it.expected);
     }
@@ -119,7 +119,7 @@ test_all_gather()
     on_every_rank([&](size_t r) {
         const ct_span from = in.of[r].on_device(), to = out.of[r].on_device();
         ct_error err;
-        check_ok(comms[r]->ops->all_gather(comms[r], &to, &from, &err), err);
+        check_ok(ct_comm_all_gather(comms[r], &to, &from, &err), err);
     });
     out.check([](size_t, size_t i) { return own(i / N, i % N); });
 }
@@ -131,9 +131,8 @@ test_reduce_scatter()
     on_every_rank([&](size_t r) {
         const ct_span from = in.of[r].on_device(), to = out.of[r].on_device();
         ct_error err;
-        check_ok(
-            comms[r]->ops->reduce_scatter(comms[r], &to, &from, CT_REDUCE_SUM, &err),
-            err);
+        check_ok(ct_comm_reduce_scatter(comms[r], &to, &from, CT_REDUCE_SUM, &err),
+                 err);
     });
     out.check([](size_t r, size_t i) { return 30.0 + 3.0 * (double)(r * N + i); });
 }
@@ -145,7 +144,7 @@ test_all_to_all()
     on_every_rank([&](size_t r) {
         const ct_span from = in.of[r].on_device(), to = out.of[r].on_device();
         ct_error err;
-        check_ok(comms[r]->ops->all_to_all(comms[r], &to, &from, &err), err);
+        check_ok(ct_comm_all_to_all(comms[r], &to, &from, &err), err);
     });
     out.check([](size_t r, size_t i) { return own(i / N, r * N + i % N); });
 }
@@ -157,7 +156,7 @@ test_reduce()
     on_every_rank([&](size_t r) {
         const ct_span span = all.of[r].on_device();
         ct_error err;
-        check_ok(comms[r]->ops->reduce(comms[r], &span, CT_REDUCE_MAX, 1, &err), err);
+        check_ok(ct_comm_reduce(comms[r], &span, CT_REDUCE_MAX, 1, &err), err);
     });
     all.check([](size_t r, size_t i) { return own(r == 1 ? 2 : r, i); });
 }
@@ -169,8 +168,8 @@ test_broadcast_and_barrier()
     on_every_rank([&](size_t r) {
         const ct_span span = all.of[r].on_device();
         ct_error err;
-        check_ok(comms[r]->ops->broadcast(comms[r], &span, 1, &err), err);
-        check_ok(comms[r]->ops->barrier(comms[r], &err), err);
+        check_ok(ct_comm_broadcast(comms[r], &span, 1, &err), err);
+        check_ok(ct_comm_barrier(comms[r], &err), err);
     });
     all.check([](size_t, size_t i) { return own(1, i); });
 }
@@ -183,15 +182,14 @@ test_wrong_operands_are_rejected()
     ct_error err;
     const ct_span span = all.of[0].on_device();
     const ct_span shorts = {all.of[0].device(), N, CT_I16};
-    CHECK(comm->ops->all_reduce(comm, &shorts, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_reduce(comm, &shorts, CT_REDUCE_SUM, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "NCCL has no int16") != NULL);
-    CHECK(comm->ops->all_gather(comm, &span, &span, &err) == CT_EINVAL);
-    CHECK(comm->ops->reduce_scatter(comm, &span, &span, CT_REDUCE_SUM, &err) ==
-          CT_EINVAL);
-    CHECK(comm->ops->all_to_all(comm, &span, &span, &err) == CT_EINVAL);
-    CHECK(comm->ops->broadcast(comm, &span, RANKS, &err) == CT_EINVAL);
-    CHECK(comm->ops->broadcast(comm, &span, -1, &err) == CT_EINVAL);
-    CHECK(comm->ops->reduce(comm, &span, CT_REDUCE_SUM, -1, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_gather(comm, &span, &span, &err) == CT_EINVAL);
+    CHECK(ct_comm_reduce_scatter(comm, &span, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_to_all(comm, &span, &span, &err) == CT_EINVAL);
+    CHECK(ct_comm_broadcast(comm, &span, RANKS, &err) == CT_EINVAL);
+    CHECK(ct_comm_broadcast(comm, &span, -1, &err) == CT_EINVAL);
+    CHECK(ct_comm_reduce(comm, &span, CT_REDUCE_SUM, -1, &err) == CT_EINVAL);
 
     ct_comm *made = NULL;
     const char id[CT_COMM_ID_BYTES] = {0};
@@ -216,7 +214,7 @@ static void
 check_broken(ct_comm *comm, const ct_span *span, int aborted)
 {
     ct_error err;
-    CHECK(comm->ops->all_reduce(comm, span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+    CHECK(ct_comm_all_reduce(comm, span, CT_REDUCE_SUM, &err) == CT_ECOMM);
     CHECK(strstr(err.message, "broke at an earlier error") != NULL);
     CHECK(*library_variable("fake_nccl_aborted") == aborted);
 }
@@ -229,7 +227,7 @@ test_a_rejected_collective_breaks_the_group()
     ct_comm *comm = comms[0];
     ct_error err;
     *library_variable("fake_nccl_fail") = 6;
-    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+    CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
     CHECK(strstr(err.message, "remote process exited") != NULL);
     check_broken(comm, &span, 1);
 }
@@ -256,12 +254,12 @@ test_a_dead_peer_ends_the_wait()
 
     emul::busy = 3;
     *library_variable("fake_nccl_pending") = 5;
-    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_OK);
+    CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_OK);
     CHECK(emul::busy == 0 && *library_variable("fake_nccl_pending") == 0);
 
     emul::busy = 1000000;
     *library_variable("fake_nccl_async") = 6;
-    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+    CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
     CHECK(strcmp(err.message,
                  "all_reduce on rank 0 of 1: NCCL says remote process exited") == 0);
     emul::busy = 0;
@@ -282,7 +280,7 @@ test_a_rank_that_does_not_come_ends_the_wait_in_time()
         ct_comm *comm = join_alone(0.2);
         emul::busy = k == 0 ? SIZE_MAX : 0;
         *library_variable("fake_nccl_pending") = k == 0 ? 0 : INT_MAX;
-        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+        CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
         CHECK(strcmp(err.message,
                      "all_reduce on rank 0 of 1: another rank did not come, or was not "
                      "done, within 0.2 seconds") == 0);
@@ -352,13 +350,13 @@ test_host_memory_is_copied()
         const ct_span two = {values, 2, CT_I64}, six = {all, 2 * RANKS, CT_I64};
         const ct_span said = {flags, 2, CT_BOOL};
         ct_error err;
-        check_ok(comms[r]->ops->all_gather(comms[r], &six, &two, &err), err);
+        check_ok(ct_comm_all_gather(comms[r], &six, &two, &err), err);
         for (int64_t i = 0; i < RANKS; i++) {
             CHECK(all[2 * i] == i && all[2 * i + 1] == 5);
         }
-        check_ok(comms[r]->ops->all_reduce(comms[r], &two, CT_REDUCE_SUM, &err), err);
+        check_ok(ct_comm_all_reduce(comms[r], &two, CT_REDUCE_SUM, &err), err);
         CHECK(values[0] == 3 && values[1] == 15);
-        check_ok(comms[r]->ops->all_reduce(comms[r], &said, CT_REDUCE_SUM, &err), err);
+        check_ok(ct_comm_all_reduce(comms[r], &said, CT_REDUCE_SUM, &err), err);
         CHECK(flags[0] && flags[1]);
         const ct_request again = {CT_BROADCAST, CT_REDUCE_SUM, 2, two, {}, {}};
         ct_work *work = NULL;
@@ -380,13 +378,13 @@ test_groups_are_split()
         check_ok(ct_comm_split(comms[r], r == 1, -(int64_t)r, &part, &err), err);
         CHECK(part->world_size == (r == 1 ? 1 : 2));
         CHECK(part->rank == (r == 0 ? 1 : 0));
-        check_ok(part->ops->all_reduce(part, &span, CT_REDUCE_SUM, &err), err);
+        check_ok(ct_comm_all_reduce(part, &span, CT_REDUCE_SUM, &err), err);
         CHECK(sum == (r == 1 ? 2 : 4));
         part->ops->free(part);
         check_ok(ct_comm_split(comms[r], r == 1 ? -1 : 7, 0, &none, &err), err);
         CHECK((none == NULL) == (r == 1));
         if (none != NULL) {
-            check_ok(none->ops->barrier(none, &err), err);
+            check_ok(ct_comm_barrier(none, &err), err);
             none->ops->free(none);
         }
     });
@@ -398,7 +396,7 @@ test_nothing_to_send_is_no_collective()
     ct_comm *comm = comms[1];
     ct_error err;
     const ct_span nothing_at_all = {NULL, 0, CT_F32};
-    CHECK(comm->ops->all_reduce(comm, &nothing_at_all, CT_REDUCE_SUM, &err) == CT_OK);
+    CHECK(ct_comm_all_reduce(comm, &nothing_at_all, CT_REDUCE_SUM, &err) == CT_OK);
 }
 
 int

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # How the CPU's kernels cut their work and choose an instruction set is theirs alone.
 CPU_ONLY = {
-    "blas", "dither", "isa", "partition", "quant", "quant_gather", "scratch",
+    "dither", "isa", "partition", "quant", "scratch",
     "tile", "update_tile",
 }  # fmt: skip
 

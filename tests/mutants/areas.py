@@ -48,25 +48,22 @@ AREAS = {
             core("optim/optim"):
                 "core/optim/test_optim.c binding/test_optimizer.py",
             core("optim/kinds"):
-                "core/optim/test_optim.c binding/test_optimizer.py "
+                "core/optim/test_kinds.c core/optim/test_optim.c "
+                "binding/test_optimizer.py binding/test_optimizer_rules.py "
                 "core/optim/test_optim_parts.c",
             core("optim/run"):
                 "core/optim/test_optim.c core/optim/test_optim_parts.c "
                 "binding/test_optimizer.py binding/test_layerwise.py "
                 "binding/test_matrix_optimizers.py",
-            core("optim/muon", "optim/layerwise", "optim/adafactor") + " " +
-            math("adafactor", "formula/lamb", "lamb", "lars", "formula/muon",
-                 "muon"):
+            core("optim/muon") + " " +
+            math("formula/adafactor", "formula/lamb", "formula/lars", "formula/muon"):
                 "core/optim/test_optim_parts.c binding/test_layerwise.py "
                 "binding/test_matrix_optimizers.py",
-            core("optim/adagrad", "optim/adam", "optim/sgd", "optim/schedule_free",
-                 "device/update") + " " +
+            core("device/update") + " " +
             math("formula/adamw", "formula/lion", "formula/nag", "formula/parts",
                  "parts", "formula/rmsprop", "formula/schedule_free"):
-                "core/optim/test_adamw.c core/optim/test_sgd.c core/optim/test_hyper.c "
+                "core/optim/test_adamw.c core/optim/test_sgd.c core/optim/test_kinds.c "
                 "core/cpu/test_kernels.c binding/test_optimizer_rules.py",
-            core("optim/hyper"):
-                "core/optim/test_hyper.c",
             core("engine/clip"):
                 "core/engine/test_clip.c",
             core("device/factored") + " " +
@@ -83,7 +80,7 @@ AREAS = {
                 "core/cpu/test_norm.c",
             "csrc/cpu/quant.c":
                 "core/cpu/test_quant.c",
-            "csrc/cpu/quant_gather.c csrc/cpu/body/quant.h" + " " +
+            "csrc/cpu/body/quant.h" + " " +
             math("quant"):
                 "core/cpu/test_quant.c binding/test_eight_bit.py",
             binding("optim/engine"):
@@ -107,8 +104,9 @@ AREAS = {
                 "binding/test_matrix_optimizers.py",
             "ctrainer/optim/_layerwise.py":
                 "binding/test_layerwise.py",
+            "ctrainer/optim/__init__.py "
             "ctrainer/optim/_adam.py ctrainer/optim/_adaptive.py "
-            "ctrainer/optim/_fairseq.py ctrainer/optim/_lion.py "
+            "ctrainer/optim/_fairseq.py "
             "ctrainer/optim/_schedule_free.py ctrainer/optim/_sgd.py":
                 "binding/test_optimizer_rules.py binding/test_optimizer.py",
             "ctrainer/optim/_precision.py":
@@ -211,12 +209,10 @@ AREAS = {
             binding("trainer/log", "engine/targets"):
                 "binding/test_trainer_hooks.py parity/test_loss_arithmetic.py",
             binding("engine/adapt"):
-                "binding/test_trainer_hooks.py",
+                "binding/test_trainer_hooks.py python/evaluate/test_full_eval.py",
             binding("runtime/ctpy"):
                 "binding/test_trainer_hooks.py binding/test_process.py "
                 "binding/test_optimizer.py python/trainer/test_copies.py",
-            binding("engine/mode"):
-                "binding/test_trainer_hooks.py python/evaluate/test_full_eval.py",
             binding("module", "runtime/process") + " " +
             "csrc/binding/runtime/ctpy.h":
                 "binding/test_process.py binding/test_optimizer.py",
@@ -277,10 +273,10 @@ AREAS = {
             binding("runtime/nested"):
                 "python/trainer/test_trainer_pt_utils.py "
                 "binding/test_trainer_eval.py",
-            binding("evaluate/outputs"):
+            binding("evaluate/ranks"):
                 "python/evaluate/test_ranks_evaluation.py "
                 "binding/test_trainer_eval.py parity/test_evaluation.py",
-            binding("evaluate/evaluate"):
+            "ctrainer/trainer/evaluation.py":
                 "binding/test_trainer_eval.py python/evaluate/test_full_eval.py "
                 "parity/test_evaluation.py",
             "ctrainer/adapters/_torch_rank_eval.py" + " " +
@@ -288,7 +284,7 @@ AREAS = {
                 "python/evaluate/test_ranks_evaluation.py",
             "ctrainer/seq2seq.py ctrainer/integrations/generation.py":
                 "python/evaluate/test_seq2seq.py parity/test_generation.py",
-            binding("evaluate/loop"):
+            binding("evaluate/loop", "evaluate/step"):
                 "binding/test_trainer_eval.py python/trainer/test_any_batch.py "
                 "parity/test_evaluation.py",
             "ctrainer/trainer_pt_utils.py":
@@ -301,30 +297,24 @@ AREAS = {
     ),
     "fairseq": Area(
         {
-            binding("fairseq/step", "fairseq/trainer"):
+            binding("fairseq/trainer"):
                 "binding/test_fairseq_step.py "
                 "python/fairseq/test_fairseq_trainer.py "
                 "python/fairseq/test_fairseq_facts.py",
-            binding("fairseq/update"):
-                "binding/test_fairseq_step.py "
+            "ctrainer/fairseq/_trainer_step.py":
+                "binding/test_fairseq_step.py binding/test_fairseq_sync.py "
                 "python/fairseq/test_fairseq_trainer.py "
-                "python/fairseq/test_fairseq_precision.py",
-            binding("fairseq/ranks"):
-                "binding/test_fairseq_sync.py "
+                "python/fairseq/test_fairseq_precision.py "
                 "python/fairseq/test_fairseq_ranks_differ.py",
             binding("fairseq/optimizer"):
                 "python/fairseq/test_fairseq_optimizers.py",
-            binding("fairseq/calls"):
-                "binding/test_fairseq_step.py "
-                "python/fairseq/test_fairseq_facts.py",
             binding("data/batches"):
                 "binding/test_batches.py binding/test_blocks.py "
                 "binding/test_collate.py",
             core("data/batches"):
                 "core/data/test_batches.c binding/test_batches.py "
                 "core/data/test_blocks.c "
-                "binding/test_blocks.py core/data/test_shard.c "
-                "python/data/test_batch_shard.py",
+                "binding/test_blocks.py",
             "ctrainer/fairseq/meters.py":
                 "python/fairseq/test_fairseq_meters.py "
                 "python/fairseq/test_fairseq_metrics.py",
@@ -351,12 +341,10 @@ AREAS = {
                 "core/checkpoint/test_writer.c "
                 "core/checkpoint/test_zip.c",
             core("checkpoint/writer"):
-                "core/checkpoint/test_writer.c",
+                "core/checkpoint/test_writer.c core/checkpoint/test_plan.c",
             core("checkpoint/plan"):
                 "core/checkpoint/test_writer.c core/checkpoint/test_plan.c "
                 "binding/test_checkpoint.py",
-            core("checkpoint/arena"):
-                "core/checkpoint/test_writer.c core/checkpoint/test_plan.c",
             core("base/crc"):
                 "core/base/test_crc.c",
             core("checkpoint/source"):
@@ -369,9 +357,6 @@ AREAS = {
                 "core/checkpoint/test_plan.c binding/test_checkpoint.py",
             binding("checkpoint/writer", "checkpoint/files", "checkpoint/tensors"):
                 "binding/test_checkpoint.py",
-            binding("trainer/checkpoint"):
-                "python/checkpoint/test_trainer_checkpoints.py "
-                "python/checkpoint/test_ranks_checkpoints.py",
             "ctrainer/checkpoint/files.py ctrainer/checkpoint/schema.py":
                 "python/checkpoint/test_damaged_checkpoints.py "
                 "python/checkpoint/test_trainer_checkpoints.py",
@@ -404,7 +389,7 @@ AREAS = {
             core("comm/comm", "comm/self", "comm/split"):
                 "core/comm/test_comm.c",
             core("comm/bytes"):
-                "core/comm/test_comm.c core/comm/test_packet.c",
+                "core/comm/test_comm.c",
             core("comm/padded", "data/targets"):
                 "core/comm/test_comm_padded.c core/data/test_count.c",
             core("comm/sync"):
@@ -516,9 +501,9 @@ AREAS = {
             binding("ddp/pass"):
                 "python/ddp/test_data_parallel.py python/compat/test_fairscale.py",
             binding("ddp/reducer") + " " +
-            "ctrainer/comm/data_parallel.py ctrainer/adapters/parallel.py":
+            "ctrainer/comm/data_parallel.py ctrainer/comm/parallel.py":
                 "python/ddp/test_data_parallel.py",
-            "ctrainer/comm/wrappers.py":
+            "ctrainer/fairseq/wrappers.py":
                 "python/fairseq/test_fairseq_ranks.py "
                 "python/ddp/test_data_parallel.py",
             "ctrainer/compat/fairscale/_batch_norm.py "
@@ -538,7 +523,7 @@ AREAS = {
         {
             binding("data/digest"):
                 "binding/test_batch_digest.py binding/test_object_watch.py",
-            binding("data/batch_shard"):
+            "ctrainer/adapters/batch_shard.py":
                 "python/data/test_batch_shard.py",
             "ctrainer/arguments/accelerator.py":
                 "python/data/test_dispatched_batches.py "
@@ -567,6 +552,8 @@ AREAS = {
     ),
     "settings": Area(
         {
+            "ctrainer/arguments/docstrings.py ctrainer/fairseq/config/__init__.py":
+                "python/docs/test_docstrings.py",
             "ctrainer/arguments/settings.py ctrainer/arguments/checks.py":
                 "python/arguments/test_settings.py "
                 "python/arguments/test_training_args.py",
@@ -583,15 +570,14 @@ AREAS = {
         {
             "ctrainer/fairseq/config/base.py ctrainer/fairseq/config/build.py "
             "ctrainer/fairseq/config/components.py "
-            "ctrainer/fairseq/config/files.py ctrainer/fairseq/config/flat.py "
+            "ctrainer/fairseq/config/flat.py "
             "ctrainer/fairseq/config/references.py "
             "ctrainer/fairseq/config/trees.py ctrainer/fairseq/config/values.py":
                 "python/fairseq/test_fairseq_config.py "
                 "python/fairseq/test_fairseq_config_values.py",
             "ctrainer/fairseq/config/command_line.py":
                 "python/fairseq/test_fairseq_command_line.py",
-            "ctrainer/fairseq/config/distributed.py "
-            "ctrainer/fairseq/config/status.py":
+            "ctrainer/fairseq/config/distributed.py":
                 "python/fairseq/test_fairseq_config.py "
                 "python/fairseq/test_fairseq_distributed.py",
             "ctrainer/fairseq/_trainer_base.py":
@@ -712,8 +698,7 @@ AREAS = {
             "ctrainer/fairseq/indexed_dataset.py":
                 "python/fairseq/test_fairseq_indexed.py "
                 "python/checkpoint/test_durable_files.py",
-            "ctrainer/fairseq/concat_dataset.py "
-            "ctrainer/fairseq/fairseq_dataset.py":
+            "ctrainer/fairseq/concat_dataset.py":
                 "python/fairseq/test_fairseq_data.py",
             "ctrainer/fairseq/binarizer.py ctrainer/fairseq/preprocess.py":
                 "python/fairseq/test_fairseq_text.py",
@@ -752,7 +737,7 @@ AREAS = {
                 "core/cpu/test_isa.c",
             "csrc/cpu/measure.c":
                 "core/cpu/test_measure.c",
-            "csrc/cpu/blas.c csrc/cpu/gemm.c csrc/cpu/body/gemm.h":
+            "csrc/cpu/gemm.c csrc/cpu/body/gemm.h":
                 "core/cpu/test_gemm.c",
         },
         "core/optim/test_optim.c core/engine/test_step.c core/ddp/test_codecs.c",
@@ -778,7 +763,7 @@ AREAS = {
                 "cuda/test_launch.cpp cuda/test_mapping.cpp cuda/test_nccl.cpp",
             "cuda/driver.c cuda/mapping.c":
                 "cuda/test_mapping.cpp",
-            "cuda/nccl.c cuda/nccl_join.c":
+            "cuda/nccl.c cuda/comm_nccl.c":
                 "cuda/test_nccl.cpp cuda/test_fsdp.cpp",
             "cuda/module.c":
                 "cuda/test_nccl_groups.py cuda/test_fsdp_device.py",
@@ -789,8 +774,6 @@ AREAS = {
                 "cuda/test_step.cpp",
             "cuda/quantized.cu":
                 "cuda/test_quantized.cpp",
-            "cuda/comm_nccl.c cuda/nccl_wait.c cuda/nccl_staging.c":
-                "cuda/test_nccl.cpp",
         },
         "cuda/test_step.cpp cuda/test_quant.cpp",
     ),

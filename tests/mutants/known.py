@@ -54,10 +54,10 @@ FIXED = (
         "python/checkpoint/test_trainer_checkpoints.py",
     ),
     Fixed(
-        "csrc/binding/evaluate/outputs.c",
-        "delete a call",
-        "*n = PyLong_AsSsize_t(length);",
-        ";",
+        "ctrainer/trainer/evaluation.py",
+        "negate a condition",
+        "return length if isinstance(length, int) else -1",
+        "return length if not (isinstance(length, int)) else -1",
         "rows that accelerate's loaders repeat stay in metrics",
         "python/evaluate/test_ranks_evaluation.py",
     ),
@@ -164,14 +164,6 @@ EQUIVALENT = (
         "a value too many is read and written, which nobody uses: make asan sees it",
     ),
     (
-        "csrc/binding/evaluate/outputs.c",
-        "return batch->rows > 0 && result == 0 ? "
-        "ctpy_pack(packet, batch->whole, names)",
-        "return batch->rows >= 0 && result == 0 ? "
-        "ctpy_pack(packet, batch->whole, names)",
-        "of a message without rows, nobody reads more than its head",
-    ),
-    (
         "csrc/binding/fsdp/unit.c",
         "if (status != CT_OK || job->n == 0 || factor >= 1.0) {",
         "if (status != CT_OK || job->n == 0 || factor > 1.0) {",
@@ -185,11 +177,11 @@ EQUIVALENT = (
     ),
     (
         "csrc/binding/evaluate/loop.c",
-        "if (going > 0 && going < comm->world_size) { "
-        "/* some have nothing to run at all */",
-        "if (going > 0 && going < (comm->world_size + 1)) { "
-        "/* some have nothing to run at all */",
-        "a batch is lent where each rank has its own, which it runs instead",
+        "if (continuing > 0 && continuing < comm->world_size) { "
+        "/* some have no batch */",
+        "if (continuing > 0 && continuing < (comm->world_size + 1)) { "
+        "/* some have no batch */",
+        "a batch is sent where each rank has its own, which it runs instead",
     ),
     (
         "ctrainer/trainer/data.py",

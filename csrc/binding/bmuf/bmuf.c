@@ -1,6 +1,9 @@
-/* ctrainer._C.BMUF: workers that train apart and meet at the ends of blocks. */
+/* ctrainer._C.BMUF: an optimizer with local steps, synchronized at the ends of blocks.
+ *
+ * ctrainer.BMUF, its public class, has the hooks that are called here. A pass works on
+ * tensors without the GIL; meanwhile `busy` keeps other threads out, and the
+ * communicator stays open, also while the average of a block is pending. */
 #include "binding/comm/communicator.h"
-#include "binding/runtime/buffer.h"
 
 #include "core/base/alloc.h"
 #include "core/bmuf/bmuf.h"
@@ -14,27 +17,27 @@ typedef struct BMUF {
     PyObject *inner;        /* the optimizer; NULL before __init__ */
     PyObject *communicator; /* a Communicator */
     ct_bmuf core;
-    ct_bmuf_config config;       /* as given */
-    ct_bmuf_config block_config; /* of the block that ends: SlowMo's follow the rate */
+    double block_lr; /* as given; SlowMo's config.lr follows the optimizer's */
     int64_t num_updates;
     bool average_sync;
     bool slowmo;
-    bool started; /* the global model is one of these parameters */
+    bool started; /* the core has a global model of these parameters */
     bool busy;    /* a pass is under way without the GIL */
-    bool holds;   /* the communicator, which stays open while a block is away */
-    int root;     /* of a new group: whose model and momentum all take over */
+    bool holds;   /* the communicator, which stays open while collectives run */
 } BMUF;
 
-/* Tensors of Python as the core's list; owns what it borrows from. Zeros is empty. */
+/* Tensors of Python as the core's list, with references. All zeros is empty. */
 typedef struct bmuf_tensors {
-    PyObject *sources, *copies; /* sequences of PySequence_Fast */
+    PyObject *sources, *copies; /* tuples; copies may be NULL */
     ct_bmuf_tensor *tensors;
     ct_bmuf_list list;
 } bmuf_tensors;
 
-/* What works on a list without the GIL. */
+/* A function of the core that works on a list. */
 typedef ct_status
-bmuf_pass(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err);
+bmuf_pass(ct_bmuf *bmuf, ct_comm *comm, const ct_bmuf_list *list, ct_error *err);
+
+/* ---- lifetime -------------------------------------------------------------------- */
 
 PyDoc_STRVAR(
     BMUF_doc,
@@ -47,13 +50,23 @@ PyDoc_STRVAR(
     "and\n"
     "_after_sync().");
 
+static PyObject *
+BMUF_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+{
+    PyObject *op = type->tp_alloc(type, 0);
+    if (op != NULL) {
+        ct_bmuf_init(&((BMUF *)op)->core, &ct_device_cpu, NULL);
+    }
+    return op;
+}
+
 static Communicator *
 group_of(const BMUF *self)
 {
     return (Communicator *)self->communicator;
 }
 
-/* An open communicator is not closed while it works for us. */
+/* Keeps the communicator open exactly while collectives of a pending block run. */
 static void
 hold_group(BMUF *self)
 {
@@ -64,8 +77,9 @@ hold_group(BMUF *self)
     }
 }
 
+/* Waits for the collectives of a pending block and drops its average. */
 static void
-bmuf_abandon(BMUF *self)
+abandon(BMUF *self)
 {
     if (self->holds) {
         ct_comm *comm = group_of(self)->comm;
@@ -74,47 +88,7 @@ bmuf_abandon(BMUF *self)
         Py_END_ALLOW_THREADS
         hold_group(self);
     }
-    self->core.is_away = false;
-}
-
-/* binding/bmuf/bmuf.c: blocks whose average is taken later. */
-void bmuf_abandon(BMUF *self); /* waits and forgets */
-
-static const char BMUF_average_moments_doc[] =
-    "_average_moments($self, /)\n--\n\n"
-    "Replace the tensors that _moments() gives by their averages over all "
-    "ranks.";
-
-static const char BMUF_start_doc[] =
-    "_start($self, /)\n--\n\n"
-    "Take the parameters for the global model and begin a block.";
-
-static const char BMUF_save_blocks_doc[] =
-    "_save_blocks($self, model, momentum, /)\n--\n\n"
-    "Copy the global model and the momentum of blocks into tensors as long as the\n"
-    "parameters, float64 or float32 as their blocks are computed in.";
-
-static const char BMUF_save_residual_doc[] =
-    "_save_residual($self, residual, /)\n--\n\n"
-    "Copy what this rank's codes of distances have missed into tensors like those of\n"
-    "_save_blocks().";
-
-static const char BMUF_save_left_doc[] =
-    "_save_left($self, left, /)\n--\n\n"
-    "Copy the parameters as they were when the block ended whose average has not been\n"
-    "taken yet into tensors like those of _save_blocks().";
-
-/* ---- lifetime ----------------------------------------------------------------------
- */
-
-static PyObject *
-BMUF_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
-{
-    PyObject *op = type->tp_alloc(type, 0);
-    if (op != NULL) {
-        ct_bmuf_init(&((BMUF *)op)->core, &ct_device_cpu, NULL);
-    }
-    return op;
+    self->core.is_pending = false;
 }
 
 static int
@@ -132,7 +106,7 @@ BMUF_clear(PyObject *op)
 {
     BMUF *self = (BMUF *)op;
     if (self->communicator != NULL) {
-        bmuf_abandon(self);
+        abandon(self);
     }
     Py_CLEAR(self->inner);
     Py_CLEAR(self->communicator);
@@ -171,14 +145,13 @@ parse_look(const char *name, ct_block_look *look, bool *slowmo)
     return -1;
 }
 
-/* binding/bmuf/bmuf.c: a RuntimeError, "what" in it, while a pass is under way; what
- * follows an update; and what the wrapper calls. */
+/* RuntimeError, naming `what`, before __init__ and while a pass is under way. */
 static int
-bmuf_check_idle(const BMUF *self, const char *what)
+check_idle(const BMUF *self, const char *what)
 {
     if (self->inner == NULL || self->busy) {
         PyErr_Format(PyExc_RuntimeError,
-                     self->busy ? "%s while another thread synchronises a block"
+                     self->busy ? "%s while another thread synchronizes a block"
                                 : "%s before BMUF.__init__() was called",
                      what);
         return -1;
@@ -223,15 +196,16 @@ BMUF_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (ct_bmuf_check(&config, &err) != CT_OK) {
         return ctpy_raise_int(&err);
     }
-    if (self->inner != NULL && bmuf_check_idle(self, "__init__()") < 0) {
+    if (self->inner != NULL && check_idle(self, "__init__()") < 0) {
         return -1;
     }
     if (self->communicator != NULL) {
-        bmuf_abandon(self);
+        abandon(self);
     }
     Py_XSETREF(self->inner, Py_NewRef(inner));
     Py_XSETREF(self->communicator, Py_NewRef(communicator));
-    self->config = config;
+    self->core.config = config;
+    self->block_lr = config.lr;
     self->average_sync = average;
     self->slowmo = slowmo;
     self->num_updates = 0;
@@ -239,41 +213,10 @@ BMUF_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-/* ---- updates ------------------------------------------------------------------------
- */
-
-PyDoc_STRVAR(
-    step_doc,
-    "step($self, /, *args, **kwargs)\n--\n\n"
-    "Call the optimizer's step(), and synchronise with the other ranks where a "
-    "block ends.\n\n"
-    "Returns what it returned. An update that raises is not counted. Raises\n"
-    "RuntimeError naming the rank when another fails or stays away.");
-
-static int
-run_over(BMUF *self, const bmuf_tensors *t, bmuf_pass *pass)
-{
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
-    ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
-    ct_status status;
-    ct_error err;
-    if (comm == NULL) {
-        return -1;
-    }
-    Communicator *group = (Communicator *)Py_NewRef(self->communicator);
-    group->busy++;
-    self->busy = true;
-    Py_BEGIN_ALLOW_THREADS
-    status = pass(self, comm, &t->list, &err);
-    Py_END_ALLOW_THREADS
-    self->busy = false;
-    group->busy--;
-    Py_DECREF(group);
-    return status == CT_OK ? 0 : ctpy_raise_int(&err);
-}
+/* ---- tensors, and passes over them ----------------------------------------------- */
 
 static void
-bmuf_tensors_free(bmuf_tensors *t)
+tensors_free(bmuf_tensors *t)
 {
     ct_free(t->tensors);
     Py_XDECREF(t->copies);
@@ -287,26 +230,15 @@ read_span(ctpy_state *state, PyObject *op, const char *what, Py_ssize_t index,
 {
     char text[64];
     (void)PyOS_snprintf(text, sizeof text, "%s %zd", what, index);
-    const ctpy_place place = {.what = text, .group = -1};
-    ctpy_view view;
-    if (ctpy_view_of(state, op, &place, &view) < 0) {
-        return -1;
-    }
-    if (view.readonly) {
-        PyErr_Format(PyExc_ValueError, "%s is read-only", text);
-        return -1;
-    }
-    *span = view.span;
-    return 0;
+    return ctpy_comm_span(state, NULL, op, text, span);
 }
 
 static int
 read_tensor(ctpy_state *state, const bmuf_tensors *t, Py_ssize_t i)
 {
     ct_bmuf_tensor *tensor = &t->tensors[i];
-    PyObject *source = PySequence_Fast_GET_ITEM(t->sources, i);
-    PyObject *copy =
-        t->copies == NULL ? Py_None : PySequence_Fast_GET_ITEM(t->copies, i);
+    PyObject *source = PyTuple_GET_ITEM(t->sources, i);
+    PyObject *copy = t->copies == NULL ? Py_None : PyTuple_GET_ITEM(t->copies, i);
     *tensor = (ct_bmuf_tensor){.span = {.dtype = CT_F32}};
     if (read_span(state, source, "parameter", i, &tensor->span) < 0) {
         return -1;
@@ -328,11 +260,11 @@ read_tensor(ctpy_state *state, const bmuf_tensors *t, Py_ssize_t i)
 static int
 read_all(ctpy_state *state, bmuf_tensors *t)
 {
-    const Py_ssize_t n = PySequence_Fast_GET_SIZE(t->sources);
-    if (t->copies != NULL && PySequence_Fast_GET_SIZE(t->copies) != n) {
+    const Py_ssize_t n = PyTuple_GET_SIZE(t->sources);
+    if (t->copies != NULL && PyTuple_GET_SIZE(t->copies) != n) {
         PyErr_Format(PyExc_ValueError,
                      "%zd parameters and %zd copies; expected as many", n,
-                     PySequence_Fast_GET_SIZE(t->copies));
+                     PyTuple_GET_SIZE(t->copies));
         return -1;
     }
     t->tensors = ct_calloc((size_t)n + 1, sizeof *t->tensors);
@@ -349,10 +281,9 @@ read_all(ctpy_state *state, bmuf_tensors *t)
     return 0;
 }
 
-/* Tuples, so that nobody can take what is worked on out of them. */
+/* Into tuples, so that no other thread takes tensors out during a pass. */
 static int
-bmuf_tensors_read(ctpy_state *state, PyObject *sources, PyObject *copies,
-                  bmuf_tensors *t)
+tensors_read(ctpy_state *state, PyObject *sources, PyObject *copies, bmuf_tensors *t)
 {
     *t = (bmuf_tensors){.sources = PySequence_Tuple(sources)};
     if (t->sources != NULL && copies != NULL) {
@@ -360,15 +291,35 @@ bmuf_tensors_read(ctpy_state *state, PyObject *sources, PyObject *copies,
     }
     if (t->sources == NULL || (copies != NULL && t->copies == NULL) ||
         read_all(state, t) < 0) {
-        bmuf_tensors_free(t);
+        tensors_free(t);
         return -1;
     }
     return 0;
 }
 
-/* The hook gives a pair: tensors, and copies of theirs or None. */
 static int
-bmuf_run(BMUF *self, PyObject *name, bmuf_pass *pass)
+run_over(BMUF *self, const bmuf_tensors *t, bmuf_pass *pass)
+{
+    ct_comm *comm =
+        ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), self->communicator);
+    ct_error err;
+    if (comm == NULL) {
+        return -1;
+    }
+    PyObject *group = Py_NewRef(self->communicator);
+    self->busy = true;
+    PyThreadState *thread = ctpy_comm_enter(group);
+    const ct_status status = pass(&self->core, comm, &t->list, &err);
+    ctpy_comm_leave(group, thread);
+    self->busy = false;
+    Py_DECREF(group);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+/* Runs a pass over the tensors of the hook `name`, a pair: tensors, and the model's
+ * copies or None. */
+static int
+run(BMUF *self, PyObject *name, bmuf_pass *pass)
 {
     PyObject *found = PyObject_CallMethodNoArgs((PyObject *)self, name);
     PyObject *sources, *copies;
@@ -377,22 +328,14 @@ bmuf_run(BMUF *self, PyObject *name, bmuf_pass *pass)
     if (found == NULL) {
         return -1;
     }
-    if (!PyArg_ParseTuple(found, "OO", &sources, &copies) ||
-        bmuf_tensors_read(ctpy_state_borrow((PyObject *)self), sources,
-                          copies == Py_None ? NULL : copies, &t) < 0) {
-        Py_DECREF(found);
-        return -1;
+    if (PyArg_ParseTuple(found, "OO", &sources, &copies) &&
+        tensors_read(ctpy_state_borrow((PyObject *)self), sources,
+                     copies == Py_None ? NULL : copies, &t) == 0) {
+        result = run_over(self, &t, pass);
+        tensors_free(&t);
     }
-    result = run_over(self, &t, pass);
-    bmuf_tensors_free(&t);
     Py_DECREF(found);
     return result;
-}
-
-static ct_status
-pass_take_over(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
-{
-    return ct_bmuf_take_over(&self->core, &self->config, comm, list, err);
 }
 
 static int
@@ -403,10 +346,12 @@ call_hook(BMUF *self, PyObject *name)
     return answer == NULL ? -1 : 0;
 }
 
+/* ---- synchronization after an update --------------------------------------------- */
+
 static int
 end_warmup(BMUF *self, ctpy_state *state)
 {
-    if (bmuf_run(self, state->str__synced_tensors, pass_take_over) < 0) {
+    if (run(self, state->str__synced_tensors, ct_bmuf_take_over) < 0) {
         return -1;
     }
     self->started = true;
@@ -416,28 +361,21 @@ end_warmup(BMUF *self, ctpy_state *state)
                : call_hook(self, state->str__after_sync);
 }
 
-static ct_status
-pass_synchronize(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
-{
-    return ct_bmuf_synchronize(&self->core, &self->block_config, comm, list, err);
-}
-
-/* What this block is computed with: SlowMo divides by the optimizer's rate. */
+/* Sets the constants of the block that ends: SlowMo divides by the optimizer's lr. */
 static int
-bmuf_settle(BMUF *self, ctpy_state *state)
+set_constants(BMUF *self, ctpy_state *state)
 {
-    self->block_config = self->config;
     if (!self->slowmo) {
         return 0;
     }
     PyObject *answer = PyObject_CallMethodNoArgs(self->inner, state->str_get_lr);
-    const double rate = answer == NULL ? -1.0 : PyFloat_AsDouble(answer);
+    const double lr = answer == NULL ? -1.0 : PyFloat_AsDouble(answer);
     Py_XDECREF(answer);
     if (PyErr_Occurred()) {
         return -1;
     }
-    if (!(rate > 0.0 && isfinite(rate))) {
-        answer = PyFloat_FromDouble(rate);
+    if (!(lr > 0.0 && isfinite(lr))) {
+        answer = PyFloat_FromDouble(lr);
         PyErr_Format(PyExc_ValueError,
                      "the optimizer's lr is %R where a block of SlowMo ends, which "
                      "divides by it; expected a finite one above 0",
@@ -445,73 +383,49 @@ bmuf_settle(BMUF *self, ctpy_state *state)
         Py_XDECREF(answer);
         return -1;
     }
-    self->block_config.lr = 1.0 / rate;
-    self->block_config.reach = self->config.lr * rate;
+    self->core.config.lr = 1.0 / lr;
+    self->core.config.reach = self->block_lr * lr;
     return 0;
 }
 
-/* binding/bmuf/bmuf.c: what a block that is over has to do besides. */
+/* Runs the pass that applies a block's average, and the hooks after it. */
 static int
-bmuf_after_block(BMUF *self, ctpy_state *state)
+apply_average(BMUF *self, ctpy_state *state, bmuf_pass *pass)
 {
-    return self->average_sync && call_hook(self, state->str_average_params) < 0
+    if (set_constants(self, state) < 0) {
+        return -1;
+    }
+    const int result = run(self, state->str__synced_tensors, pass);
+    hold_group(self);
+    return result < 0 || (self->average_sync &&
+                          call_hook(self, state->str_average_params) < 0)
                ? -1
                : call_hook(self, state->str__after_sync);
-}
-
-static ct_status
-pass_begin(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
-{
-    return ct_bmuf_begin(&self->core, comm, list, err);
-}
-
-static int
-bmuf_begin(BMUF *self, ctpy_state *state)
-{
-    const int result = bmuf_run(self, state->str__synced_tensors, pass_begin);
-    hold_group(self);
-    return result;
 }
 
 static int
 end_block(BMUF *self, ctpy_state *state)
 {
-    if (self->config.overlap > 0) {
-        return bmuf_begin(self, state);
+    if (self->core.config.overlap == 0) {
+        return apply_average(self, state, ct_bmuf_synchronize);
     }
-    return bmuf_settle(self, state) < 0 ||
-                   bmuf_run(self, state->str__synced_tensors, pass_synchronize) < 0
-               ? -1
-               : bmuf_after_block(self, state);
-}
-
-/* So many updates after the block has ended, or where the count has been moved on. */
-static bool
-bmuf_is_due(const BMUF *self)
-{
-    const int64_t since = self->num_updates % self->config.sync_iter;
-    return self->core.is_away && (since == 0 || since >= self->config.overlap);
-}
-
-static ct_status
-pass_finish(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
-{
-    return ct_bmuf_finish(&self->core, &self->block_config, comm, list, err);
-}
-
-static int
-bmuf_finish(BMUF *self, ctpy_state *state)
-{
-    if (bmuf_settle(self, state) < 0) {
-        return -1;
-    }
-    const int result = bmuf_run(self, state->str__synced_tensors, pass_finish);
+    const int result = run(self, state->str__synced_tensors, ct_bmuf_begin);
     hold_group(self);
-    return result < 0 ? -1 : bmuf_after_block(self, state);
+    return result;
+}
+
+/* overlap updates after the block's end, or where the count was set to another block's
+ * end meanwhile. */
+static bool
+is_due(const BMUF *self)
+{
+    const ct_bmuf_config *config = &self->core.config;
+    const int64_t since = self->num_updates % config->sync_iter;
+    return self->core.is_pending && (since == 0 || since >= config->overlap);
 }
 
 static int
-bmuf_after_update(BMUF *self)
+after_update(BMUF *self)
 {
     ctpy_state *state = ctpy_state_borrow((PyObject *)self);
     const ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
@@ -521,10 +435,10 @@ bmuf_after_update(BMUF *self)
     if (comm->world_size < 2) {
         return 0;
     }
-    if (bmuf_is_due(self) && bmuf_finish(self, state) < 0) {
+    if (is_due(self) && apply_average(self, state, ct_bmuf_finish) < 0) {
         return -1;
     }
-    switch (ct_bmuf_after(&self->config, self->num_updates)) {
+    switch (ct_bmuf_after(&self->core.config, self->num_updates)) {
     case CT_BMUF_WARMUP_END:
         return end_warmup(self, state);
     case CT_BMUF_BLOCK_END:
@@ -535,12 +449,20 @@ bmuf_after_update(BMUF *self)
     return 0;
 }
 
+PyDoc_STRVAR(
+    step_doc,
+    "step($self, /, *args, **kwargs)\n--\n\n"
+    "Call the optimizer's step(*args, **kwargs), and synchronize with the other ranks\n"
+    "where a block ends.\n\n"
+    "Returns what it returned. An update that raises is not counted. Raises\n"
+    "RuntimeError naming the rank when another fails or stays away.");
+
 static PyObject *
 BMUF_step(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     BMUF *self = (BMUF *)op;
     ctpy_state *state = ctpy_state_borrow(op);
-    if (bmuf_check_idle(self, "step()") < 0) {
+    if (check_idle(self, "step()") < 0) {
         return NULL;
     }
     PyObject *step = PyObject_GetAttr(self->inner, state->str_step);
@@ -548,7 +470,7 @@ BMUF_step(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_XDECREF(step);
     if (answer != NULL) {
         self->num_updates++;
-        if (bmuf_after_update(self) < 0) {
+        if (after_update(self) < 0) {
             Py_CLEAR(answer);
         }
     }
@@ -559,21 +481,36 @@ PyDoc_STRVAR(
     count_update_doc,
     "count_update($self, /)\n--\n\n"
     "Count an update that was made elsewhere, or skipped after an overflow,\n"
-    "and synchronise with the other ranks where a block ends: they count on it.");
+    "and synchronize with the other ranks where a block ends: they count on it.");
 
 static PyObject *
 BMUF_count_update(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     BMUF *self = (BMUF *)op;
-    if (bmuf_check_idle(self, "count_update()") < 0) {
+    if (check_idle(self, "count_update()") < 0) {
         return NULL;
     }
     self->num_updates++;
-    return bmuf_after_update(self) < 0 ? NULL : Py_NewRef(Py_None);
+    return after_update(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* ---- what Python sees --------------------------------------------------------------
- */
+static const char BMUF_finish_doc[] =
+    "finish($self, /)\n--\n\n"
+    "Apply the average of a block that ended less than overlap_steps updates ago: all\n"
+    "ranks call it, after the last update for example. Without such a block nothing\n"
+    "happens.";
+
+static PyObject *
+BMUF_finish(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    BMUF *self = (BMUF *)op;
+    if (check_idle(self, "finish()") < 0 ||
+        (self->core.is_pending &&
+         apply_average(self, ctpy_state_borrow(op), ct_bmuf_finish) < 0)) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
 
 PyDoc_STRVAR(get_num_updates_doc, "get_num_updates($self, /)\n--\n\n"
                                   "Return how many updates have been counted.");
@@ -584,8 +521,9 @@ BMUF_get_num_updates(PyObject *op, PyObject *Py_UNUSED(unused))
     return PyLong_FromLongLong(((BMUF *)op)->num_updates);
 }
 
-PyDoc_STRVAR(set_num_updates_doc, "set_num_updates($self, num_updates, /)\n--\n\n"
-                                  "Set the number of updates, 0 or more.");
+PyDoc_STRVAR(set_num_updates_doc,
+             "set_num_updates($self, num_updates, /)\n--\n\n"
+             "Set the number of updates to num_updates, 0 or more.");
 
 static PyObject *
 BMUF_set_num_updates(PyObject *op, PyObject *arg)
@@ -602,29 +540,94 @@ BMUF_set_num_updates(PyObject *op, PyObject *arg)
     Py_RETURN_NONE;
 }
 
-static PyObject *
-BMUF_get_use_nbm(PyObject *op, void *Py_UNUSED(closure))
-{
-    return PyBool_FromLong(((BMUF *)op)->config.look == CT_BLOCK_NBM);
-}
+/* ---- the beginning of blocks, and moments ---------------------------------------- */
+
+static const char BMUF_average_moments_doc[] =
+    "_average_moments($self, /)\n--\n\n"
+    "Replace the tensors of _moments() by their averages over all "
+    "ranks.";
 
 static PyObject *
-BMUF_get_world_size(PyObject *op, void *Py_UNUSED(closure))
+BMUF_average_moments(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     BMUF *self = (BMUF *)op;
-    if (bmuf_check_idle(self, "world_size") < 0) {
+    return check_idle(self, "_average_moments()") < 0 ||
+                   run(self, ctpy_state_borrow(op)->str__moments, ct_bmuf_average) < 0
+               ? NULL
+               : Py_NewRef(Py_None);
+}
+
+static ct_status
+pass_start(ct_bmuf *bmuf, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    (void)comm;
+    return ct_bmuf_start(bmuf, list, err);
+}
+
+static const char BMUF_start_doc[] =
+    "_start($self, /)\n--\n\n"
+    "Take the parameters for the global model and begin a block.";
+
+static PyObject *
+BMUF_start(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    BMUF *self = (BMUF *)op;
+    ctpy_state *state = ctpy_state_borrow(op);
+    if (check_idle(self, "_start()") < 0) {
         return NULL;
     }
-    const ct_comm *comm = ctpy_comm_borrow(ctpy_state_borrow(op), self->communicator);
-    return comm == NULL ? NULL : PyLong_FromLong(comm->world_size);
+    abandon(self);
+    if (run(self, state->str__synced_tensors, pass_start) < 0) {
+        return NULL;
+    }
+    self->started = true;
+    Py_RETURN_NONE;
 }
+
+static const char BMUF_adopt_doc[] =
+    "_adopt($self, communicator, root, num_updates, /)\n--\n\n"
+    "Continue in another group, from the root's parameters and momentum, after\n"
+    "num_updates.";
+
+static PyObject *
+BMUF_adopt(PyObject *op, PyObject *args)
+{
+    BMUF *self = (BMUF *)op;
+    ctpy_state *state = ctpy_state_borrow(op);
+    PyObject *communicator;
+    long long updates;
+    int root;
+    if (!PyArg_ParseTuple(args, "OiL:_adopt", &communicator, &root, &updates) ||
+        check_idle(self, "regroup()") < 0) {
+        return NULL;
+    }
+    if (self->core.is_pending) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "regroup() before the average of the block that ended has been "
+                        "taken: call finish() first, on all ranks");
+        return NULL;
+    }
+    if (ctpy_comm_borrow(state, communicator) == NULL) {
+        return NULL;
+    }
+    Py_XSETREF(self->communicator, Py_NewRef(communicator));
+    self->core.root = root;
+    if (run(self, state->str__synced_tensors, ct_bmuf_adopt) < 0) {
+        return NULL;
+    }
+    self->started = true;
+    self->num_updates = updates;
+    return call_hook(self, state->str__after_sync) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- saving and loading ---------------------------------------------------------- */
 
 static int
 check_started(const BMUF *self)
 {
-    if (self->busy || !self->started || self->config.momentum == 0.0) {
+    if (self->busy || !self->started || self->core.config.momentum == 0.0) {
         PyErr_SetString(PyExc_RuntimeError,
-                        self->busy ? "a block is being synchronised by another thread"
+                        self->busy ? "a block is being synchronized by another thread"
                                    : "there are no blocks to save or load: "
                                      "block_momentum is 0, or training has not begun");
         return -1;
@@ -641,7 +644,7 @@ copy_one(BMUF *self, const ct_bmuf_flat *flat, PyObject *tensors, copy_fn *copy)
     bmuf_tensors t;
     ct_status status;
     ct_error err;
-    if (bmuf_tensors_read(ctpy_state_borrow((PyObject *)self), tensors, NULL, &t) < 0) {
+    if (tensors_read(ctpy_state_borrow((PyObject *)self), tensors, NULL, &t) < 0) {
         return -1;
     }
     self->busy = true;
@@ -649,7 +652,7 @@ copy_one(BMUF *self, const ct_bmuf_flat *flat, PyObject *tensors, copy_fn *copy)
     status = copy(&self->core, flat, &t.list, &err);
     Py_END_ALLOW_THREADS
     self->busy = false;
-    bmuf_tensors_free(&t);
+    tensors_free(&t);
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
@@ -667,12 +670,20 @@ copy_both(PyObject *op, PyObject *args, const char *format, copy_fn *copy)
     Py_RETURN_NONE;
 }
 
-/* binding/bmuf/bmuf.c: what is saved besides the inner optimizer's state. */
+static const char BMUF_save_blocks_doc[] =
+    "_save_blocks($self, model, momentum, /)\n--\n\n"
+    "Copy the global model and the momentum of blocks into tensors as long as the\n"
+    "parameters, float64 or float32 as their blocks are computed in.";
+
 static PyObject *
 BMUF_save_blocks(PyObject *op, PyObject *args)
 {
     return copy_both(op, args, "OO:_save_blocks", ct_bmuf_save);
 }
+
+static const char BMUF_load_blocks_doc[] =
+    "_load_blocks($self, model, momentum, /)\n--\n\n"
+    "Copy the global model and the momentum back from tensors of _save_blocks().";
 
 static PyObject *
 BMUF_load_blocks(PyObject *op, PyObject *args)
@@ -687,21 +698,31 @@ copy_residual(PyObject *op, PyObject *tensors, copy_fn *copy)
     if (check_started(self) < 0) {
         return NULL;
     }
-    if (!ct_bmuf_is_coded(&self->config)) {
-        PyErr_SetString(
-            PyExc_RuntimeError,
-            "there is no residual: delta_bits is 32, and nothing is missed");
+    if (!ct_bmuf_is_quantized(&self->core.config)) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "there is no residual: delta_bits is 32, so parameter deltas "
+                        "are not quantized");
         return NULL;
     }
     return copy_one(self, &self->core.residual, tensors, copy) < 0 ? NULL
                                                                    : Py_NewRef(Py_None);
 }
 
+static const char BMUF_save_residual_doc[] =
+    "_save_residual($self, residual, /)\n--\n\n"
+    "Copy the error-feedback residual of this rank's quantized deltas into tensors "
+    "like\n"
+    "those of _save_blocks().";
+
 static PyObject *
 BMUF_save_residual(PyObject *op, PyObject *arg)
 {
     return copy_residual(op, arg, ct_bmuf_save);
 }
+
+static const char BMUF_load_residual_doc[] =
+    "_load_residual($self, residual, /)\n--\n\n"
+    "Copy the residual back from tensors of _save_residual().";
 
 static PyObject *
 BMUF_load_residual(PyObject *op, PyObject *arg)
@@ -710,186 +731,92 @@ BMUF_load_residual(PyObject *op, PyObject *arg)
 }
 
 static PyObject *
-BMUF_save_left(PyObject *op, PyObject *arg)
+copy_pending(PyObject *op, PyObject *tensors, copy_fn *copy)
 {
     BMUF *self = (BMUF *)op;
-    if (check_started(self) < 0 ||
-        copy_one(self, &self->core.left, arg, ct_bmuf_save) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-static ct_status
-load_left(ct_bmuf *bmuf, const ct_bmuf_flat *flat, const ct_bmuf_list *list,
-          ct_error *err)
-{
-    (void)flat;
-    return ct_bmuf_load_left(bmuf, list, err);
-}
-
-static PyObject *
-BMUF_load_left(PyObject *op, PyObject *arg)
-{
-    BMUF *self = (BMUF *)op;
-    if (check_started(self) < 0 ||
-        copy_one(self, &self->core.left, arg, load_left) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-static ct_status
-pass_average(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
-{
-    return ct_bmuf_average(&self->core, comm, list, err);
-}
-
-static PyObject *
-BMUF_average_moments(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    ctpy_state *state = ctpy_state_borrow(op);
-    return bmuf_check_idle((BMUF *)op, "_average_moments()") < 0 ||
-                   bmuf_run((BMUF *)op, state->str__moments, pass_average) < 0
+    return check_started(self) < 0 ||
+                   copy_one(self, &self->core.pending, tensors, copy) < 0
                ? NULL
                : Py_NewRef(Py_None);
 }
 
-static ct_status
-pass_start(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
-{
-    (void)comm;
-    return ct_bmuf_start(&self->core, &self->config, list, err);
-}
+static const char BMUF_save_pending_doc[] =
+    "_save_pending($self, params, /)\n--\n\n"
+    "Copy the parameters at the end of the block whose average is pending into "
+    "tensors\n"
+    "like those of _save_blocks().";
 
 static PyObject *
-BMUF_start(PyObject *op, PyObject *Py_UNUSED(unused))
+BMUF_save_pending(PyObject *op, PyObject *arg)
 {
-    BMUF *self = (BMUF *)op;
-    ctpy_state *state = ctpy_state_borrow(op);
-    if (bmuf_check_idle(self, "_start()") < 0) {
-        return NULL;
-    }
-    bmuf_abandon(self);
-    if (bmuf_run(self, state->str__synced_tensors, pass_start) < 0) {
-        return NULL;
-    }
-    self->started = true;
-    Py_RETURN_NONE;
+    return copy_pending(op, arg, ct_bmuf_save);
 }
 
 static ct_status
-pass_adopt(BMUF *self, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+load_pending(ct_bmuf *bmuf, const ct_bmuf_flat *flat, const ct_bmuf_list *list,
+             ct_error *err)
 {
-    return ct_bmuf_adopt(&self->core, &self->config, comm, self->root, list, err);
+    (void)flat;
+    return ct_bmuf_load_pending(bmuf, list, err);
 }
 
-static int
-check_finished(const BMUF *self)
+static const char BMUF_load_pending_doc[] =
+    "_load_pending($self, params, /)\n--\n\n"
+    "Continue with a pending average, from tensors of _save_pending().";
+
+static PyObject *
+BMUF_load_pending(PyObject *op, PyObject *arg)
 {
-    if (self->core.is_away) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "regroup() before the average of the block that ended has been "
-                        "taken: call finish() first, on all ranks");
-        return -1;
-    }
-    return 0;
+    return copy_pending(op, arg, load_pending);
+}
+
+/* ---- attributes and tables ------------------------------------------------------- */
+
+static PyObject *
+BMUF_get_use_nbm(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(((BMUF *)op)->core.config.look == CT_BLOCK_NBM);
 }
 
 static PyObject *
-BMUF_adopt(PyObject *op, PyObject *args)
+BMUF_get_world_size(PyObject *op, void *Py_UNUSED(closure))
 {
     BMUF *self = (BMUF *)op;
-    ctpy_state *state = ctpy_state_borrow(op);
-    PyObject *communicator;
-    long long updates;
-    int root;
-    if (!PyArg_ParseTuple(args, "OiL:_adopt", &communicator, &root, &updates) ||
-        bmuf_check_idle(self, "regroup()") < 0 || check_finished(self) < 0 ||
-        ctpy_comm_borrow(state, communicator) == NULL) {
+    if (check_idle(self, "world_size") < 0) {
         return NULL;
     }
-    Py_XSETREF(self->communicator, Py_NewRef(communicator));
-    self->root = root;
-    if (bmuf_run(self, state->str__synced_tensors, pass_adopt) < 0) {
-        return NULL;
-    }
-    self->started = true;
-    self->num_updates = updates;
-    return call_hook(self, state->str__after_sync) < 0 ? NULL : Py_NewRef(Py_None);
+    const ct_comm *comm = ctpy_comm_borrow(ctpy_state_borrow(op), self->communicator);
+    return comm == NULL ? NULL : PyLong_FromLong(comm->world_size);
 }
-
-static PyObject *
-BMUF_finish(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    BMUF *self = (BMUF *)op;
-    if (bmuf_check_idle(self, "finish()") < 0 ||
-        (self->core.is_away && bmuf_finish(self, ctpy_state_borrow(op)) < 0)) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-/* What BMUF saves besides the state of the optimizer within. */
-
-static const char BMUF_load_blocks_doc[] =
-    "_load_blocks($self, model, momentum, /)\n--\n\n"
-    "Take what _save_blocks() gave.";
-
-static const char BMUF_load_residual_doc[] =
-    "_load_residual($self, residual, /)\n--\n\n"
-    "Take what _save_residual() gave.";
-
-static const char BMUF_load_left_doc[] =
-    "_load_left($self, left, /)\n--\n\n"
-    "Take what _save_left() gave, and that average later.";
-
-/* What happens at the ends of blocks. */
-
-/* ---- the ends of blocks ------------------------------------------------------------
- */
-
-static const char BMUF_adopt_doc[] =
-    "_adopt($self, communicator, root, num_updates, /)\n--\n\n"
-    "Go on in another group, from the root's parameters and momentum, after\n"
-    "num_updates.";
-
-/* Blocks whose average is taken some updates after they have ended. */
-
-static const char BMUF_finish_doc[] =
-    "finish($self, /)\n--\n\n"
-    "Take the average of a block that ended less than overlap_steps updates ago: all\n"
-    "ranks call it, as after the last update. Without such a block nothing happens.";
-
-/* Tensors of Python as what blocks work on. */
 
 static PyGetSetDef BMUF_getset[] = {
-    {"use_nbm",    BMUF_get_use_nbm,    NULL, "Nesterov's block momentum.",  NULL},
-    {"world_size", BMUF_get_world_size, NULL, "Ranks that meet, 1: nobody.", NULL},
-    {NULL,         NULL,                NULL, NULL,                          NULL},
+    {"use_nbm",    BMUF_get_use_nbm,    NULL, "Nesterov's block momentum.",        NULL},
+    {"world_size", BMUF_get_world_size, NULL, "Number of ranks that synchronize.",
+     NULL                                                                              },
+    {NULL,         NULL,                NULL, NULL,                                NULL},
 };
 
 static PyMemberDef BMUF_members[] = {
     {"_optimizer", T_OBJECT_EX, offsetof(BMUF, inner), READONLY,
      "The optimizer that updates."},
     {"communicator", T_OBJECT_EX, offsetof(BMUF, communicator), READONLY,
-     "The group of those who meet."},
-    {"sync_iter", T_LONGLONG, offsetof(BMUF, config.sync_iter), READONLY,
+     "The ranks that synchronize."},
+    {"sync_iter", T_LONGLONG, offsetof(BMUF, core.config.sync_iter), READONLY,
      "Updates in a block."},
-    {"warmup_iteration", T_LONGLONG, offsetof(BMUF, config.warmup), READONLY,
-     "Updates before the workers first meet."},
-    {"block_momentum", T_DOUBLE, offsetof(BMUF, config.momentum), READONLY,
+    {"warmup_iteration", T_LONGLONG, offsetof(BMUF, core.config.warmup), READONLY,
+     "Updates before the first synchronization."},
+    {"block_momentum", T_DOUBLE, offsetof(BMUF, core.config.momentum), READONLY,
      "Momentum of blocks; 0: the models are averaged."},
-    {"block_lr", T_DOUBLE, offsetof(BMUF, config.lr), READONLY,
+    {"block_lr", T_DOUBLE, offsetof(BMUF, block_lr), READONLY,
      "Learning rate of blocks."},
-    {"overlap_steps", T_LONGLONG, offsetof(BMUF, config.overlap), READONLY,
-     "Updates after the end of a block in which its average is taken."},
-    {"is_away", T_BOOL, offsetof(BMUF, core.is_away), READONLY,
-     "Whether a block has ended whose average has not been taken yet."},
-    {"delta_bits", T_INT, offsetof(BMUF, config.delta_bits), READONLY,
-     "Bits in which distances travel: 32, or quantized to 8 or 4."},
+    {"overlap_steps", T_LONGLONG, offsetof(BMUF, core.config.overlap), READONLY,
+     "Updates from the end of a block to the use of its average."},
+    {"is_pending", T_BOOL, offsetof(BMUF, core.is_pending), READONLY,
+     "Whether a block has ended whose average has not been applied yet."},
+    {"delta_bits", T_INT, offsetof(BMUF, core.config.delta_bits), READONLY,
+     "Bits of an element of the parameter delta: 32, or 8 or 4, quantized."},
     {"average_sync", T_BOOL, offsetof(BMUF, average_sync), READONLY,
-     "Whether the optimizers' moments are averaged where workers meet."},
+     "Whether the optimizers' moments are averaged at the ends of blocks."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -904,8 +831,8 @@ static PyMethodDef BMUF_methods[] = {
     {"get_num_updates",  BMUF_get_num_updates,                   METH_NOARGS,                  get_num_updates_doc     },
     {"set_num_updates",  BMUF_set_num_updates,                   METH_O,                       set_num_updates_doc     },
     {"finish",           BMUF_finish,                            METH_NOARGS,                  BMUF_finish_doc         },
-    {"_load_left",       BMUF_load_left,                         METH_O,                       BMUF_load_left_doc      },
-    {"_save_left",       BMUF_save_left,                         METH_O,                       BMUF_save_left_doc      },
+    {"_load_pending",    BMUF_load_pending,                      METH_O,                       BMUF_load_pending_doc   },
+    {"_save_pending",    BMUF_save_pending,                      METH_O,                       BMUF_save_pending_doc   },
     {"count_update",     BMUF_count_update,                      METH_NOARGS,                  count_update_doc        },
     {"step",             (PyCFunction)(void (*)(void))BMUF_step, METH_VARARGS | METH_KEYWORDS,
      step_doc                                                                                                          },

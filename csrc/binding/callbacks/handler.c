@@ -464,7 +464,7 @@ PyDoc_STRVAR(
     "Call the method `event` of every callback and return the control.\n\n"
     "A callback gets the model, optimizer and the rest by keyword, and kwargs;\n"
     "what it returns, unless None, becomes the control. A callback without\n"
-    "this method, or with an empty one, is passed over.");
+    "this method, or with an empty one, is skipped.");
 
 static PyObject *
 CallbackHandler_call_event(PyObject *op, PyObject *const *args, Py_ssize_t nargs,
@@ -612,6 +612,17 @@ ctpy_callbacks_listens(const ctpy_state *state, PyObject *handler, PyObject *eve
     return found;
 }
 
+PyDoc_STRVAR(listens_doc,
+             "listens($self, event, /)\n--\n\n"
+             "Is there a callback, not one of ours, that does something at the event?");
+
+static PyObject *
+CallbackHandler_listens(PyObject *op, PyObject *event)
+{
+    const int found = ctpy_callbacks_listens(ctpy_state_borrow(op), op, event);
+    return found < 0 ? NULL : PyBool_FromLong(found);
+}
+
 int
 ctpy_trainer_fire(PyObject *op, PyObject *event, PyObject *extra)
 {
@@ -648,6 +659,7 @@ done:
             "Fire the event at every callback; return the control."},
 static PyMethodDef CallbackHandler_methods[] = {
     METHOD(call_event),
+    {"listens",      CallbackHandler_listens,  METH_O,      listens_doc },
     {"__getstate__", CallbackHandler_getstate, METH_NOARGS, getstate_doc},
     {"__setstate__", CallbackHandler_setstate, METH_O,      setstate_doc},
 #include "binding/callbacks/events.def"

@@ -1,4 +1,7 @@
-/* Reading and judging the files of checkpoints: functions of the module. */
+/* Functions of the module that read and verify the files of checkpoints.
+ *
+ * Every byte is summed in the pass that reads it. Names, dtypes and shapes are compared
+ * before a tensor of the caller's is touched; checksums are known only afterwards. */
 #include "binding/checkpoint/tensors.h"
 
 #include "core/base/alloc.h"
@@ -8,6 +11,39 @@
 
 #include <stdbool.h>
 #include <string.h>
+
+/* ---- expectations ---------------------------------------------------------------- */
+
+/* The expected size and checksum of a file; `known` NULL: nothing is expected. */
+typedef struct expectation {
+    ct_expected buffer;
+    const ct_expected *known;
+} expectation;
+
+/* Of PyArg_ParseTuple: None or a tuple (bytes, crc32c). */
+static int
+expectation_from(PyObject *op, void *arg)
+{
+    expectation *e = arg;
+    unsigned long long bytes;
+    unsigned int crc;
+    e->known = NULL;
+    if (op == Py_None) {
+        return 1;
+    }
+    if (!PyTuple_Check(op)) {
+        PyErr_SetString(PyExc_TypeError, "expected must be None or (bytes, crc32c)");
+        return 0;
+    }
+    if (!PyArg_ParseTuple(op, "KI;expected must be (bytes, crc32c)", &bytes, &crc)) {
+        return 0;
+    }
+    e->buffer = (ct_expected){bytes, crc};
+    e->known = &e->buffer;
+    return 1;
+}
+
+/* ---- safetensors ----------------------------------------------------------------- */
 
 static PyObject *
 text_to_str(ct_text text)
@@ -53,11 +89,9 @@ shape_to_tuple(const ct_st_tensor *tensor)
     PyObject *shape = PyTuple_New((Py_ssize_t)tensor->ndim);
     for (size_t i = 0; i < tensor->ndim && shape != NULL; i++) {
         PyObject *extent = PyLong_FromUnsignedLongLong(tensor->shape[i]);
-        if (extent == NULL) {
+        if (extent == NULL || PyTuple_SetItem(shape, (Py_ssize_t)i, extent) < 0) {
             Py_CLEAR(shape);
-            break;
         }
-        PyTuple_SET_ITEM(shape, (Py_ssize_t)i, extent);
     }
     return shape;
 }
@@ -66,16 +100,13 @@ shape_to_tuple(const ct_st_tensor *tensor)
 static PyObject *
 tensor_to_tuple(const ct_st_tensor *tensor)
 {
-    PyObject *name = text_to_str(tensor->name), *tag = text_to_str(tensor->tag);
-    PyObject *shape = shape_to_tuple(tensor), *made = NULL;
-    if (name != NULL && tag != NULL && shape != NULL) {
-        made = Py_BuildValue("OOOK", name, tag, shape,
-                             (unsigned long long)(tensor->end - tensor->begin));
-    }
-    Py_XDECREF(shape);
-    Py_XDECREF(tag);
-    Py_XDECREF(name);
-    return made;
+    const ct_text name = tensor->name, tag = tensor->tag;
+    PyObject *shape = shape_to_tuple(tensor);
+    return shape == NULL
+               ? NULL
+               : Py_BuildValue("s#s#NK", name.data, (Py_ssize_t)name.n, tag.data,
+                               (Py_ssize_t)tag.n, shape,
+                               (unsigned long long)(tensor->end - tensor->begin));
 }
 
 static PyObject *
@@ -83,40 +114,60 @@ tensors_to_list(const ct_st_file *file)
 {
     size_t n;
     const ct_st_tensor *tensors = ct_st_tensors_borrow(file, &n);
-    PyObject *list = PyList_New((Py_ssize_t)n);
+    PyObject *list = PyList_New(0);
     for (size_t i = 0; i < n && list != NULL; i++) {
         PyObject *item = tensor_to_tuple(&tensors[i]);
-        if (item == NULL) {
+        if (item == NULL || PyList_Append(list, item) < 0) {
             Py_CLEAR(list);
-            break;
         }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+        Py_XDECREF(item);
     }
     return list;
 }
 
 static const char ctpy_safetensors_index_doc[] =
-    "safetensors_index($module, path, /)\n--\n\n"
+    "safetensors_index($module, path, check=False, expected=None, /)\n--\n\n"
     "Return (metadata, [(name, dtype, shape, bytes), ...]) of a safetensors file.\n\n"
-    "Raises ValueError, naming the file, when it is not whole.";
+    "Raises ValueError, naming the file, when it is not whole. With check, the data "
+    "is\n"
+    "read and compared with the checksum in the metadata, if there is one; with\n"
+    "expected, (bytes, crc32c), the whole file is compared with that, too.";
+
+/* Reads the data to no targets, if it is to be checked. */
+static int
+check_data(const ct_st_file *file, int check, const ct_expected *expected)
+{
+    ct_error err;
+    ct_status status = CT_OK;
+    if (check) {
+        Py_BEGIN_ALLOW_THREADS
+        status = ct_st_read(file, NULL, true, expected, &err);
+        Py_END_ALLOW_THREADS
+    }
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
 
 static PyObject *
-ctpy_safetensors_index(PyObject *Py_UNUSED(module), PyObject *arg)
+ctpy_safetensors_index(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *path = ctpy_path_from(arg), *metadata = NULL, *list = NULL, *pair = NULL;
-    ct_st_file *file = path == NULL ? NULL : open_file(path, NULL);
-    if (file != NULL && (metadata = metadata_to_dict(file)) != NULL &&
-        (list = tensors_to_list(file)) != NULL) {
-        pair = PyTuple_Pack(2, metadata, list);
+    PyObject *path = NULL, *metadata = NULL, *pair = NULL;
+    int check = 0;
+    expectation e = {.known = NULL};
+    if (!PyArg_ParseTuple(args, "O&|pO&:safetensors_index", PyUnicode_FSConverter,
+                          &path, &check, expectation_from, &e)) {
+        return NULL;
     }
-    Py_XDECREF(list);
-    Py_XDECREF(metadata);
+    ct_st_file *file = open_file(path, e.known);
+    if (file != NULL && check_data(file, check, e.known) == 0 &&
+        (metadata = metadata_to_dict(file)) != NULL) {
+        pair = Py_BuildValue("NN", metadata, tensors_to_list(file));
+    }
     ct_st_close(file);
-    Py_XDECREF(path);
+    Py_DECREF(path);
     return pair;
 }
 
-/* Does the tensor of the file fit the one it is to be read into? */
+/* Compares a tensor of the file with the tensor to read into. */
 static int
 check_fit(PyObject *path, const ct_st_tensor *stored, const ct_st_entry *entry)
 {
@@ -139,7 +190,7 @@ check_fit(PyObject *path, const ct_st_tensor *stored, const ct_st_entry *entry)
     return -1;
 }
 
-/* Where each tensor of the file goes; `wanted` also marks empty ones, which have no
+/* The targets of the file's tensors; `wanted` also marks empty tensors, which have no
  * address. */
 typedef struct load {
     void **targets;
@@ -172,7 +223,7 @@ load_init(load *l, const ct_st_file *file)
     return l->missing == NULL || l->unexpected == NULL ? -1 : 0;
 }
 
-/* Pairs each wanted tensor with the file's; those that the file lacks are missing. */
+/* Finds the file's tensor for each wanted tensor; names without one are missing. */
 static int
 match(PyObject *path, const ct_st_file *file, const ctpy_tensors *tensors, load *l)
 {
@@ -262,125 +313,30 @@ static const char ctpy_load_safetensors_into_doc[] =
     "ValueError\n"
     "then, but the tensors have been overwritten.";
 
-/* What a file is expected to be, out of None (*expected is NULL then) or a tuple
- * (bytes, crc32c), which goes to *room. 0, or -1 with an exception. */
-static int
-ctpy_expected_from(PyObject *op, ct_expected *room, const ct_expected **expected)
-{
-    unsigned long long bytes;
-    unsigned int crc;
-    *expected = NULL;
-    if (op == Py_None) {
-        return 0;
-    }
-    if (!PyTuple_Check(op)) {
-        PyErr_SetString(PyExc_TypeError, "expected must be None or (bytes, crc32c)");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(op, "KI;expected must be (bytes, crc32c)", &bytes, &crc)) {
-        return -1;
-    }
-    *room = (ct_expected){bytes, crc};
-    *expected = room;
-    return 0;
-}
-
 static PyObject *
 ctpy_load_safetensors_into(PyObject *module, PyObject *args)
 {
-    PyObject *given, *dict, *answer = NULL, *path = NULL, *pair = Py_None;
+    PyObject *dict, *answer = NULL, *path = NULL;
     int strict, check;
-    ctpy_tensors tensors = {0};
-    ct_st_file *file = NULL;
-    ct_expected room;
-    const ct_expected *expected;
-    if (!PyArg_ParseTuple(args, "OOpp|O:load_safetensors_into", &given, &dict, &strict,
-                          &check, &pair) ||
-        ctpy_expected_from(pair, &room, &expected) < 0 ||
-        (path = ctpy_path_from(given)) == NULL) {
+    ctpy_tensors tensors = {.writable = true};
+    expectation e = {.known = NULL};
+    if (!PyArg_ParseTuple(args, "O&Opp|O&:load_safetensors_into", PyUnicode_FSConverter,
+                          &path, &dict, &strict, &check, expectation_from, &e)) {
         return NULL;
     }
-    if (ctpy_tensors_from(PyModule_GetState(module), dict, 1, &tensors) == 0 &&
-        (file = open_file(path, expected)) != NULL) {
-        answer = load_file(path, file, &tensors, strict, check, expected);
+    if (ctpy_tensors_from(PyModule_GetState(module), dict, &tensors) == 0) {
+        ct_st_file *file = open_file(path, e.known);
+        if (file != NULL) {
+            answer = load_file(path, file, &tensors, strict, check, e.known);
+        }
+        ct_st_close(file);
     }
-    ct_st_close(file);
     ctpy_tensors_fini(&tensors);
     Py_DECREF(path);
     return answer;
 }
 
-/* Opens the file and sums its data, reading it nowhere. */
-static ct_status
-check_safetensors(const char *path, const ct_expected *expected, ct_error *err)
-{
-    ct_st_file *file = NULL;
-    size_t n;
-    ct_status status = ct_st_open(&file, path, expected, err);
-    if (status != CT_OK) {
-        return status;
-    }
-    (void)ct_st_tensors_borrow(file, &n);
-    void **nowhere = (void **)ct_calloc(n + 1, sizeof(void *));
-    status = nowhere == NULL ? ct_fail(err, CT_ENOMEM, "no memory to read %s", path)
-                             : ct_st_read(file, nowhere, true, expected, err);
-    ct_free((void *)nowhere);
-    ct_st_close(file);
-    return status;
-}
-
-typedef ct_status
-check_fn(const char *path, const ct_expected *expected, ct_error *err);
-
-static PyObject *
-check_path(PyObject *args, check_fn *check)
-{
-    ct_error err;
-    ct_status status;
-    PyObject *given, *pair = Py_None, *path;
-    ct_expected room;
-    const ct_expected *expected;
-    if (!PyArg_ParseTuple(args, "O|O", &given, &pair) ||
-        ctpy_expected_from(pair, &room, &expected) < 0 ||
-        (path = ctpy_path_from(given)) == NULL) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = check(PyBytes_AS_STRING(path), expected, &err);
-    Py_END_ALLOW_THREADS
-    Py_DECREF(path);
-    if (status != CT_OK) {
-        return ctpy_raise(&err);
-    }
-    Py_RETURN_NONE;
-}
-
-static const char ctpy_check_safetensors_doc[] =
-    "check_safetensors($module, path, expected=None, /)\n--\n\n"
-    "Raise ValueError or OSError, naming the file, unless it is whole.\n\n"
-    "Its header is checked against its size, and both against the checksums in its\n"
-    "metadata where there are any; with expected, (bytes, crc32c), against that, too.";
-
-static PyObject *
-ctpy_check_safetensors(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    return check_path(args, check_safetensors);
-}
-
-static const char ctpy_check_archive_doc[] =
-    "check_archive($module, path, expected=None, /)\n--\n\n"
-    "Raise ValueError or OSError, naming the file, unless it is a whole torch "
-    "archive.\n"
-    "\n"
-    "Every record is compared with its checksum, with expected the whole file with "
-    "that;\n"
-    "nothing is unpickled.";
-
-static PyObject *
-ctpy_check_archive(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    return check_path(args, ct_zip_verify);
-}
+/* ---- folders --------------------------------------------------------------------- */
 
 static const char ctpy_recover_saves_doc[] =
     "recover_saves($module, folder, /)\n--\n\n"
@@ -402,7 +358,7 @@ ctpy_recover_saves(PyObject *Py_UNUSED(module), PyObject *arg)
     Py_RETURN_NONE;
 }
 
-/* Collects problems as plain text: it runs without the GIL. */
+/* Collects problems as text: there is no GIL. */
 static ct_status
 collect(void *arg, const char *problem, ct_error *err)
 {
@@ -450,13 +406,6 @@ ctpy_verify_manifest(PyObject *Py_UNUSED(module), PyObject *arg)
     return list;
 }
 
-/* Reading files of checkpoints whole, each byte checked as it is read: functions of the
- * module. */
-
-enum {
-    ALIGNMENT = 64 /* of a record in memory: what torch gives its own */
-};
-
 static PyObject *
 manifest_to_dict(const ct_manifest *manifest)
 {
@@ -499,6 +448,8 @@ ctpy_read_manifest(PyObject *Py_UNUSED(module), PyObject *arg)
     Py_DECREF(path);
     return dict;
 }
+
+/* ---- whole files ----------------------------------------------------------------- */
 
 /* The whole source as bytes. */
 static PyObject *
@@ -543,24 +494,22 @@ static const char ctpy_read_file_doc[] =
 static PyObject *
 ctpy_read_file(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *given, *pair, *path = NULL, *content = NULL;
+    PyObject *path = NULL, *content = NULL;
     unsigned long long limit;
-    ct_expected room;
-    const ct_expected *expected;
+    expectation e;
     ct_source source;
     ct_error err;
     ct_status status;
-    if (!PyArg_ParseTuple(args, "OKO:read_file", &given, &limit, &pair) ||
-        ctpy_expected_from(pair, &room, &expected) < 0 ||
-        (path = ctpy_path_from(given)) == NULL) {
+    if (!PyArg_ParseTuple(args, "O&KO&:read_file", PyUnicode_FSConverter, &path, &limit,
+                          expectation_from, &e)) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = ct_source_open(&source, PyBytes_AS_STRING(path), expected, &err);
+    status = ct_source_open(&source, PyBytes_AS_STRING(path), e.known, &err);
     Py_END_ALLOW_THREADS
     if (status == CT_OK) {
         content = read_whole(&source, limit < PY_SSIZE_T_MAX ? limit : PY_SSIZE_T_MAX,
-                             expected);
+                             e.known);
         ct_source_close(&source);
     }
     else {
@@ -570,16 +519,19 @@ ctpy_read_file(PyObject *Py_UNUSED(module), PyObject *args)
     return content;
 }
 
-/* ---- archives */
+/* ---- archives -------------------------------------------------------------------- */
 
-/* An open archive: a file's or memory's. */
+enum {
+    ALIGNMENT = 64 /* of a record in memory, as torch's own */
+};
+
+/* An open archive: a file or memory. */
 typedef struct archive {
     PyObject *path;
     Py_buffer view;
     ct_source source;
     ct_zip_index index;
-    ct_expected room;
-    const ct_expected *expected;
+    expectation expected;
 } archive;
 
 static void
@@ -593,24 +545,21 @@ archive_fini(archive *a)
     Py_CLEAR(a->path);
 }
 
-/* Opens what `given` names, or with `content` (may be NULL) that memory under the name.
- * 1; 0 where it does not begin as an archive; -1 with an exception. */
+/* Opens the archive at a->path, or with `content` (may be NULL) that memory under this
+ * name. 1; 0 for content that does not begin as an archive; -1 with an exception. */
 static int
-archive_open(archive *a, PyObject *given, PyObject *content, PyObject *expected)
+archive_open(archive *a, PyObject *content)
 {
     ct_error err;
     ct_status status = CT_OK;
     bool is_zip = false;
-    *a = (archive){.source = {.fd = -1}};
-    if (ctpy_expected_from(expected, &a->room, &a->expected) < 0 ||
-        (a->path = ctpy_path_from(given)) == NULL ||
-        (content != NULL && PyObject_GetBuffer(content, &a->view, PyBUF_SIMPLE) < 0)) {
+    const char *path = PyBytes_AS_STRING(a->path);
+    if (content != NULL && PyObject_GetBuffer(content, &a->view, PyBUF_SIMPLE) < 0) {
         return -1;
     }
-    const char *path = PyBytes_AS_STRING(a->path);
     Py_BEGIN_ALLOW_THREADS
     if (content == NULL) {
-        status = ct_source_open(&a->source, path, a->expected, &err);
+        status = ct_source_open(&a->source, path, a->expected.known, &err);
     }
     else {
         a->source = (ct_source){.path = path,
@@ -622,15 +571,11 @@ archive_open(archive *a, PyObject *given, PyObject *content, PyObject *expected)
         status = ct_zip_index_read(&a->index, &a->source, &err);
     }
     Py_END_ALLOW_THREADS
-    if (status != CT_OK) {
-        (void)ctpy_raise(&err);
-        return -1;
-    }
-    return is_zip;
+    return status == CT_OK ? is_zip : ctpy_raise_int(&err);
 }
 
-/* What follows the first part of a record's name, by which torch.save puts the stem of
- * the file before all of them. */
+/* A record's name without its first part, the file's stem, which torch.save puts before
+ * all names. */
 static PyObject *
 record_name(const archive *a, const ct_zip_entry *entry)
 {
@@ -646,7 +591,8 @@ record_name(const archive *a, const ct_zip_entry *entry)
     return name;
 }
 
-/* Puts value, taken over, under the record's name; two parts before it may differ. */
+/* Sets dict[name of the record] to value, taken over. Names may become equal without
+ * their first parts. */
 static int
 set_record(PyObject *dict, const archive *a, const ct_zip_entry *entry, PyObject *value)
 {
@@ -663,9 +609,9 @@ set_record(PyObject *dict, const archive *a, const ct_zip_entry *entry, PyObject
     return failed ? -1 : 0;
 }
 
-/* Aligned memory of n bytes as a memoryview, which keeps it. */
+/* Aligned memory of n bytes, as a memoryview that owns it. */
 static PyObject *
-make_room(uint64_t n, void **target)
+new_memory(uint64_t n, void **target)
 {
     PyObject *bytes =
         n > PY_SSIZE_T_MAX - ALIGNMENT
@@ -685,39 +631,34 @@ make_room(uint64_t n, void **target)
 }
 
 static int
-make_rooms(PyObject *dict, const archive *a, void **targets)
-{
-    for (size_t i = 0; i < a->index.n; i++) {
-        const ct_zip_entry *entry = &a->index.entries[i];
-        if (set_record(dict, a, entry, make_room(entry->bytes, &targets[i])) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* All records, each in memory of its own. */
-static PyObject *
-archive_to_dict(const archive *a)
+read_records(const archive *a, void *const *targets)
 {
     ct_error err;
     ct_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_zip_read(&a->index, &a->source, targets, a->expected.known, &err);
+    Py_END_ALLOW_THREADS
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+/* {name: memory} of the records. */
+static PyObject *
+archive_to_dict(const archive *a)
+{
     PyObject *dict = PyDict_New();
     void **targets = (void **)ct_calloc(a->index.n + 1, sizeof(void *));
     if (targets == NULL) {
         (void)PyErr_NoMemory();
-    }
-    if (dict == NULL || targets == NULL || make_rooms(dict, a, targets) < 0) {
         Py_CLEAR(dict);
     }
-    else {
-        Py_BEGIN_ALLOW_THREADS
-        status = ct_zip_read(&a->index, &a->source, targets, a->expected, &err);
-        Py_END_ALLOW_THREADS
-        if (status != CT_OK) {
+    for (size_t i = 0; i < a->index.n && dict != NULL; i++) {
+        const ct_zip_entry *entry = &a->index.entries[i];
+        if (set_record(dict, a, entry, new_memory(entry->bytes, &targets[i])) < 0) {
             Py_CLEAR(dict);
-            (void)ctpy_raise(&err);
         }
+    }
+    if (dict != NULL && read_records(a, targets) < 0) {
+        Py_CLEAR(dict);
     }
     ct_free((void *)targets);
     return dict;
@@ -738,34 +679,26 @@ static const char ctpy_read_archive_doc[] =
 static PyObject *
 ctpy_read_archive(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *path, *content, *expected, *dict = NULL;
-    archive a;
-    if (!PyArg_ParseTuple(args, "OOO:read_archive", &path, &content, &expected)) {
+    PyObject *content, *dict = NULL;
+    archive a = {.source = {.fd = -1}};
+    if (!PyArg_ParseTuple(args, "O&OO&:read_archive", PyUnicode_FSConverter, &a.path,
+                          &content, expectation_from, &a.expected)) {
         return NULL;
     }
-    int opened = archive_open(&a, path, content == Py_None ? NULL : content, expected);
-    if (opened == 1) {
-        dict = archive_to_dict(&a);
-    }
-    else if (opened == 0) {
-        dict = Py_NewRef(Py_None);
+    int opened = archive_open(&a, content == Py_None ? NULL : content);
+    if (opened >= 0) {
+        dict = opened == 1 ? archive_to_dict(&a) : Py_NewRef(Py_None);
     }
     archive_fini(&a);
     return dict;
 }
 
-/* Compares all data with its checksums; {name: (offset, bytes)}. */
+/* {name: (offset, bytes)} of the records, after a comparison of all data with its
+ * checksums. */
 static PyObject *
 places_of(const archive *a)
 {
-    ct_error err;
-    ct_status status = CT_OK;
-    PyObject *dict = PyDict_New();
-    void **nowhere = (void **)ct_calloc(a->index.n + 1, sizeof(void *));
-    if (nowhere == NULL) {
-        (void)PyErr_NoMemory();
-        Py_CLEAR(dict);
-    }
+    PyObject *dict = read_records(a, NULL) < 0 ? NULL : PyDict_New();
     for (size_t i = 0; i < a->index.n && dict != NULL; i++) {
         const ct_zip_entry *entry = &a->index.entries[i];
         PyObject *place = Py_BuildValue("(KK)", (unsigned long long)entry->offset,
@@ -774,16 +707,6 @@ places_of(const archive *a)
             Py_CLEAR(dict);
         }
     }
-    if (dict != NULL) {
-        Py_BEGIN_ALLOW_THREADS
-        status = ct_zip_read(&a->index, &a->source, nowhere, a->expected, &err);
-        Py_END_ALLOW_THREADS
-    }
-    if (status != CT_OK) {
-        Py_CLEAR(dict);
-        (void)ctpy_raise(&err);
-    }
-    ct_free((void *)nowhere);
     return dict;
 }
 
@@ -796,12 +719,13 @@ static const char ctpy_archive_index_doc[] =
 static PyObject *
 ctpy_archive_index(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *path, *expected, *dict = NULL;
-    archive a;
-    if (!PyArg_ParseTuple(args, "OO:archive_index", &path, &expected)) {
+    PyObject *dict = NULL;
+    archive a = {.source = {.fd = -1}};
+    if (!PyArg_ParseTuple(args, "O&O&:archive_index", PyUnicode_FSConverter, &a.path,
+                          expectation_from, &a.expected)) {
         return NULL;
     }
-    int opened = archive_open(&a, path, NULL, expected);
+    int opened = archive_open(&a, NULL);
     if (opened == 1) {
         dict = places_of(&a);
     }
@@ -813,18 +737,18 @@ ctpy_archive_index(PyObject *Py_UNUSED(module), PyObject *args)
     return dict;
 }
 
+/* ---- the table ------------------------------------------------------------------- */
+
 PyMethodDef ctpy_checkpoint_files_functions[] = {
-    {"archive_index",         ctpy_archive_index,         METH_VARARGS, ctpy_archive_index_doc    },
-    {"check_archive",         ctpy_check_archive,         METH_VARARGS, ctpy_check_archive_doc    },
-    {"check_safetensors",     ctpy_check_safetensors,     METH_VARARGS,
-     ctpy_check_safetensors_doc                                                                   },
+    {"archive_index",         ctpy_archive_index,         METH_VARARGS, ctpy_archive_index_doc  },
     {"load_safetensors_into", ctpy_load_safetensors_into, METH_VARARGS,
-     ctpy_load_safetensors_into_doc                                                               },
-    {"read_archive",          ctpy_read_archive,          METH_VARARGS, ctpy_read_archive_doc     },
-    {"read_file",             ctpy_read_file,             METH_VARARGS, ctpy_read_file_doc        },
-    {"read_manifest",         ctpy_read_manifest,         METH_O,       ctpy_read_manifest_doc    },
-    {"recover_saves",         ctpy_recover_saves,         METH_O,       ctpy_recover_saves_doc    },
-    {"safetensors_index",     ctpy_safetensors_index,     METH_O,       ctpy_safetensors_index_doc},
-    {"verify_manifest",       ctpy_verify_manifest,       METH_O,       ctpy_verify_manifest_doc  },
-    {NULL,                    NULL,                       0,            NULL                      },
+     ctpy_load_safetensors_into_doc                                                             },
+    {"read_archive",          ctpy_read_archive,          METH_VARARGS, ctpy_read_archive_doc   },
+    {"read_file",             ctpy_read_file,             METH_VARARGS, ctpy_read_file_doc      },
+    {"read_manifest",         ctpy_read_manifest,         METH_O,       ctpy_read_manifest_doc  },
+    {"recover_saves",         ctpy_recover_saves,         METH_O,       ctpy_recover_saves_doc  },
+    {"safetensors_index",     ctpy_safetensors_index,     METH_VARARGS,
+     ctpy_safetensors_index_doc                                                                 },
+    {"verify_manifest",       ctpy_verify_manifest,       METH_O,       ctpy_verify_manifest_doc},
+    {NULL,                    NULL,                       0,            NULL                    },
 };

@@ -1,5 +1,7 @@
-/* Named tensors from Python as the entries of a file, and the metadata of files as
- * Python's objects. The entries borrow from a list that lives as long. */
+/* Named tensors from Python as the entries of a file.
+ *
+ * Entries borrow names, shapes and data from a list that *tensors owns: all sizes are
+ * known before memory for shapes is taken, so that no address changes. */
 #include "binding/checkpoint/tensors.h"
 
 #include "binding/runtime/buffer.h"
@@ -27,12 +29,6 @@ ctpy_path_from(PyObject *op)
     return PyUnicode_FSConverter(op, (void *)&bytes) ? bytes : NULL;
 }
 
-/* What a value may be. */
-typedef struct fill_how {
-    int writable;
-    bool may_excerpt;
-} fill_how;
-
 static int
 check_value(PyObject *name, PyObject *value)
 {
@@ -51,7 +47,7 @@ check_value(PyObject *name, PyObject *value)
     return 0;
 }
 
-/* The shape of one value as a tuple; NULL with an exception that names it. */
+/* The shape of a value as a tuple; NULL with an exception with the name. */
 static PyObject *
 shape_of(PyObject *name, PyObject *value)
 {
@@ -121,10 +117,7 @@ fill_excerpt(PyObject *item, const char *what, ct_excerpt *excerpt)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* A tuple of (path as bytes or None, offset, n) as excerpts that borrow its paths, and
- * their *n_bytes in all; release with ct_free. NULL with an exception that names
- * `what`. */
-static ct_excerpt *
+ct_excerpt *
 ctpy_excerpts_from(PyObject *tuple, const char *what, size_t *n_bytes)
 {
     size_t n = (size_t)PyTuple_GET_SIZE(tuple);
@@ -148,18 +141,18 @@ ctpy_excerpts_from(PyObject *tuple, const char *what, size_t *n_bytes)
     return excerpts;
 }
 
-/* The bytes of one value: memory, or excerpts of files. */
+/* The bytes of a value: memory, or excerpts of files. */
 static int
-fill_data(ctpy_state *state, PyObject *data, const char *what, const fill_how *how,
-          ct_st_entry *entry)
+fill_data(ctpy_state *state, PyObject *data, const char *what,
+          const ctpy_tensors *tensors, ct_st_entry *entry)
 {
     ct_span span;
-    if (how->may_excerpt && PyTuple_Check(data)) {
+    if (tensors->may_excerpt && PyTuple_Check(data)) {
         entry->excerpts = ctpy_excerpts_from(data, what, &entry->bytes);
         entry->n_excerpts = (size_t)PyTuple_GET_SIZE(data);
         return entry->excerpts == NULL ? -1 : 0;
     }
-    if (ctpy_span_from(state, data, what, how->writable, &span) < 0) {
+    if (ctpy_span_from(state, data, what, tensors->writable, &span) < 0) {
         return -1;
     }
     entry->data = span.data;
@@ -169,8 +162,8 @@ fill_data(ctpy_state *state, PyObject *data, const char *what, const fill_how *h
 }
 
 static int
-fill_entry(ctpy_state *state, PyObject *pair, const fill_how *how, uint64_t *extents,
-           ct_st_entry *entry)
+fill_entry(ctpy_state *state, PyObject *pair, const ctpy_tensors *tensors,
+           uint64_t *extents, ct_st_entry *entry)
 {
     char what[200];
     Py_ssize_t n;
@@ -182,8 +175,8 @@ fill_entry(ctpy_state *state, PyObject *pair, const fill_how *how, uint64_t *ext
     }
     (void)snprintf(what, sizeof what, "tensor '%.180s'", text);
     entry->name = (ct_text){text, (size_t)n};
-    if (fill_data(state, raw ? PyTuple_GET_ITEM(value, 0) : value, what, how, entry) <
-        0) {
+    if (fill_data(state, raw ? PyTuple_GET_ITEM(value, 0) : value, what, tensors,
+                  entry) < 0) {
         return -1;
     }
     if (raw) {
@@ -193,7 +186,7 @@ fill_entry(ctpy_state *state, PyObject *pair, const fill_how *how, uint64_t *ext
 }
 
 static int
-fill_entries(ctpy_state *state, ctpy_tensors *tensors, int writable)
+fill_entries(ctpy_state *state, ctpy_tensors *tensors)
 {
     Py_ssize_t extents = count_extents(tensors->items);
     if (extents < 0) {
@@ -206,11 +199,10 @@ fill_entries(ctpy_state *state, ctpy_tensors *tensors, int writable)
         (void)PyErr_NoMemory();
         return -1;
     }
-    const fill_how how = {.writable = writable, .may_excerpt = tensors->may_excerpt};
     uint64_t *at = tensors->extents;
     for (size_t i = 0; i < tensors->n; i++) {
         PyObject *pair = PyList_GET_ITEM(tensors->items, (Py_ssize_t)i);
-        if (fill_entry(state, pair, &how, at, &tensors->entries[i]) < 0) {
+        if (fill_entry(state, pair, tensors, at, &tensors->entries[i]) < 0) {
             return -1;
         }
         at += tensors->entries[i].ndim;
@@ -219,8 +211,7 @@ fill_entries(ctpy_state *state, ctpy_tensors *tensors, int writable)
 }
 
 int
-ctpy_tensors_from(ctpy_state *state, PyObject *dict, int writable,
-                  ctpy_tensors *tensors)
+ctpy_tensors_from(ctpy_state *state, PyObject *dict, ctpy_tensors *tensors)
 {
     if (!PyDict_Check(dict)) {
         PyErr_Format(PyExc_TypeError, "tensors must be a dict, got %.100s",
@@ -228,103 +219,9 @@ ctpy_tensors_from(ctpy_state *state, PyObject *dict, int writable,
         return -1;
     }
     tensors->items = PyDict_Items(dict);
-    if (tensors->items == NULL || fill_entries(state, tensors, writable) < 0) {
+    if (tensors->items == NULL || fill_entries(state, tensors) < 0) {
         ctpy_tensors_fini(tensors);
         return -1;
     }
     return 0;
-}
-
-ct_st_pair *
-ctpy_pairs_from(PyObject *dict, size_t *n)
-{
-    Py_ssize_t at = 0;
-    PyObject *key, *value;
-    ct_st_pair *pairs = ct_calloc((size_t)PyDict_GET_SIZE(dict) + 1, sizeof *pairs);
-    *n = 0;
-    if (pairs == NULL) {
-        (void)PyErr_NoMemory();
-        return NULL;
-    }
-    while (PyDict_Next(dict, &at, &key, &value)) {
-        Py_ssize_t key_n, value_n;
-        if (!PyUnicode_Check(key) || !PyUnicode_Check(value)) {
-            PyErr_SetString(PyExc_TypeError, "metadata must map str to str");
-            break;
-        }
-        ct_st_pair *pair = &pairs[(*n)++];
-        pair->key.data = PyUnicode_AsUTF8AndSize(key, &key_n);
-        pair->value.data = PyUnicode_AsUTF8AndSize(value, &value_n);
-        if (pair->key.data == NULL || pair->value.data == NULL) {
-            break;
-        }
-        pair->key.n = (size_t)key_n;
-        pair->value.n = (size_t)value_n;
-    }
-    if (PyErr_Occurred()) {
-        ct_free(pairs);
-        return NULL;
-    }
-    return pairs;
-}
-
-/* One (name, data) of an archive; data is bytes, or a tensor or array. */
-static int
-fill_record(ctpy_state *state, PyObject *pair, bool may_excerpt, ct_zip_record *record)
-{
-    ct_span span;
-    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
-        !PyUnicode_Check(PyTuple_GET_ITEM(pair, 0))) {
-        PyErr_SetString(PyExc_TypeError, "records must be tuples (name, data)");
-        return -1;
-    }
-    PyObject *data = PyTuple_GET_ITEM(pair, 1);
-    record->name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(pair, 0));
-    if (record->name == NULL) {
-        return -1;
-    }
-    if (PyBytes_Check(data)) {
-        record->data = PyBytes_AS_STRING(data);
-        record->bytes = (size_t)PyBytes_GET_SIZE(data);
-        return 0;
-    }
-    if (may_excerpt && PyTuple_Check(data)) {
-        record->excerpts = ctpy_excerpts_from(data, record->name, &record->bytes);
-        record->n_excerpts = (size_t)PyTuple_GET_SIZE(data);
-        return record->excerpts == NULL ? -1 : 0;
-    }
-    if (ctpy_span_from(state, data, record->name, 0, &span) < 0) {
-        return -1;
-    }
-    record->data = span.data;
-    record->bytes = span.n * ct_dtype_size(span.dtype);
-    return 0;
-}
-
-void
-ctpy_records_free(ct_zip_record *records, PyObject *list)
-{
-    for (Py_ssize_t i = 0; records != NULL && i < PyList_GET_SIZE(list); i++) {
-        ct_free((void *)records[i].excerpts);
-    }
-    ct_free(records);
-}
-
-ct_zip_record *
-ctpy_records_from(ctpy_state *state, PyObject *list, bool may_excerpt)
-{
-    size_t n = (size_t)PyList_GET_SIZE(list);
-    ct_zip_record *records = ct_calloc(n + 1, sizeof *records);
-    if (records == NULL) {
-        (void)PyErr_NoMemory();
-        return NULL;
-    }
-    for (size_t i = 0; i < n; i++) {
-        if (fill_record(state, PyList_GET_ITEM(list, (Py_ssize_t)i), may_excerpt,
-                        &records[i]) < 0) {
-            ctpy_records_free(records, list);
-            return NULL;
-        }
-    }
-    return records;
 }

@@ -1,11 +1,18 @@
-/* ctrainer._C.CheckpointWriter: the Python API of core/checkpoint/writer.h. */
+/* ctrainer._C.CheckpointWriter over core/checkpoint/writer.h, and functions that write
+ * a single file.
+ *
+ * The core takes one call at a time: `busy` is set while a call is in the core without
+ * the GIL, and other threads' calls raise meanwhile. */
 #include "binding/checkpoint/tensors.h"
-#include "binding/runtime/ctpy.h"
+#include "binding/runtime/buffer.h"
 
 #include "core/base/alloc.h"
 #include "core/checkpoint/writer.h"
+#include "core/checkpoint/zip.h"
 
 #include <stdbool.h>
+
+/* ---- lifetime -------------------------------------------------------------------- */
 
 typedef struct CheckpointWriter {
     PyObject_HEAD
@@ -16,133 +23,6 @@ typedef struct CheckpointWriter {
 PyDoc_STRVAR(CheckpointWriter_doc,
              "CheckpointWriter()\n--\n\n"
              "Saves folders of files in the background, each whole or not at all.");
-
-/* Claims the core for the calling thread, which may then release the GIL; NULL with a
- * RuntimeError when another one has it. */
-static ct_writer *
-ctpy_writer_enter(PyObject *op)
-{
-    CheckpointWriter *self = (CheckpointWriter *)op;
-    bool busy;
-    CTPY_LOCK(op);
-    busy = self->busy;
-    self->busy = true;
-    CTPY_UNLOCK();
-    if (busy) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "this CheckpointWriter is in use by another thread");
-        return NULL;
-    }
-    return self->core;
-}
-
-/* Gives it back; None, or NULL with the exception of the call that ended so. */
-static PyObject *
-ctpy_writer_leave(PyObject *op, ct_status status, const ct_error *err)
-{
-    CTPY_LOCK(op);
-    ((CheckpointWriter *)op)->busy = false;
-    CTPY_UNLOCK();
-    if (status != CT_OK) {
-        return ctpy_raise(err);
-    }
-    Py_RETURN_NONE;
-}
-
-/* Hands a plan over and returns None, or NULL with an exception. */
-static PyObject *
-add_plan_steal(PyObject *op, PyObject *name, ct_plan *plan, int snapshot)
-{
-    ct_error err = {0};
-    ct_writer *core = NULL;
-    PyObject *path = ctpy_path_from(name);
-    ct_status status =
-        path == NULL ? CT_EHOST : ct_plan_set_name(plan, PyBytes_AS_STRING(path), &err);
-    Py_XDECREF(path);
-    if (status != CT_OK || (core = ctpy_writer_enter(op)) == NULL) {
-        ct_plan_fini(plan);
-        return status == CT_OK || path == NULL ? NULL : ctpy_raise(&err);
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_writer_add(core, plan, snapshot != 0, &err);
-    Py_END_ALLOW_THREADS
-    return ctpy_writer_leave(op, status, &err);
-}
-
-PyObject *
-CheckpointWriter_add_safetensors(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"name", "tensors", "metadata", "snapshot", NULL};
-    PyObject *name, *dict, *metadata = Py_None, *answer = NULL, *none = NULL;
-    int snapshot = 1;
-    size_t n = 0;
-    ct_st_pair *pairs = NULL;
-    ctpy_tensors tensors = {0};
-    ct_plan plan = {0};
-    ct_error err;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O$p:add_safetensors", names,
-                                     &name, &dict, &metadata, &snapshot)) {
-        return NULL;
-    }
-    if (metadata == Py_None && (metadata = none = PyDict_New()) == NULL) {
-        return NULL;
-    }
-    if (!PyDict_Check(metadata)) {
-        PyErr_SetString(PyExc_TypeError, "metadata must be a dict or None");
-        goto done;
-    }
-    if (ctpy_tensors_from(ctpy_state_borrow(op), dict, 0, &tensors) < 0 ||
-        (pairs = ctpy_pairs_from(metadata, &n)) == NULL) {
-        goto done;
-    }
-    if (ct_st_plan(&plan, tensors.entries, tensors.n, pairs, n, &err) != CT_OK) {
-        ct_plan_fini(&plan);
-        (void)ctpy_raise(&err);
-        goto done;
-    }
-    answer = add_plan_steal(op, name, &plan, snapshot);
-done:
-    ct_free(pairs);
-    ctpy_tensors_fini(&tensors);
-    Py_XDECREF(none);
-    return answer;
-}
-
-PyObject *
-CheckpointWriter_add_archive(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"name", "records", "snapshot", NULL};
-    PyObject *name, *given, *answer = NULL, *list = NULL;
-    int snapshot = 1;
-    ct_zip_record *records = NULL;
-    ct_plan plan = {0};
-    ct_error err;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$p:add_archive", names, &name,
-                                     &given, &snapshot) ||
-        (list = PySequence_List(given)) == NULL) {
-        return NULL;
-    }
-    size_t n = (size_t)PyList_GET_SIZE(list);
-    records = ctpy_records_from(ctpy_state_borrow(op), list, false);
-    if (records == NULL) {
-        goto done;
-    }
-    if (ct_zip_plan(&plan, records, n, &err) != CT_OK) {
-        ct_plan_fini(&plan);
-        (void)ctpy_raise(&err);
-        goto done;
-    }
-    answer = add_plan_steal(op, name, &plan, snapshot);
-done:
-    ctpy_records_free(records, list);
-    Py_DECREF(list);
-    return answer;
-}
-
-/* checkpoint_add.c: the methods that add files. */
-PyObject *
-CheckpointWriter_add_safetensors(PyObject *op, PyObject *args, PyObject *kwargs);
-PyObject *CheckpointWriter_add_archive(PyObject *op, PyObject *args, PyObject *kwargs);
 
 static PyObject *
 CheckpointWriter_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
@@ -162,12 +42,237 @@ CheckpointWriter_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     ct_writer *core = ((CheckpointWriter *)op)->core;
-    Py_BEGIN_ALLOW_THREADS /* it waits for the disk */
+    Py_BEGIN_ALLOW_THREADS /* waits for the disk */
     ct_writer_free(core);
     Py_END_ALLOW_THREADS
     type->tp_free(op);
     Py_DECREF(type);
 }
+
+/* ---- calls of the core ----------------------------------------------------------- */
+
+/* Claims the core for the calling thread, which may then release the GIL; NULL with a
+ * RuntimeError if another thread has claimed it. */
+static ct_writer *
+writer_enter(PyObject *op)
+{
+    CheckpointWriter *self = (CheckpointWriter *)op;
+    bool busy;
+    CTPY_LOCK(op);
+    busy = self->busy;
+    self->busy = true;
+    CTPY_UNLOCK();
+    if (busy) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "this CheckpointWriter is in use by another thread");
+        return NULL;
+    }
+    return self->core;
+}
+
+/* Ends the claim. None, or NULL with the exception for `status`. */
+static PyObject *
+writer_leave(PyObject *op, ct_status status, const ct_error *err)
+{
+    CTPY_LOCK(op);
+    ((CheckpointWriter *)op)->busy = false;
+    CTPY_UNLOCK();
+    if (status != CT_OK) {
+        return ctpy_raise(err);
+    }
+    Py_RETURN_NONE;
+}
+
+typedef ct_status step_fn(ct_writer *writer, ct_error *err);
+
+/* Calls a function of the core without the GIL. */
+static PyObject *
+run_step(PyObject *op, step_fn *step)
+{
+    ct_error err = {0};
+    ct_status status;
+    ct_writer *core = writer_enter(op);
+    if (core == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = step(core, &err);
+    Py_END_ALLOW_THREADS
+    return writer_leave(op, status, &err);
+}
+
+/* ---- plans of files -------------------------------------------------------------- */
+
+/* A dict of str to str, or None, as *n pairs that borrow its strings; NULL with an
+ * exception. */
+static ct_st_pair *
+pairs_from(PyObject *dict, size_t *n)
+{
+    Py_ssize_t at = 0;
+    PyObject *key, *value;
+    *n = 0;
+    if (dict != Py_None && !PyDict_Check(dict)) {
+        PyErr_SetString(PyExc_TypeError, "metadata must be a dict or None");
+        return NULL;
+    }
+    const Py_ssize_t most = dict == Py_None ? 0 : PyDict_GET_SIZE(dict);
+    ct_st_pair *pairs = ct_calloc((size_t)most + 1, sizeof *pairs);
+    if (pairs == NULL) {
+        (void)PyErr_NoMemory();
+        return NULL;
+    }
+    while (most != 0 && PyDict_Next(dict, &at, &key, &value)) {
+        Py_ssize_t key_n, value_n;
+        if (!PyUnicode_Check(key) || !PyUnicode_Check(value)) {
+            PyErr_SetString(PyExc_TypeError, "metadata must map str to str");
+            break;
+        }
+        ct_st_pair *pair = &pairs[(*n)++];
+        pair->key.data = PyUnicode_AsUTF8AndSize(key, &key_n);
+        pair->value.data = PyUnicode_AsUTF8AndSize(value, &value_n);
+        if (pair->key.data == NULL || pair->value.data == NULL) {
+            break;
+        }
+        pair->key.n = (size_t)key_n;
+        pair->value.n = (size_t)value_n;
+    }
+    if (PyErr_Occurred()) {
+        ct_free(pairs);
+        return NULL;
+    }
+    return pairs;
+}
+
+/* A (name, data) pair of an archive; data is bytes, a tensor or an array. */
+static int
+fill_record(ctpy_state *state, PyObject *pair, bool may_excerpt, ct_zip_record *record)
+{
+    ct_span span;
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+        !PyUnicode_Check(PyTuple_GET_ITEM(pair, 0))) {
+        PyErr_SetString(PyExc_TypeError, "records must be tuples (name, data)");
+        return -1;
+    }
+    PyObject *data = PyTuple_GET_ITEM(pair, 1);
+    record->name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(pair, 0));
+    if (record->name == NULL) {
+        return -1;
+    }
+    if (PyBytes_Check(data)) {
+        record->data = PyBytes_AS_STRING(data);
+        record->bytes = (size_t)PyBytes_GET_SIZE(data);
+        return 0;
+    }
+    if (may_excerpt && PyTuple_Check(data)) {
+        record->excerpts = ctpy_excerpts_from(data, record->name, &record->bytes);
+        record->n_excerpts = (size_t)PyTuple_GET_SIZE(data);
+        return record->excerpts == NULL ? -1 : 0;
+    }
+    if (ctpy_span_from(state, data, record->name, 0, &span) < 0) {
+        return -1;
+    }
+    record->data = span.data;
+    record->bytes = span.n * ct_dtype_size(span.dtype);
+    return 0;
+}
+
+static void
+records_free(ct_zip_record *records, PyObject *list)
+{
+    for (Py_ssize_t i = 0; records != NULL && i < PyList_GET_SIZE(list); i++) {
+        ct_free((void *)records[i].excerpts);
+    }
+    ct_free(records);
+}
+
+/* Borrow the list's names and data. NULL with an exception. */
+static ct_zip_record *
+records_from(ctpy_state *state, PyObject *list, bool may_excerpt)
+{
+    size_t n = (size_t)PyList_GET_SIZE(list);
+    ct_zip_record *records = ct_calloc(n + 1, sizeof *records);
+    if (records == NULL) {
+        (void)PyErr_NoMemory();
+        return NULL;
+    }
+    for (size_t i = 0; i < n; i++) {
+        if (fill_record(state, PyList_GET_ITEM(list, (Py_ssize_t)i), may_excerpt,
+                        &records[i]) < 0) {
+            records_free(records, list);
+            return NULL;
+        }
+    }
+    return records;
+}
+
+/* The plan of a file, and the objects that its data is borrowed from. Starts with
+ * may_excerpt set or not. */
+typedef struct content {
+    ct_plan plan;
+    ctpy_tensors tensors;
+    ct_st_pair *pairs;
+    PyObject *list;
+    ct_zip_record *records;
+} content;
+
+static void
+content_fini(content *c)
+{
+    ct_plan_fini(&c->plan);
+    ct_free(c->pairs);
+    ctpy_tensors_fini(&c->tensors);
+    records_free(c->records, c->list);
+    Py_XDECREF(c->list);
+}
+
+static int
+plan_tensors(content *c, ctpy_state *state, PyObject *dict, PyObject *metadata)
+{
+    size_t n;
+    ct_error err;
+    if (ctpy_tensors_from(state, dict, &c->tensors) < 0 ||
+        (c->pairs = pairs_from(metadata, &n)) == NULL) {
+        return -1;
+    }
+    const ct_status status =
+        ct_st_plan(&c->plan, c->tensors.entries, c->tensors.n, c->pairs, n, &err);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+static int
+plan_records(content *c, ctpy_state *state, PyObject *records)
+{
+    ct_error err;
+    if ((c->list = PySequence_List(records)) == NULL ||
+        (c->records = records_from(state, c->list, c->tensors.may_excerpt)) == NULL) {
+        return -1;
+    }
+    const size_t n = (size_t)PyList_GET_SIZE(c->list);
+    const ct_status status = ct_zip_plan(&c->plan, c->records, n, &err);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+/* Hands a plan over and returns None, or NULL with an exception. */
+static PyObject *
+add_plan_steal(PyObject *op, PyObject *name, ct_plan *plan, int snapshot)
+{
+    ct_error err = {0};
+    ct_writer *core = NULL;
+    PyObject *path = ctpy_path_from(name);
+    ct_status status =
+        path == NULL ? CT_EHOST : ct_plan_set_name(plan, PyBytes_AS_STRING(path), &err);
+    Py_XDECREF(path);
+    if (status != CT_OK || (core = writer_enter(op)) == NULL) {
+        ct_plan_fini(plan);
+        return status == CT_OK || path == NULL ? NULL : ctpy_raise(&err);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_writer_add(core, plan, snapshot != 0, &err);
+    Py_END_ALLOW_THREADS
+    return writer_leave(op, status, &err);
+}
+
+/* ---- a save ---------------------------------------------------------------------- */
 
 PyDoc_STRVAR(
     begin_doc,
@@ -182,7 +287,7 @@ CheckpointWriter_begin(PyObject *op, PyObject *arg)
     ct_error err = {0};
     ct_status status;
     PyObject *path = ctpy_path_from(arg), *answer;
-    ct_writer *core = path == NULL ? NULL : ctpy_writer_enter(op);
+    ct_writer *core = path == NULL ? NULL : writer_enter(op);
     if (core == NULL) {
         Py_XDECREF(path);
         return NULL;
@@ -192,7 +297,7 @@ CheckpointWriter_begin(PyObject *op, PyObject *arg)
     Py_END_ALLOW_THREADS
     const char *folder = status == CT_OK ? ct_writer_folder_borrow(core) : NULL;
     PyObject *text = folder == NULL ? NULL : PyUnicode_DecodeFSDefault(folder);
-    answer = ctpy_writer_leave(op, status, &err);
+    answer = writer_leave(op, status, &err);
     Py_DECREF(path);
     if (answer == NULL || text == NULL) {
         Py_XDECREF(answer);
@@ -203,22 +308,80 @@ CheckpointWriter_begin(PyObject *op, PyObject *arg)
     return text;
 }
 
-typedef ct_status step_fn(ct_writer *writer, ct_error *err);
+static const char CheckpointWriter_add_safetensors_doc[] =
+    "add_safetensors($self, name, tensors, metadata=None, *, snapshot=True)\n--\n\n"
+    "Add a safetensors file of a dict of named tensors or arrays.\n\n"
+    "They must be contiguous and on the CPU. A value may also be (uint8 array of its\n"
+    "bytes, dtype such as 'F8_E4M3', shape). With snapshot they are copied, and may\n"
+    "change once this returns; without it the file is written before it returns.";
 
-/* Calls one core function without the GIL. */
 static PyObject *
-run_step(PyObject *op, step_fn *step)
+CheckpointWriter_add_safetensors(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    ct_error err = {0};
-    ct_status status;
-    ct_writer *core = ctpy_writer_enter(op);
-    if (core == NULL) {
+    static char *names[] = {"name", "tensors", "metadata", "snapshot", NULL};
+    PyObject *name, *dict, *metadata = Py_None, *answer = NULL;
+    int snapshot = 1;
+    content c = {.list = NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O$p:add_safetensors", names,
+                                     &name, &dict, &metadata, &snapshot)) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = step(core, &err);
-    Py_END_ALLOW_THREADS
-    return ctpy_writer_leave(op, status, &err);
+    if (plan_tensors(&c, ctpy_state_borrow(op), dict, metadata) == 0) {
+        answer = add_plan_steal(op, name, &c.plan, snapshot);
+    }
+    content_fini(&c);
+    return answer;
+}
+
+static const char CheckpointWriter_add_archive_doc[] =
+    "add_archive($self, name, records, *, snapshot=True)\n--\n\n"
+    "Add an archive as torch.save lays it out, of (record name, data) pairs.\n\n"
+    "data is bytes, or a contiguous tensor or array on the CPU.";
+
+static PyObject *
+CheckpointWriter_add_archive(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"name", "records", "snapshot", NULL};
+    PyObject *name, *records, *answer = NULL;
+    int snapshot = 1;
+    content c = {.list = NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$p:add_archive", names, &name,
+                                     &records, &snapshot)) {
+        return NULL;
+    }
+    if (plan_records(&c, ctpy_state_borrow(op), records) == 0) {
+        answer = add_plan_steal(op, name, &c.plan, snapshot);
+    }
+    content_fini(&c);
+    return answer;
+}
+
+static const char CheckpointWriter_add_bytes_doc[] =
+    "add_bytes($self, name, data, /)\n--\n\n"
+    "Add a file of these bytes.";
+
+static PyObject *
+CheckpointWriter_add_bytes(PyObject *op, PyObject *args)
+{
+    PyObject *name;
+    Py_buffer view;
+    ct_buf buf = {0};
+    ct_plan plan = {0};
+    ct_error err;
+    if (!PyArg_ParseTuple(args, "Oy*:add_bytes", &name, &view)) {
+        return NULL;
+    }
+    ct_status status = ct_buf_add(&buf, view.buf, (size_t)view.len, &err);
+    PyBuffer_Release(&view);
+    if (status == CT_OK) {
+        status = ct_plan_add_buf(&plan, &buf, &err);
+    }
+    if (status != CT_OK) {
+        ct_buf_fini(&buf);
+        ct_plan_fini(&plan);
+        return ctpy_raise(&err);
+    }
+    return add_plan_steal(op, name, &plan, 1);
 }
 
 PyDoc_STRVAR(flush_doc, "flush($self, /)\n--\n\n"
@@ -250,11 +413,11 @@ CheckpointWriter_remove_after(PyObject *op, PyObject *arg)
 {
     ct_error err;
     PyObject *path = ctpy_path_from(arg);
-    ct_writer *core = path == NULL ? NULL : ctpy_writer_enter(op);
+    ct_writer *core = path == NULL ? NULL : writer_enter(op);
     PyObject *answer = NULL;
     if (core != NULL) {
         ct_status status = ct_writer_remove_after(core, PyBytes_AS_STRING(path), &err);
-        answer = ctpy_writer_leave(op, status, &err);
+        answer = writer_leave(op, status, &err);
     }
     Py_XDECREF(path);
     return answer;
@@ -274,10 +437,6 @@ PyDoc_STRVAR(
     "With wait, returns when it is in place, raising OSError if it failed;\n"
     "without, an error is raised by the next begin() or wait().");
 
-PyDoc_STRVAR(wait_doc, "wait($self, /)\n--\n\n"
-                       "Return when no save is being written; raise its OSError if it\n"
-                       "failed. The folder of a failed save has been removed.");
-
 static PyObject *
 CheckpointWriter_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -288,6 +447,10 @@ CheckpointWriter_commit(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     return run_step(op, wait ? commit_and_wait : ct_writer_commit);
 }
+
+PyDoc_STRVAR(wait_doc, "wait($self, /)\n--\n\n"
+                       "Return when no save is being written; raise its OSError if it\n"
+                       "failed. The folder of a failed save has been removed.");
 
 static PyObject *
 CheckpointWriter_wait(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -302,6 +465,17 @@ abort_step(ct_writer *writer, ct_error *Py_UNUSED(err))
     return CT_OK;
 }
 
+PyDoc_STRVAR(abort_doc, "abort($self, /)\n--\n\n"
+                        "Drop the save that begin() started, folder and all, if any.");
+
+static PyObject *
+CheckpointWriter_abort(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    return run_step(op, abort_step);
+}
+
+/* ---- snapshot memory ------------------------------------------------------------- */
+
 PyDoc_STRVAR(reserve_doc, "reserve($self, nbytes, /)\n--\n\n"
                           "Ready memory for snapshots of nbytes in the background.\n\n"
                           "The first save then waits no longer than the next ones.");
@@ -311,7 +485,7 @@ CheckpointWriter_reserve(PyObject *op, PyObject *arg)
 {
     ct_error err;
     size_t bytes = PyLong_AsSize_t(arg);
-    ct_writer *core = PyErr_Occurred() ? NULL : ctpy_writer_enter(op);
+    ct_writer *core = PyErr_Occurred() ? NULL : writer_enter(op);
     if (core == NULL) {
         return NULL;
     }
@@ -319,16 +493,7 @@ CheckpointWriter_reserve(PyObject *op, PyObject *arg)
     Py_BEGIN_ALLOW_THREADS
     status = ct_writer_reserve(core, bytes, &err);
     Py_END_ALLOW_THREADS
-    return ctpy_writer_leave(op, status, &err);
-}
-
-PyDoc_STRVAR(abort_doc, "abort($self, /)\n--\n\n"
-                        "Drop the save that begin() started, folder and all, if any.");
-
-static PyObject *
-CheckpointWriter_abort(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    return run_step(op, abort_step);
+    return writer_leave(op, status, &err);
 }
 
 static ct_status
@@ -347,6 +512,8 @@ CheckpointWriter_release(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     return run_step(op, release_step);
 }
+
+/* ---- the type -------------------------------------------------------------------- */
 
 static PyObject *
 CheckpointWriter_get_pending(PyObject *op, void *Py_UNUSED(closure))
@@ -370,136 +537,19 @@ CheckpointWriter_get_snapshot_bytes(PyObject *op, void *Py_UNUSED(closure))
     return PyLong_FromSize_t(ct_writer_snapshot_bytes(((CheckpointWriter *)op)->core));
 }
 
+static PyGetSetDef CheckpointWriter_getset[] = {
+    {"pending",        CheckpointWriter_get_pending,        NULL,
+     "Is a committed save still being written?",                              NULL},
+    {"folder",         CheckpointWriter_get_folder,         NULL,
+     "Where the files of the open save go, or None.",                         NULL},
+    {"snapshot_bytes", CheckpointWriter_get_snapshot_bytes, NULL,
+     "Memory kept for snapshots, in bytes; 0 while a save is being written.", NULL},
+    {NULL,             NULL,                                NULL, NULL,       NULL},
+};
+
 #define WITH_KEYWORDS(name)                                                            \
     #name, (PyCFunction)(void (*)(void))CheckpointWriter_##name,                       \
         METH_VARARGS | METH_KEYWORDS, CheckpointWriter_##name##_doc
-
-static PyObject *
-CheckpointWriter_add_bytes(PyObject *op, PyObject *args)
-{
-    PyObject *name;
-    Py_buffer view;
-    ct_buf buf = {0};
-    ct_plan plan = {0};
-    ct_error err;
-    if (!PyArg_ParseTuple(args, "Oy*:add_bytes", &name, &view)) {
-        return NULL;
-    }
-    ct_status status = ct_buf_add(&buf, view.buf, (size_t)view.len, &err);
-    PyBuffer_Release(&view);
-    if (status == CT_OK) {
-        status = ct_plan_add_buf(&plan, &buf, &err);
-    }
-    if (status != CT_OK) {
-        ct_buf_fini(&buf);
-        ct_plan_fini(&plan);
-        return ctpy_raise(&err);
-    }
-    return add_plan_steal(op, name, &plan, 1);
-}
-
-/* CheckpointWriter: the methods that add files to the open save. */
-
-static const char CheckpointWriter_add_safetensors_doc[] =
-    "add_safetensors($self, name, tensors, metadata=None, *, snapshot=True)\n--\n\n"
-    "Add a safetensors file of a dict of named tensors or arrays.\n\n"
-    "They must be contiguous and on the CPU. A value may also be (uint8 array of its\n"
-    "bytes, dtype such as 'F8_E4M3', shape). With snapshot they are copied, and may\n"
-    "change once this returns; without it the file is written before it returns.";
-
-static const char CheckpointWriter_add_archive_doc[] =
-    "add_archive($self, name, records, *, snapshot=True)\n--\n\n"
-    "Add an archive as torch.save lays it out, of (record name, data) pairs.\n\n"
-    "data is bytes, or a contiguous tensor or array on the CPU.";
-
-static const char CheckpointWriter_add_bytes_doc[] =
-    "add_bytes($self, name, data, /)\n--\n\n"
-    "Add a file of these bytes.";
-
-/* Writing one file at once, without a checkpoint around it: functions of the module. */
-
-/* Writes the plan that `status` and `err` speak of, frees it, and returns None or NULL.
- */
-static PyObject *
-write_steal(ct_plan *plan, ct_status status, PyObject *path, ct_error *err)
-{
-    if (status == CT_OK) {
-        Py_BEGIN_ALLOW_THREADS
-        status = ct_plan_publish(plan, PyBytes_AS_STRING(path), err);
-        Py_END_ALLOW_THREADS
-    }
-    ct_plan_fini(plan);
-    if (status != CT_OK) {
-        return ctpy_raise(err);
-    }
-    Py_RETURN_NONE;
-}
-
-static const char ctpy_write_safetensors_doc[] =
-    "write_safetensors($module, path, tensors, metadata, /)\n--\n\n"
-    "Write a dict of named tensors or arrays as a safetensors file, whole or not at\n"
-    "all.\n\n"
-    "In the place of one may be (data, dtype, shape), where data is uint8, or a tuple "
-    "of\n"
-    "excerpts (path as bytes, offset, n) of other files, or (None, 0, n) for n zeros, "
-    "in\n"
-    "bytes: they are read a block at a time.";
-
-static PyObject *
-ctpy_write_safetensors(PyObject *module, PyObject *args)
-{
-    PyObject *given, *dict, *metadata, *path = NULL, *answer = NULL;
-    ctpy_tensors tensors = {.may_excerpt = true};
-    ct_st_pair *pairs = NULL;
-    size_t n = 0;
-    if (!PyArg_ParseTuple(args, "OOO!:write_safetensors", &given, &dict, &PyDict_Type,
-                          &metadata) ||
-        (path = ctpy_path_from(given)) == NULL) {
-        return NULL;
-    }
-    if (ctpy_tensors_from(PyModule_GetState(module), dict, 0, &tensors) == 0 &&
-        (pairs = ctpy_pairs_from(metadata, &n)) != NULL) {
-        ct_error err;
-        ct_plan plan = {0};
-        ct_status status =
-            ct_st_plan(&plan, tensors.entries, tensors.n, pairs, n, &err);
-        answer = write_steal(&plan, status, path, &err);
-    }
-    ct_free(pairs);
-    ctpy_tensors_fini(&tensors);
-    Py_DECREF(path);
-    return answer;
-}
-
-static const char ctpy_write_archive_doc[] =
-    "write_archive($module, path, records, /)\n--\n\n"
-    "Write (record name, data) pairs as an archive "
-    "that torch.load reads, whole or not\n"
-    "at all. Data may be a tuple of excerpts, as "
-    "write_safetensors takes them.";
-
-static PyObject *
-ctpy_write_archive(PyObject *module, PyObject *args)
-{
-    PyObject *given, *items, *path = NULL, *list = NULL, *answer = NULL;
-    ct_zip_record *records = NULL;
-    if (!PyArg_ParseTuple(args, "OO:write_archive", &given, &items) ||
-        (path = ctpy_path_from(given)) == NULL) {
-        return NULL;
-    }
-    if ((list = PySequence_List(items)) != NULL &&
-        (records = ctpy_records_from(PyModule_GetState(module), list, true)) != NULL) {
-        ct_error err;
-        ct_plan plan = {0};
-        ct_status status =
-            ct_zip_plan(&plan, records, (size_t)PyList_GET_SIZE(list), &err);
-        answer = write_steal(&plan, status, path, &err);
-    }
-    ctpy_records_free(records, list);
-    Py_XDECREF(list);
-    Py_DECREF(path);
-    return answer;
-}
 
 static PyMethodDef CheckpointWriter_methods[] = {
     {"begin", CheckpointWriter_begin, METH_O, begin_doc},
@@ -518,16 +568,6 @@ static PyMethodDef CheckpointWriter_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef CheckpointWriter_getset[] = {
-    {"pending",        CheckpointWriter_get_pending,        NULL,
-     "Is a committed save still being written?",                              NULL},
-    {"folder",         CheckpointWriter_get_folder,         NULL,
-     "Where the files of the open save go, or None.",                         NULL},
-    {"snapshot_bytes", CheckpointWriter_get_snapshot_bytes, NULL,
-     "Memory kept for snapshots, in bytes; 0 while a save is being written.", NULL},
-    {NULL,             NULL,                                NULL, NULL,       NULL},
-};
-
 static PyType_Slot CheckpointWriter_slots[] = {
     {Py_tp_doc,      (void *)CheckpointWriter_doc},
     {Py_tp_new,      CheckpointWriter_new        },
@@ -544,6 +584,72 @@ PyType_Spec CheckpointWriter_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = CheckpointWriter_slots,
 };
+
+/* ---- functions of the module ----------------------------------------------------- */
+
+/* None, or NULL with an exception. */
+static PyObject *
+publish(ct_plan *plan, PyObject *file)
+{
+    ct_status status;
+    ct_error err;
+    PyObject *path = ctpy_path_from(file);
+    if (path == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_plan_publish(plan, PyBytes_AS_STRING(path), &err);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(path);
+    return status == CT_OK ? Py_NewRef(Py_None) : ctpy_raise(&err);
+}
+
+static const char ctpy_write_safetensors_doc[] =
+    "write_safetensors($module, path, tensors, metadata, /)\n--\n\n"
+    "Write a dict of named tensors or arrays as a safetensors file, whole or not at\n"
+    "all.\n\n"
+    "In the place of one may be (data, dtype, shape), where data is uint8, or a tuple "
+    "of\n"
+    "excerpts (path as bytes, offset, n) of other files, or (None, 0, n) for n zeros, "
+    "in\n"
+    "bytes: they are read a block at a time.";
+
+static PyObject *
+ctpy_write_safetensors(PyObject *module, PyObject *args)
+{
+    PyObject *path, *dict, *metadata, *answer = NULL;
+    content c = {.tensors = {.may_excerpt = true}};
+    if (!PyArg_ParseTuple(args, "OOO:write_safetensors", &path, &dict, &metadata)) {
+        return NULL;
+    }
+    if (plan_tensors(&c, PyModule_GetState(module), dict, metadata) == 0) {
+        answer = publish(&c.plan, path);
+    }
+    content_fini(&c);
+    return answer;
+}
+
+static const char ctpy_write_archive_doc[] =
+    "write_archive($module, path, records, /)\n--\n\n"
+    "Write (record name, data) pairs as an archive "
+    "that torch.load reads, whole or not\n"
+    "at all. Data may be a tuple of excerpts, as "
+    "write_safetensors takes them.";
+
+static PyObject *
+ctpy_write_archive(PyObject *module, PyObject *args)
+{
+    PyObject *path, *records, *answer = NULL;
+    content c = {.tensors = {.may_excerpt = true}};
+    if (!PyArg_ParseTuple(args, "OO:write_archive", &path, &records)) {
+        return NULL;
+    }
+    if (plan_records(&c, PyModule_GetState(module), records) == 0) {
+        answer = publish(&c.plan, path);
+    }
+    content_fini(&c);
+    return answer;
+}
 
 PyMethodDef ctpy_checkpoint_writer_functions[] = {
     {"write_archive",     ctpy_write_archive,     METH_VARARGS, ctpy_write_archive_doc},

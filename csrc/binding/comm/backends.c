@@ -1,4 +1,4 @@
-/* Communicators of the processes of one machine. */
+/* Makers of communicators: shared memory, two levels, a device's plugin. */
 #include "binding/comm/backends.h"
 
 #include "binding/comm/communicator.h"
@@ -41,22 +41,21 @@ ctpy_shared_memory_communicator(PyObject *module, PyObject *args)
     return ctpy_communicator_steal(state->Communicator, comm);
 }
 
-/* Communicators over two others: within machines and across them. */
-
 static const char ctpy_two_level_communicator_doc[] =
     "two_level_communicator($module, inner, outer, whole, /)\n--\n\n"
     "A Communicator of all ranks over the group of each machine and one across.\n\n"
     "inner: this machine's ranks. outer: the ranks that have this one's place on "
     "their\n"
-    "machines, in the machines' order. whole: all ranks; it splits the group. Ranks "
+    "machines, in the machines' order. whole: all ranks, used to split the group. "
+    "Ranks "
     "are\n"
-    "numbered machine by machine, as many on each. It takes the three over: they are\n"
-    "closed.\n\n"
+    "numbered machine by machine, as many on each. The three are closed, and\n"
+    "their groups used by the new one.\n\n"
     "Raises ValueError for groups that do not fit together, RuntimeError where one "
     "has\n"
     "collectives under way.";
 
-/* Closes it for Python; the caller owns what it had. */
+/* Closes the Communicator; the group is the caller's. */
 static ct_comm *
 take(PyObject *op)
 {
@@ -110,10 +109,7 @@ ctpy_two_level_communicator(PyObject *module, PyObject *args)
                : ctpy_raise(&err);
 }
 
-/* A device's plugin, ctrainer._cuda's: its table, and communicators over its memory,
- * NCCL's. */
-
-/* Its tables, once the version says that they are those that we know. */
+/* The plugin's tables, if their version is ours. */
 static const ct_plugin *
 plugin_of(PyObject *capsule)
 {

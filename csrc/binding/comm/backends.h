@@ -6,8 +6,8 @@
 
 #include "core/device/device.h"
 
-/* binding/comm/backends.c: the table of a plugin's capsule, the host's of None; NULL
- * with an exception. It lives as long as the process. */
+/* The device of a plugin's capsule, the host's for None; NULL with an exception. It
+ * lives as long as the process. */
 const ct_device *ctpy_device_borrow(PyObject *capsule);
 
 #endif

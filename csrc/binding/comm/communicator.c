@@ -1,18 +1,19 @@
-/* ctrainer._C.Communicator: a group of ranks, as core/comm/comm.h has them. */
+/* ctrainer._C.Communicator, a group of ranks as core/comm/comm.h has it, and
+ * CollectiveWork, a collective that has begun.
+ *
+ * A communicator counts the calls that are under way (`busy`) and cannot be closed
+ * meanwhile. A work keeps the tensors alive until the collective has ended, because the
+ * backend may write up to then. */
 #include "binding/comm/communicator.h"
-
-#include "binding/runtime/buffer.h"
 
 #include "core/base/alloc.h"
 #include "core/comm/bytes.h"
-#include "core/comm/history.h"
 #include "core/comm/padded.h"
 
 #include <stdbool.h>
 #include <string.h>
 
-/* ---- lifetime ----------------------------------------------------------------------
- */
+/* ---- lifetime -------------------------------------------------------------------- */
 
 static PyObject *
 Communicator_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -36,9 +37,22 @@ PyDoc_STRVAR(
     "Communicator(backend=None)\n--\n\n"
     "A group of ranks and its collectives, which every rank calls in the same order.\n"
     "\n"
-    "backend: None, a group of this process alone; or an object with rank, world_size\n"
-    "and begin(what, out, in_, dtype, op, root), as\n"
-    "ctrainer.comm.process_group.ProcessGroupBackend is for torch.distributed.");
+    "Args:\n"
+    "    backend: None, a group of this process alone; or an object with rank,\n"
+    "        world_size and begin(what, out, in_, dtype, op, root), as\n"
+    "        ctrainer.comm.process_group.ProcessGroupBackend is for "
+    "torch.distributed.\n"
+    "\n"
+    "Args of every method:\n"
+    "    tensor, in_, out: Tensors or arrays without gaps in host memory, of the same\n"
+    "        length and dtype on every rank.\n"
+    "    op (str): 'sum', 'mean', 'max' or 'min'.\n"
+    "    root (int): A rank.\n"
+    "    async_op (bool): Return a CollectiveWork at once, and None otherwise.\n\n"
+    "Example:\n"
+    "    >>> from ctrainer import Communicator\n"
+    "    >>> Communicator().world_size\n"
+    "    1");
 
 static void
 leave(Communicator *self)
@@ -76,8 +90,7 @@ Communicator_close(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* ---- attributes and tables ---------------------------------------------------------
- */
+/* ---- attributes ------------------------------------------------------------------ */
 
 static PyObject *
 Communicator_rank(PyObject *op, void *Py_UNUSED(closure))
@@ -100,29 +113,12 @@ Communicator_backend(PyObject *op, void *Py_UNUSED(closure))
     return comm == NULL ? NULL : PyUnicode_FromString(comm->ops->name);
 }
 
-/* Communicator: its collectives, run or begun. */
-
-/* ---- running a request -------------------------------------------------------------
- */
-
-/* Waits for work that nobody can be given, and leaves the exception that says so. */
-static void
-abandon(PyObject *op, ct_comm *comm, ct_work *work)
-{
-    PyObject *type, *value, *trace;
-    ct_error err;
-    PyErr_Fetch(&type, &value, &trace);
-    if (ct_comm_wait(comm, work, &err) != CT_OK) {
-        (void)ctpy_raise(&err);
-        PyErr_WriteUnraisable(op);
-    }
-    PyErr_Restore(type, value, trace);
-}
+/* ---- CollectiveWork -------------------------------------------------------------- */
 
 typedef struct CollectiveWork {
     PyObject_HEAD
     PyObject *communicator, *tensors; /* NULL once it has ended */
-    ct_work *work;                    /* NULL: it ended when it began */
+    ct_work *work;                    /* NULL: ended at the start */
 } CollectiveWork;
 
 PyDoc_STRVAR(
@@ -131,11 +127,8 @@ PyDoc_STRVAR(
     "\n"
     "It keeps the tensors alive; dropping it waits for the collective.");
 
-/* binding/comm/communicator.c: a collective that has begun, on tensors that stay alive
- * until it has ended. */
 static PyObject *
-ctpy_work_new(ctpy_state *state, PyObject *communicator, PyObject *tensors,
-              ct_work *work)
+work_new(ctpy_state *state, PyObject *communicator, PyObject *tensors, ct_work *work)
 {
     PyTypeObject *type = state->CollectiveWork;
     CollectiveWork *self = (CollectiveWork *)type->tp_alloc(type, 0);
@@ -148,273 +141,16 @@ ctpy_work_new(ctpy_state *state, PyObject *communicator, PyObject *tensors,
     return (PyObject *)self;
 }
 
-static PyObject *
-start(ctpy_state *state, PyObject *op, const ct_request *request, PyObject *tensors)
-{
-    ct_comm *comm = ctpy_comm_borrow(state, op);
-    ct_work *work = NULL;
-    ct_status status;
-    ct_error err;
-    if (comm == NULL) {
-        return NULL;
-    }
-    ((Communicator *)op)->busy++;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_comm_start(comm, request, &work, &err);
-    Py_END_ALLOW_THREADS((Communicator *)op)
-    ->busy--;
-    if (status != CT_OK) {
-        return ctpy_raise(&err);
-    }
-    PyObject *made = ctpy_work_new(state, op, tensors, work);
-    if (made == NULL) {
-        abandon(op, comm, work);
-    }
-    return made;
-}
-
-/* Fills *span from a tensor or array that the result is written into. */
-static int
-span_of(ctpy_state *state, const ct_comm *comm, PyObject *op, const char *what,
-        ct_span *span)
-{
-    const ctpy_place place = {.what = what, .group = -1};
-    ctpy_view view;
-    const int found = comm->ops->takes_device_memory
-                          ? ctpy_view_anywhere(state, op, &place, &view)
-                          : ctpy_view_of(state, op, &place, &view);
-    if (found < 0) {
-        return -1;
-    }
-    if (view.readonly) {
-        PyErr_Format(PyExc_ValueError, "%s is read-only; a collective writes into it",
-                     what);
-        return -1;
-    }
-    *span = view.span;
-    return 0;
-}
-
-static int
-op_of(const char *name, ct_reduce_op *op)
-{
-    static const struct {
-        const char *name;
-        ct_reduce_op op;
-    } ops[] = {
-        {"sum",  CT_REDUCE_SUM },
-        {"mean", CT_REDUCE_MEAN},
-        {"max",  CT_REDUCE_MAX },
-        {"min",  CT_REDUCE_MIN },
-    };
-    for (size_t i = 0; i < sizeof ops / sizeof ops[0]; i++) {
-        if (strcmp(ops[i].name, name) == 0) {
-            *op = ops[i].op;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "op is '%s'; expected sum, mean, max or min", name);
-    return -1;
-}
-
-/* Runs the request on one tensor or two, or begins it. */
-static PyObject *
-collect(PyObject *op, ct_request *request, PyObject *out, PyObject *in, int begins)
-{
-    ctpy_state *state = ctpy_state_borrow(op);
-    const ct_comm *comm = ctpy_comm_borrow(state, op);
-    if (comm == NULL ||
-        span_of(state, comm, in, out == NULL ? "tensor" : "in_", &request->in) < 0 ||
-        (out != NULL && span_of(state, comm, out, "out", &request->out) < 0)) {
-        return NULL;
-    }
-    if (!begins) {
-        return ctpy_comm_run(state, op, request) < 0 ? NULL : Py_NewRef(Py_None);
-    }
-    PyObject *tensors = PyTuple_Pack(2, in, out == NULL ? Py_None : out);
-    PyObject *work = tensors == NULL ? NULL : start(state, op, request, tensors);
-    Py_XDECREF(tensors);
-    return work;
-}
-
-/* What a collective of tensors is called with: an op where it reduces, and `out` where
- * that is not `in`. */
-typedef struct signature {
-    ct_collective what;
-    const char *format;
-    char *names[5];
-    bool has_out, reduces;
-} signature;
-
-static int
-parse(PyObject *args, PyObject *kwargs, signature *s, PyObject **out, PyObject **in,
-      const char **reduce, int *begins)
-{
-    if (!s->has_out) {
-        return PyArg_ParseTupleAndKeywords(args, kwargs, s->format, s->names, in,
-                                           reduce, begins);
-    }
-    return s->reduces ? PyArg_ParseTupleAndKeywords(args, kwargs, s->format, s->names,
-                                                    out, in, reduce, begins)
-                      : PyArg_ParseTupleAndKeywords(args, kwargs, s->format, s->names,
-                                                    out, in, begins);
-}
-
-static PyObject *
-parse_and_collect(PyObject *op, PyObject *args, PyObject *kwargs, signature s)
-{
-    ct_request request = {.what = s.what};
-    PyObject *out = NULL, *in = NULL;
-    const char *reduce = "sum";
-    int begins = false;
-    if (!parse(args, kwargs, &s, &out, &in, &reduce, &begins) ||
-        op_of(reduce, &request.op) < 0) {
-        return NULL;
-    }
-    return collect(op, &request, out, in, begins);
-}
-
-/* ---- the collectives ---------------------------------------------------------------
- */
-
-static const char Communicator_all_reduce_doc[] =
-    "all_reduce($self, tensor, op='sum', *, async_op=False)\n--\n\n"
-    "Replace the elements of tensor by their sum, mean, max or min over all "
-    "ranks.\n\n"
-    "tensor: a tensor or array without gaps in host memory, of the same "
-    "length and\ndtype on every rank; float64, float32, bfloat16, float16, "
-    "int64 and what else\nthe backend has. async_op: return a CollectiveWork "
-    "at once.\n\n"
-    "Raises ValueError for operands that do not fit, RuntimeError naming the\n"
-    "collective and the rank when other ranks fail or stay away.";
-
-static PyObject *
-Communicator_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    return parse_and_collect(op, args, kwargs,
-                             (signature){
-                                 CT_ALL_REDUCE,
-                                 "O|s$p:all_reduce",
-                                 {"tensor", "op", "async_op", NULL},
-                                 false,
-                                 true
-    });
-}
-
-static const char Communicator_all_gather_doc[] =
-    "all_gather($self, out, in_, *, async_op=False)\n--\n\n"
-    "Fill out with in_ of every rank, in rank order: world_size times as long.";
-
-static PyObject *
-Communicator_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    return parse_and_collect(op, args, kwargs,
-                             (signature){
-                                 CT_ALL_GATHER,
-                                 "OO|$p:all_gather",
-                                 {"out", "in_", "async_op", NULL},
-                                 true,
-                                 false
-    });
-}
-
-static const char Communicator_reduce_scatter_doc[] =
-    "reduce_scatter($self, out, in_, op='sum', *, async_op=False)\n--\n\n"
-    "Reduce in_ over all ranks and keep this rank's part, len(in_) / "
-    "world_size.";
-
-static PyObject *
-Communicator_reduce_scatter(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    return parse_and_collect(op, args, kwargs,
-                             (signature){
-                                 CT_REDUCE_SCATTER,
-                                 "OO|s$p:reduce_scatter",
-                                 {"out", "in_", "op", "async_op", NULL},
-                                 true,
-                                 true
-    });
-}
-
-static const char Communicator_all_to_all_doc[] =
-    "all_to_all($self, out, in_, *, async_op=False)\n--\n\n"
-    "Send part r of in_ to rank r, and receive its part for this rank as part "
-    "r of\nout. Both have a part of the same length for every rank.";
-
-static PyObject *
-Communicator_all_to_all(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    return parse_and_collect(op, args, kwargs,
-                             (signature){
-                                 CT_ALL_TO_ALL,
-                                 "OO|$p:all_to_all",
-                                 {"out", "in_", "async_op", NULL},
-                                 true,
-                                 false
-    });
-}
-
-static const char Communicator_broadcast_doc[] =
-    "broadcast($self, tensor, root=0, *, async_op=False)\n--\n\n"
-    "Replace the elements of tensor by those of rank root.";
-
-static PyObject *
-Communicator_broadcast(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"tensor", "root", "async_op", NULL};
-    ct_request request = {.what = CT_BROADCAST};
-    PyObject *tensor;
-    int begins = false;
-    return PyArg_ParseTupleAndKeywords(args, kwargs, "O|i$p:broadcast", names, &tensor,
-                                       &request.root, &begins)
-               ? collect(op, &request, NULL, tensor, begins)
-               : NULL;
-}
-
-static const char Communicator_reduce_doc[] =
-    "reduce($self, tensor, root=0, op='sum', *, async_op=False)\n--\n\n"
-    "On rank root replace the elements of tensor by their sum, mean, max or min over\n"
-    "all ranks. What the other ranks' tensors hold afterwards is not said.";
-
-static PyObject *
-Communicator_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"tensor", "root", "op", "async_op", NULL};
-    ct_request request = {.what = CT_REDUCE};
-    PyObject *tensor;
-    const char *how = "sum";
-    int begins = false;
-    return PyArg_ParseTupleAndKeywords(args, kwargs, "O|is$p:reduce", names, &tensor,
-                                       &request.root, &how, &begins) &&
-                   op_of(how, &request.op) == 0
-               ? collect(op, &request, NULL, tensor, begins)
-               : NULL;
-}
-
-static const char Communicator_barrier_doc[] =
-    "barrier($self, /)\n--\n\nWait until every rank has come.";
-
-static PyObject *
-Communicator_barrier(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    const ct_request request = {.what = CT_BARRIER};
-    return ctpy_comm_run(ctpy_state_borrow(op), op, &request) < 0 ? NULL
-                                                                  : Py_NewRef(Py_None);
-}
-
-/* ctrainer._C.CollectiveWork: a collective that has begun and is to be waited for. */
-
 /* Waits without the GIL. 0, or -1 with *err filled. */
 static int
 end(CollectiveWork *self, ct_error *err)
 {
     Communicator *group = (Communicator *)self->communicator;
     ct_work *work = self->work;
-    ct_status status;
     self->work = NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_comm_wait(group->comm, work, err);
-    Py_END_ALLOW_THREADS
+    PyThreadState *thread = PyEval_SaveThread();
+    const ct_status status = ct_comm_wait(group->comm, work, err);
+    PyEval_RestoreThread(thread);
     group->busy--;
     return status == CT_OK ? 0 : -1;
 }
@@ -429,8 +165,8 @@ CollectiveWork_traverse(PyObject *op, visitproc visit, void *arg)
     return 0;
 }
 
-/* The backend may still write into the tensors: they must not go before it has ended.
- * In a forked child nothing is under way. */
+/* Waits first, because the backend may still write into the tensors. In a forked child
+ * nothing is under way. */
 static int
 CollectiveWork_clear(PyObject *op)
 {
@@ -480,10 +216,198 @@ CollectiveWork_wait(PyObject *op, PyObject *Py_UNUSED(unused))
     return failed ? ctpy_raise(&err) : Py_NewRef(Py_None);
 }
 
-/* Communicator: bytes of any length between ranks, which objects are encoded as. */
+/* ---- collectives of tensors ------------------------------------------------------ */
+
+/* Waits for work that cannot be returned to Python; the exception stays set. */
+static void
+abandon(PyObject *op, ct_comm *comm, ct_work *work)
+{
+    PyObject *type, *value, *trace;
+    ct_error err;
+    PyErr_Fetch(&type, &value, &trace);
+    if (ct_comm_wait(comm, work, &err) != CT_OK) {
+        (void)ctpy_raise(&err);
+        PyErr_WriteUnraisable(op);
+    }
+    PyErr_Restore(type, value, trace);
+}
 
 static PyObject *
-split(const ct_gathered *gathered, int world_size)
+start(ctpy_state *state, PyObject *op, const ct_request *request, PyObject *tensors)
+{
+    ct_comm *comm = ctpy_comm_borrow(state, op);
+    ct_work *work = NULL;
+    ct_error err;
+    if (comm == NULL) {
+        return NULL;
+    }
+    PyThreadState *thread = ctpy_comm_enter(op);
+    const ct_status status = ct_comm_start(comm, request, &work, &err);
+    ctpy_comm_leave(op, thread);
+    if (status != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    PyObject *made = work_new(state, op, tensors, work);
+    if (made == NULL) {
+        abandon(op, comm, work);
+    }
+    return made;
+}
+
+static int
+op_of(const char *name, ct_reduce_op *op)
+{
+    for (int i = CT_REDUCE_SUM; i <= CT_REDUCE_MIN; i++) {
+        if (strcmp(ct_reduce_op_name((ct_reduce_op)i), name) == 0) {
+            *op = (ct_reduce_op)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "op is '%s'; expected sum, mean, max or min", name);
+    return -1;
+}
+
+/* Runs or begins the request on a tensor, or on two. */
+static PyObject *
+collect(PyObject *op, ct_request *request, PyObject *out, PyObject *in, int begins)
+{
+    ctpy_state *state = ctpy_state_borrow(op);
+    const ct_comm *comm = ctpy_comm_borrow(state, op);
+    if (comm == NULL ||
+        ctpy_comm_span(state, comm, in, out == NULL ? "tensor" : "in_", &request->in) <
+            0 ||
+        (out != NULL && ctpy_comm_span(state, comm, out, "out", &request->out) < 0)) {
+        return NULL;
+    }
+    if (!begins) {
+        return ctpy_comm_run(state, op, request) < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    PyObject *tensors = PyTuple_Pack(2, in, out == NULL ? Py_None : out);
+    PyObject *work = tensors == NULL ? NULL : start(state, op, request, tensors);
+    Py_XDECREF(tensors);
+    return work;
+}
+
+/* Parses the arguments that `names` and `format` list, and runs or begins the
+ * collective. */
+static PyObject *
+parse_and_collect(PyObject *op, PyObject *args, PyObject *kwargs, ct_collective what,
+                  const char *format, char **names)
+{
+    ct_request request = {.what = what};
+    PyObject *out = NULL, *in = NULL;
+    const char *reduce = "sum";
+    int begins = false;
+    void *to[4] = {NULL};
+    for (int i = 0; names[i] != NULL; i++) {
+        to[i] = strcmp(names[i], "out") == 0        ? (void *)&out
+                : strcmp(names[i], "op") == 0       ? (void *)&reduce
+                : strcmp(names[i], "root") == 0     ? (void *)&request.root
+                : strcmp(names[i], "async_op") == 0 ? (void *)&begins
+                                                    : (void *)&in;
+    }
+    return PyArg_ParseTupleAndKeywords(args, kwargs, format, names, to[0], to[1], to[2],
+                                       to[3]) &&
+                   op_of(reduce, &request.op) == 0
+               ? collect(op, &request, out, in, begins)
+               : NULL;
+}
+
+static const char Communicator_all_reduce_doc[] =
+    "all_reduce($self, tensor, op='sum', *, async_op=False)\n--\n\n"
+    "Replace the elements of tensor by their sum, mean, max or min over all "
+    "ranks.\n\n"
+    "tensor: a tensor or array without gaps in host memory, of the same "
+    "length and\ndtype on every rank; float64, float32, bfloat16, float16, "
+    "int64 and what else\nthe backend has. async_op: return a CollectiveWork "
+    "at once.\n\n"
+    "Raises ValueError for operands that do not fit, RuntimeError naming the\n"
+    "collective and the rank when other ranks fail or stay away.";
+
+static PyObject *
+Communicator_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tensor", "op", "async_op", NULL};
+    return parse_and_collect(op, args, kwargs, CT_ALL_REDUCE, "O|s$p:all_reduce",
+                             names);
+}
+
+static const char Communicator_all_gather_doc[] =
+    "all_gather($self, out, in_, *, async_op=False)\n--\n\n"
+    "Fill out with in_ of every rank, in rank order: world_size times as long.";
+
+static PyObject *
+Communicator_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"out", "in_", "async_op", NULL};
+    return parse_and_collect(op, args, kwargs, CT_ALL_GATHER, "OO|$p:all_gather",
+                             names);
+}
+
+static const char Communicator_reduce_scatter_doc[] =
+    "reduce_scatter($self, out, in_, op='sum', *, async_op=False)\n--\n\n"
+    "Reduce in_ over all ranks and keep this rank's part, len(in_) / "
+    "world_size.";
+
+static PyObject *
+Communicator_reduce_scatter(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"out", "in_", "op", "async_op", NULL};
+    return parse_and_collect(op, args, kwargs, CT_REDUCE_SCATTER,
+                             "OO|s$p:reduce_scatter", names);
+}
+
+static const char Communicator_all_to_all_doc[] =
+    "all_to_all($self, out, in_, *, async_op=False)\n--\n\n"
+    "Send part r of in_ to rank r, and receive its part for this rank as part "
+    "r of\nout. Both have a part of the same length for every rank.";
+
+static PyObject *
+Communicator_all_to_all(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"out", "in_", "async_op", NULL};
+    return parse_and_collect(op, args, kwargs, CT_ALL_TO_ALL, "OO|$p:all_to_all",
+                             names);
+}
+
+static const char Communicator_broadcast_doc[] =
+    "broadcast($self, tensor, root=0, *, async_op=False)\n--\n\n"
+    "Replace the elements of tensor by those of rank root.";
+
+static PyObject *
+Communicator_broadcast(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tensor", "root", "async_op", NULL};
+    return parse_and_collect(op, args, kwargs, CT_BROADCAST, "O|i$p:broadcast", names);
+}
+
+static const char Communicator_reduce_doc[] =
+    "reduce($self, tensor, root=0, op='sum', *, async_op=False)\n--\n\n"
+    "On rank root replace the elements of tensor by their sum, mean, max or min over\n"
+    "all ranks. What the other ranks' tensors hold afterwards is not said.";
+
+static PyObject *
+Communicator_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tensor", "root", "op", "async_op", NULL};
+    return parse_and_collect(op, args, kwargs, CT_REDUCE, "O|is$p:reduce", names);
+}
+
+static const char Communicator_barrier_doc[] =
+    "barrier($self, /)\n--\n\nWait until every rank has come.";
+
+static PyObject *
+Communicator_barrier(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    const ct_request request = {.what = CT_BARRIER};
+    return ctpy_comm_run(ctpy_state_borrow(op), op, &request) < 0 ? NULL
+                                                                  : Py_NewRef(Py_None);
+}
+
+/* ---- bytes of any length --------------------------------------------------------- */
+
+static PyObject *
+list_gathered(const ct_gathered *gathered, int world_size)
 {
     PyObject *list = PyList_New(world_size);
     for (Py_ssize_t r = 0; list != NULL && r < world_size; r++) {
@@ -515,18 +439,16 @@ Communicator_gather_bytes(PyObject *op, PyObject *data)
         return NULL;
     }
     ct_gathered gathered;
-    ct_status status;
     ct_error err;
-    ((Communicator *)op)->busy++;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_comm_gather_bytes(comm, view.buf, (size_t)view.len, &gathered, &err);
-    Py_END_ALLOW_THREADS((Communicator *)op)
-    ->busy--;
+    PyThreadState *thread = ctpy_comm_enter(op);
+    const ct_status status =
+        ct_comm_gather_bytes(comm, view.buf, (size_t)view.len, &gathered, &err);
+    ctpy_comm_leave(op, thread);
     PyBuffer_Release(&view);
     if (status != CT_OK) {
         return ctpy_raise(&err);
     }
-    PyObject *list = split(&gathered, comm->world_size);
+    PyObject *list = list_gathered(&gathered, comm->world_size);
     ct_gathered_fini(&gathered);
     return list;
 }
@@ -591,7 +513,7 @@ Communicator_broadcast_bytes(PyObject *op, PyObject *args, PyObject *kwargs)
     return made;
 }
 
-/* Communicator: smaller groups. */
+/* ---- smaller groups -------------------------------------------------------------- */
 
 static const char Communicator_split_doc[] =
     "split($self, color=None, key=0, *, ranks=None)\n--\n\n"
@@ -607,6 +529,7 @@ static const char Communicator_split_doc[] =
     "and\n"
     "backends that have no smaller groups; RuntimeError when other ranks fail.";
 
+/* The color and the key that this rank gives. */
 typedef struct wish {
     long long color, key;
 } wish;
@@ -668,7 +591,6 @@ Communicator_split(PyObject *op, PyObject *args, PyObject *kwargs)
     PyObject *color = Py_None, *ranks = Py_None;
     wish w = {.color = -1};
     ct_comm *made = NULL;
-    ct_status status;
     ct_error err;
     ct_comm *comm = ctpy_comm_borrow(state, op);
     if (comm == NULL ||
@@ -677,11 +599,9 @@ Communicator_split(PyObject *op, PyObject *args, PyObject *kwargs)
         wish_of(comm, color, ranks, &w) < 0) {
         return NULL;
     }
-    ((Communicator *)op)->busy++;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_comm_split(comm, w.color, w.key, &made, &err);
-    Py_END_ALLOW_THREADS((Communicator *)op)
-    ->busy--;
+    PyThreadState *thread = ctpy_comm_enter(op);
+    const ct_status status = ct_comm_split(comm, w.color, w.key, &made, &err);
+    ctpy_comm_leave(op, thread);
     if (status != CT_OK) {
         return ctpy_raise(&err);
     }
@@ -689,28 +609,7 @@ Communicator_split(PyObject *op, PyObject *args, PyObject *kwargs)
                         : ctpy_communicator_steal(state->Communicator, made);
 }
 
-/* Communicator: parts of different lengths. */
-
-static int
-views_of(ctpy_state *state, PyObject *out, PyObject *in, ct_span spans[2])
-{
-    ctpy_view view;
-    if (ctpy_view_of(state, in, &(ctpy_place){.what = "in_", .group = -1}, &view) < 0) {
-        return -1;
-    }
-    spans[1] = view.span;
-    if (ctpy_view_of(state, out, &(ctpy_place){.what = "out", .group = -1}, &view) <
-        0) {
-        return -1;
-    }
-    if (view.readonly) {
-        PyErr_SetString(PyExc_ValueError,
-                        "out is read-only; a collective writes into it");
-        return -1;
-    }
-    spans[0] = view.span;
-    return 0;
-}
+/* ---- parts of different lengths -------------------------------------------------- */
 
 static PyObject *
 list_of(const int64_t *lengths, int n)
@@ -729,19 +628,16 @@ list_of(const int64_t *lengths, int n)
 }
 
 static PyObject *
-gather(PyObject *op, ct_comm *comm, const ct_span spans[2])
+gather_padded(PyObject *op, ct_comm *comm, const ct_span *out, const ct_span *in)
 {
     int64_t *lengths = ct_calloc((size_t)comm->world_size, sizeof *lengths);
-    ct_status status;
     ct_error err;
     if (lengths == NULL) {
         return PyErr_NoMemory();
     }
-    ((Communicator *)op)->busy++;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_comm_gather_padded(comm, &spans[0], &spans[1], lengths, &err);
-    Py_END_ALLOW_THREADS((Communicator *)op)
-    ->busy--;
+    PyThreadState *thread = ctpy_comm_enter(op);
+    const ct_status status = ct_comm_gather_padded(comm, out, in, lengths, &err);
+    ctpy_comm_leave(op, thread);
     PyObject *list =
         status == CT_OK ? list_of(lengths, comm->world_size) : ctpy_raise(&err);
     ct_free(lengths);
@@ -764,16 +660,21 @@ Communicator_all_gather_padded(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"out", "in_", NULL};
     ctpy_state *state = ctpy_state_borrow(op);
+    const ctpy_place place = {.what = "in_", .group = -1};
     PyObject *out, *in;
-    ct_span spans[2];
+    ctpy_view view;
+    ct_span to;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:all_gather_padded", names, &out,
                                      &in) ||
-        views_of(state, out, in, spans) < 0) {
+        ctpy_view_of(state, in, &place, &view) < 0 ||
+        ctpy_comm_span(state, NULL, out, "out", &to) < 0) {
         return NULL;
     }
     ct_comm *comm = ctpy_comm_borrow(state, op);
-    return comm == NULL ? NULL : gather(op, comm, spans);
+    return comm == NULL ? NULL : gather_padded(op, comm, &to, &view.span);
 }
+
+/* ---- tables ---------------------------------------------------------------------- */
 
 static PyGetSetDef Communicator_getset[] = {
     {"backend",    Communicator_backend,    NULL, "What carries it: 'self', 'python', ...",
@@ -783,30 +684,25 @@ static PyGetSetDef Communicator_getset[] = {
     {NULL,         NULL,                    NULL, NULL,                                     NULL},
 };
 
+#define METHOD(name, flags)                                                            \
+    {#name, (PyCFunction)(void (*)(void))Communicator_##name, flags,                   \
+     Communicator_##name##_doc}
 static PyMethodDef Communicator_methods[] = {
-    {"all_gather",        (PyCFunction)(void (*)(void))Communicator_all_gather,
-     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_all_gather_doc       },
-    {"all_reduce",        (PyCFunction)(void (*)(void))Communicator_all_reduce,
-     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_all_reduce_doc       },
-    {"all_to_all",        (PyCFunction)(void (*)(void))Communicator_all_to_all,
-     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_all_to_all_doc       },
-    {"barrier",           Communicator_barrier,                                        METH_NOARGS, Communicator_barrier_doc          },
-    {"broadcast",         (PyCFunction)(void (*)(void))Communicator_broadcast,
-     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_broadcast_doc        },
-    {"reduce",            (PyCFunction)(void (*)(void))Communicator_reduce,
-     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_reduce_doc           },
-    {"reduce_scatter",    (PyCFunction)(void (*)(void))Communicator_reduce_scatter,
-     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_reduce_scatter_doc   },
-    {"broadcast_bytes",   (PyCFunction)(void (*)(void))Communicator_broadcast_bytes,
-     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_broadcast_bytes_doc  },
-    {"gather_bytes",      Communicator_gather_bytes,                                   METH_O,      Communicator_gather_bytes_doc     },
-    {"all_gather_padded", (PyCFunction)(void (*)(void))Communicator_all_gather_padded,
-     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_all_gather_padded_doc},
-    {"split",             (PyCFunction)(void (*)(void))Communicator_split,
-     METH_VARARGS | METH_KEYWORDS,                                                                  Communicator_split_doc            },
-    {"close",             Communicator_close,                                          METH_NOARGS, Communicator_close_doc            },
-    {NULL,                NULL,                                                        0,           NULL                              },
+    METHOD(all_gather, METH_VARARGS | METH_KEYWORDS),
+    METHOD(all_gather_padded, METH_VARARGS | METH_KEYWORDS),
+    METHOD(all_reduce, METH_VARARGS | METH_KEYWORDS),
+    METHOD(all_to_all, METH_VARARGS | METH_KEYWORDS),
+    METHOD(barrier, METH_NOARGS),
+    METHOD(broadcast, METH_VARARGS | METH_KEYWORDS),
+    METHOD(broadcast_bytes, METH_VARARGS | METH_KEYWORDS),
+    METHOD(close, METH_NOARGS),
+    METHOD(gather_bytes, METH_O),
+    METHOD(reduce, METH_VARARGS | METH_KEYWORDS),
+    METHOD(reduce_scatter, METH_VARARGS | METH_KEYWORDS),
+    METHOD(split, METH_VARARGS | METH_KEYWORDS),
+    {NULL, NULL, 0, NULL},
 };
+#undef METHOD
 
 static PyType_Slot Communicator_slots[] = {
     {Py_tp_doc,      (void *)Communicator_doc},

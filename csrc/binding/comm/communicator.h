@@ -2,41 +2,52 @@
 #ifndef BINDING_COMM_COMMUNICATOR_H
 #define BINDING_COMM_COMMUNICATOR_H
 
-#include "binding/runtime/ctpy.h"
+#include "binding/runtime/buffer.h"
 
 #include "core/comm/comm.h"
 
 typedef struct Communicator {
     PyObject_HEAD
     ct_comm *comm;   /* NULL once it is closed */
-    Py_ssize_t busy; /* collectives under way, which close() waits for nobody to end */
+    Py_ssize_t busy; /* calls and collectives under way; close() fails meanwhile */
 } Communicator;
 
-/* An instance of `type` over comm, which it takes over even on failure. */
+/* An instance of `type` that owns comm, also on failure. */
 PyObject *ctpy_communicator_steal(PyTypeObject *type, ct_comm *comm);
 
-/* The table of a Communicator that is open; NULL with an exception for one that is not,
- * or for another object. */
+/* The group of an open Communicator; NULL with an exception for a closed group or
+ * another object. */
 ct_comm *ctpy_comm_borrow(ctpy_state *state, PyObject *op);
 
-/* Leaves the group, without the GIL: closing may wait for others. */
+/* Leaves the group, without the GIL: closing may wait for other ranks. */
 void ctpy_comm_free(ct_comm *comm);
 
-/* Runs a request without the GIL and raises what went wrong. 0 or -1. */
+/* Releases the GIL for a call on the communicator, which stays open until
+ * ctpy_comm_leave. */
+PyThreadState *ctpy_comm_enter(PyObject *op);
+void ctpy_comm_leave(PyObject *op, PyThreadState *thread);
+
+/* Runs a request without the GIL. 0, or -1 with an exception. */
 int ctpy_comm_run(ctpy_state *state, PyObject *op, const ct_request *request);
 
-/* Reduces numbers in place, comparing what ranks have done (core/comm/history.h): the
- * exchange is for `label` where one is given. 0 or -1. */
+/* Reduces numbers in place and compares the ranks' histories (core/comm/history.h);
+ * label: the purpose of the exchange, or NULL. 0 or -1. */
 int ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *label,
                              double *numbers, size_t n, ct_reduce_op how);
 
-/* binding/comm/python.c: a group whose collectives are those of a Python object with
- * rank, world_size and begin(what, out, in_, dtype, op, root), which returns a handle
- * with wait(). NULL with an exception. */
+/* Fills *span from a writable tensor or array, elements in the order of memory: in host
+ * memory or, if comm takes device memory, in a GPU's. comm: NULL for host memory alone;
+ * what: the name in messages. 0 or -1. */
+int ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op,
+                   const char *what, ct_span *span);
+
+/* binding/comm/python.c: a group over a Python object with rank, world_size and
+ * begin(what, out, in_, dtype, op, root) -> a handle with wait(). NULL with an
+ * exception. */
 ct_comm *ctpy_comm_python_new(PyObject *backend);
 
-/* What CTRAINER_CHECK_COLLECTIVES asks for: 1, ranks are to compare what they are about
- * to do together; 0; or -1 with an exception for a word that says neither. */
+/* CTRAINER_CHECK_COLLECTIVES: 1, ranks compare their requests before each collective;
+ * 0; or -1 with an exception for another word. */
 int ctpy_comm_wants_comparison(void);
 
 PyObject *Communicator_gather_bytes(PyObject *op, PyObject *arg);

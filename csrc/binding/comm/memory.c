@@ -1,4 +1,6 @@
-/* ctrainer._C.GroupMemory: core/base/pages.h as an exporter of the buffer protocol. */
+/* ctrainer._C.GroupMemory, a rank's memory for collectives (core/base/pages.h), and
+ * MappedMemory, memory at a fixed address (core/base/mapping.h), for
+ * torch.frombuffer() on the host and torch.from_dlpack() on a device. */
 #include "binding/comm/memory.h"
 
 #include "binding/comm/backends.h"
@@ -10,7 +12,7 @@
 typedef struct GroupMemory {
     PyObject_HEAD
     ct_pages *pages;
-    unsigned char *theirs; /* another rank's part, to be read; NULL: our own */
+    unsigned char *theirs; /* another rank's part, read-only; NULL: our own */
     Py_ssize_t n_bytes;    /* as asked for; the pages may be longer */
 } GroupMemory;
 
@@ -31,7 +33,7 @@ PyDoc_STRVAR(
     "\n"
     "Begins at a page. Dropping the last tensor or array over it frees it.");
 
-/* Takes one hold of the pages over. */
+/* Owns one hold of the pages from now on. */
 static PyObject *
 memory_steal(PyTypeObject *type, ct_pages *pages, unsigned char *theirs,
              Py_ssize_t n_bytes)
@@ -139,7 +141,7 @@ GroupMemory_of_rank(PyObject *op, PyObject *number)
 PyDoc_STRVAR(
     discard_doc,
     "discard($self, offset=0, nbytes=None)\n--\n\n"
-    "Give memory back to the system; it reads as zeroes from then on.\n\n"
+    "Return memory to the system; it reads as zeroes from then on.\n\n"
     "Addresses and tensors stay, and may be written again. offset and nbytes "
     "are in\nbytes, multiples of mmap.PAGESIZE; nbytes=None: up to the end. No "
     "rank may be\nreading it. Raises ValueError, OSError.");
@@ -188,15 +190,12 @@ GroupMemory_is_shared(PyObject *op, void *Py_UNUSED(closure))
     return PyBool_FromLong(((GroupMemory *)op)->pages->is_shared);
 }
 
-/* ctrainer._C.MappedMemory: memory at a fixed address, for torch.frombuffer() in the
- * host's and torch.from_dlpack() in a device's. */
-
 PyDoc_STRVAR(
     MappedMemory_doc,
     "MappedMemory(nbytes, *, watched=False, plugin=None)\n--\n\n"
     "nbytes of zeros at an address that never changes, as a writable buffer.\n\n"
-    "Its memory is taken page by page at the first touch and given back to the system\n"
-    "with the object. watched: what is used while its pages are given back ends the\n"
+    "Its memory is taken page by page at the first touch and returned to the system\n"
+    "with the object. watched: what is used while its pages are returned ends the\n"
     "process at that place, rather than reading zeros. plugin: a device's, as\n"
     "ctrainer._cuda.plugin; then it is addresses of the current GPU, for\n"
     "torch.from_dlpack(), where a unit puts memory and takes it away. Raises\n"
@@ -275,25 +274,28 @@ static const char MappedMemory_dlpack_doc[] =
     "stream, max_version: nothing has to be waited for, and the capsule is one that\n"
     "consumers of every version take. Raises BufferError for a copy or another device.";
 
-/* What is handed over; it keeps the memory. */
-typedef struct loan {
-    ctpy_dl_managed managed; /* first: the consumer has its address */
+/* A DLPack tensor of bytes that keeps a MappedMemory alive. DLPack before version 1 is
+ * read by every consumer.
+ *
+ * Source: the Python array API standard, __dlpack__; DLPack, dlpack.h. */
+typedef struct exported {
+    ctpy_dl_managed managed; /* first: the consumer has this address */
     PyObject *memory;
     int64_t n;
-} loan;
+} exported;
 
-/* Consumers let go of tensors from any thread, with the GIL or without. */
+/* Consumers delete tensors from any thread, with the GIL or without. */
 static void
-give_back(ctpy_dl_managed *managed)
+delete_exported(ctpy_dl_managed *managed)
 {
-    loan *self = (loan *)managed;
+    exported *self = (exported *)managed;
     const PyGILState_STATE held = PyGILState_Ensure();
     Py_DECREF(self->memory);
     PyMem_Free(self);
     PyGILState_Release(held);
 }
 
-/* A capsule that nobody has taken over; one that was has another name. */
+/* For a capsule without a consumer: consumers rename capsules. */
 static void
 drop_capsule(PyObject *capsule)
 {
@@ -303,14 +305,13 @@ drop_capsule(PyObject *capsule)
     }
 }
 
-static PyObject *
-lend(MappedMemory *self)
+static PyObject *export(MappedMemory *self)
 {
-    loan *made = PyMem_Malloc(sizeof *made);
+    exported *made = PyMem_Malloc(sizeof *made);
     if (made == NULL) {
         return PyErr_NoMemory();
     }
-    *made = (loan){
+    *made = (exported){
         .managed = {.tensor = {.data = self->pages.data,
                                .device_type = self->device->dlpack,
                                .device_id = self->pages.ordinal,
@@ -318,14 +319,14 @@ lend(MappedMemory *self)
                                .type_code = CTPY_DL_UINT,
                                .type_bits = 8,
                                .type_lanes = 1},
-                    .deleter = give_back},
+                    .deleter = delete_exported},
         .memory = Py_NewRef(self),
         .n = (int64_t)self->pages.bytes,
     };
     made->managed.tensor.shape = &made->n;
     PyObject *capsule = PyCapsule_New(made, CTPY_DLPACK_TENSOR, drop_capsule);
     if (capsule == NULL) {
-        give_back(&made->managed);
+        delete_exported(&made->managed);
     }
     return capsule;
 }
@@ -346,10 +347,10 @@ MappedMemory_dlpack(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     if (copy == Py_True || type != self->device->dlpack || id != self->pages.ordinal) {
         PyErr_SetString(PyExc_BufferError,
-                        "this memory is lent where it is; copy the tensor");
+                        "this memory is exported in place; copy the tensor");
         return NULL;
     }
-    return lend(self);
+    return export(self);
 }
 
 static const char MappedMemory_dlpack_device_doc[] =
@@ -362,12 +363,6 @@ MappedMemory_dlpack_device(PyObject *op, PyObject *Py_UNUSED(unused))
     const MappedMemory *self = (const MappedMemory *)op;
     return Py_BuildValue("ii", self->device->dlpack, self->pages.ordinal);
 }
-
-/* MappedMemory as a tensor of bytes that frameworks take over without a copy.
- *
- * The capsule is that of DLPack before version 1, which every consumer reads.
- *
- * Source: the Python array API standard, __dlpack__; DLPack, dlpack.h. */
 
 static PyMethodDef GroupMemory_methods[] = {
     {"discard", (PyCFunction)(void (*)(void))GroupMemory_discard,

@@ -12,6 +12,4 @@ typedef struct MappedMemory {
     const ct_device *device;
 } MappedMemory;
 
-/* mapped_memory_dlpack.c */
-
 #endif

@@ -1,8 +1,8 @@
-/* Collectives whose backend is a Python object, such as torch's process groups.
+/* A group over a Python object, such as torch's process groups.
  *
- * A ct_comm is called without the GIL; each entry takes it for as long as the backend
- * works. Buffers are handed over as memoryviews, from which the backend makes its own
- * arrays without copying. */
+ * A ct_comm is called without the GIL; each entry holds the GIL while the backend
+ * works. Buffers are passed as memoryviews, so the backend makes arrays without a copy.
+ */
 #include "binding/comm/communicator.h"
 
 #include "core/base/alloc.h"
@@ -22,8 +22,8 @@ struct ct_work {
     ct_request request; /* for messages */
 };
 
-/* What the exception that is set says of a request: bad arguments stay what they are,
- * an interruption and a lack of memory go on as themselves. */
+/* The status of the exception that is set, and its text: bad arguments are CT_EINVAL;
+ * an interruption and a lack of memory stay set, to be raised unchanged. */
 static ct_status
 failed(const ct_comm *comm, const ct_request *request, ct_error *err)
 {
@@ -64,17 +64,11 @@ view_of(const ct_span *span)
 static PyObject *
 begin(const python_comm *comm, const ct_request *r)
 {
-    static const char *const ops[] = {
-        [CT_REDUCE_SUM] = "sum",
-        [CT_REDUCE_MEAN] = "mean",
-        [CT_REDUCE_MAX] = "max",
-        [CT_REDUCE_MIN] = "min",
-    };
     PyObject *out = view_of(&r->out), *in = view_of(&r->in), *handle = NULL;
     if (out != NULL && in != NULL) {
-        handle = PyObject_CallMethod(comm->backend, "begin", "sOOssi",
-                                     ct_collective_name(r->what), out, in,
-                                     ct_dtype_name(r->in.dtype), ops[r->op], r->root);
+        handle = PyObject_CallMethod(
+            comm->backend, "begin", "sOOssi", ct_collective_name(r->what), out, in,
+            ct_dtype_name(r->in.dtype), ct_reduce_op_name(r->op), r->root);
     }
     Py_XDECREF(in);
     Py_XDECREF(out);
@@ -85,16 +79,15 @@ static ct_status
 finish_steal(const ct_comm *comm, const ct_request *request, PyObject *handle,
              ct_error *err)
 {
-    PyObject *answer =
-        handle == NULL ? NULL : PyObject_CallMethod(handle, "wait", NULL);
+    PyObject *answer = PyObject_CallMethod(handle, "wait", NULL);
     ct_status status = answer == NULL ? failed(comm, request, err) : CT_OK;
     Py_XDECREF(answer);
-    Py_XDECREF(handle);
+    Py_DECREF(handle);
     return status;
 }
 
-/* An engine would wait for ever, or mix up the data of ranks that ask for different
- * things. */
+/* Without comparison a backend would hang, or mix up the data of different collectives.
+ */
 static ct_status
 compare(const ct_comm *comm, const ct_request *request, ct_error *err)
 {
@@ -103,113 +96,59 @@ compare(const ct_comm *comm, const ct_request *request, ct_error *err)
         return CT_OK;
     }
     const ct_request own = ct_request_labelled(comm, request);
-    plain.compares = false; /* what is exchanged here is alike on all ranks */
+    plain.compares = false; /* the requests' own exchange is alike on all ranks */
     return ct_requests_exchange(&plain.base, &own, err);
 }
 
-static ct_status
-run_held(ct_comm *comm, const ct_request *request, ct_error *err)
+/* The start of a collective, with the GIL: the handle, or NULL with *status and *err.
+ */
+static PyObject *
+begin_checked(ct_comm *comm, const ct_request *request, ct_status *status,
+              ct_error *err)
 {
-    ct_status status = compare(comm, request, err);
-    if (status == CT_OK) {
-        status = ct_request_check(request, comm->world_size, err);
+    *status = compare(comm, request, err);
+    if (*status == CT_OK) {
+        *status = ct_request_check(request, comm->world_size, err);
     }
-    return status == CT_OK
-               ? finish_steal(comm, request, begin((python_comm *)comm, request), err)
-               : status;
+    if (*status != CT_OK) {
+        return NULL;
+    }
+    PyObject *handle = begin((python_comm *)comm, request);
+    if (handle == NULL) {
+        *status = failed(comm, request, err);
+    }
+    return handle;
 }
 
 static ct_status
-run(ct_comm *comm, const ct_request *request, ct_error *err)
+python_run(ct_comm *comm, const ct_request *request, ct_error *err)
 {
-    const ct_status here =
-        ct_comm_check_here(comm, ct_collective_name(request->what), err);
-    if (here != CT_OK) {
-        return here;
+    ct_status status = ct_comm_check_here(comm, ct_collective_name(request->what), err);
+    if (status != CT_OK) {
+        return status;
     }
     const PyGILState_STATE gil = PyGILState_Ensure();
-    const ct_status status = run_held(comm, request, err);
+    PyObject *handle = begin_checked(comm, request, &status, err);
+    if (handle != NULL) {
+        status = finish_steal(comm, request, handle, err);
+    }
     PyGILState_Release(gil);
     return status;
 }
 
 static ct_status
-python_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
+python_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
 {
-    return run(comm, &(ct_request){.what = CT_ALL_REDUCE, .in = *span, .op = op}, err);
-}
-
-static ct_status
-python_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
-{
-    return run(comm, &(ct_request){.what = CT_ALL_GATHER, .out = *out, .in = *in}, err);
-}
-
-static ct_status
-python_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
-                      ct_reduce_op op, ct_error *err)
-{
-    const ct_request wanted = {
-        .what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
-    return run(comm, &wanted, err);
-}
-
-static ct_status
-python_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
-{
-    return run(comm, &(ct_request){.what = CT_ALL_TO_ALL, .out = *out, .in = *in}, err);
-}
-
-static ct_status
-python_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
-{
-    return run(comm, &(ct_request){.what = CT_BROADCAST, .in = *span, .root = root},
-               err);
-}
-
-static ct_status
-python_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
-              ct_error *err)
-{
-    const ct_request wanted = {.what = CT_REDUCE, .in = *span, .op = op, .root = root};
-    return run(comm, &wanted, err);
-}
-
-static ct_status
-python_barrier(ct_comm *comm, ct_error *err)
-{
-    return run(comm, &(ct_request){.what = CT_BARRIER}, err);
-}
-
-static ct_status
-start_held(ct_comm *comm, const ct_request *request, ct_work *made, ct_error *err)
-{
-    ct_status status = compare(comm, request, err);
-    if (status == CT_OK) {
-        status = ct_request_check(request, comm->world_size, err);
-    }
+    ct_status status = ct_comm_check_here(comm, ct_collective_name(request->what), err);
     if (status != CT_OK) {
         return status;
     }
-    made->handle = begin((python_comm *)comm, request);
-    made->request = *request;
-    return made->handle == NULL ? failed(comm, request, err) : CT_OK;
-}
-
-static ct_status
-python_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
-{
-    const ct_status here =
-        ct_comm_check_here(comm, ct_collective_name(request->what), err);
-    ct_work *made = here == CT_OK ? ct_alloc(sizeof *made) : NULL;
-    if (here != CT_OK) {
-        return here;
-    }
+    ct_work *made = ct_alloc(sizeof *made);
     if (made == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to begin a collective");
     }
     const PyGILState_STATE gil = PyGILState_Ensure();
-    const ct_status status = start_held(comm, request, made, err);
+    *made = (ct_work){begin_checked(comm, request, &status, err), *request};
     PyGILState_Release(gil);
     if (status != CT_OK) {
         ct_free(made);
@@ -233,57 +172,6 @@ python_wait(ct_comm *comm, ct_work *work, ct_error *err)
     ct_free(work);
     return status;
 }
-
-static ct_comm *group_held(PyObject *backend, const ct_members *members);
-
-static ct_status
-python_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err)
-{
-    if (members->n < 2) {
-        return CT_OK;
-    }
-    const PyGILState_STATE gil = PyGILState_Ensure();
-    *made = group_held(((python_comm *)comm)->backend, members);
-    ct_status status = CT_OK;
-    if (*made == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-        status = ct_fail(err, CT_EINVAL,
-                         "this backend cannot be split: it has no make_group(ranks)");
-    }
-    else if (*made == NULL) {
-        status = ct_fail(err, CT_EHOST, "the backend made no group");
-    }
-    PyGILState_Release(gil);
-    return status;
-}
-
-/* A forked child keeps the backend for ever: what it has (torch's process groups, MPI)
- * waits when it is taken down for threads and peers that only the parent has. */
-static void
-python_free(ct_comm *comm)
-{
-    if (ct_comm_is_here(comm)) {
-        const PyGILState_STATE gil = PyGILState_Ensure();
-        Py_CLEAR(((python_comm *)comm)->backend);
-        PyGILState_Release(gil);
-    }
-    ct_free(comm);
-}
-
-static const ct_comm_ops python_ops = {
-    .name = "python",
-    .all_reduce = python_all_reduce,
-    .all_gather = python_all_gather,
-    .reduce_scatter = python_reduce_scatter,
-    .all_to_all = python_all_to_all,
-    .broadcast = python_broadcast,
-    .reduce = python_reduce,
-    .barrier = python_barrier,
-    .start = python_start,
-    .wait = python_wait,
-    .group = python_group,
-    .free = python_free,
-};
 
 /* int(backend.name); -1 with an exception. */
 static int
@@ -324,8 +212,8 @@ ctpy_comm_wants_comparison(void)
     return 0;
 }
 
-ct_comm *
-ctpy_comm_python_new(PyObject *backend)
+static ct_comm *
+new_over(const ct_comm_ops *ops, PyObject *backend)
 {
     const int world_size = read_count(backend, "world_size");
     const int rank = world_size < 0 ? -1 : read_count(backend, "rank");
@@ -347,17 +235,16 @@ ctpy_comm_python_new(PyObject *backend)
         return NULL;
     }
     *made = (python_comm){
-        .base = ct_comm_made(&python_ops, rank, world_size),
+        .base = ct_comm_made(ops, rank, world_size),
         .backend = Py_NewRef(backend),
         .compares = compares > 0,
     };
     return &made->base;
 }
 
-/* What backend.make_group(ranks) returns, as a communicator; a new reference is kept.
- */
+/* A communicator over the result of backend.make_group(ranks). */
 static ct_comm *
-group_held(PyObject *backend, const ct_members *members)
+make_group(const python_comm *self, const ct_members *members)
 {
     PyObject *ranks = PyList_New(members->n), *made = NULL;
     ct_comm *comm = NULL;
@@ -370,12 +257,61 @@ group_held(PyObject *backend, const ct_members *members)
         PyList_SET_ITEM(ranks, i, rank);
     }
     if (ranks != NULL) {
-        made = PyObject_CallMethod(backend, "make_group", "O", ranks);
+        made = PyObject_CallMethod(self->backend, "make_group", "O", ranks);
     }
     if (made != NULL) {
-        comm = ctpy_comm_python_new(made);
+        comm = new_over(self->base.ops, made);
     }
     Py_XDECREF(made);
     Py_XDECREF(ranks);
     return comm;
+}
+
+static ct_status
+python_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err)
+{
+    if (members->n < 2) {
+        return CT_OK;
+    }
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    *made = make_group((python_comm *)comm, members);
+    ct_status status = CT_OK;
+    if (*made == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        status = ct_fail(err, CT_EINVAL,
+                         "this backend cannot be split: it has no make_group(ranks)");
+    }
+    else if (*made == NULL) {
+        status = ct_fail(err, CT_EHOST, "the backend made no group");
+    }
+    PyGILState_Release(gil);
+    return status;
+}
+
+/* A forked child never releases the backend: the destruction of torch's process groups
+ * and of MPI waits for threads and peers that only the parent has. */
+static void
+python_free(ct_comm *comm)
+{
+    if (ct_comm_is_here(comm)) {
+        const PyGILState_STATE gil = PyGILState_Ensure();
+        Py_CLEAR(((python_comm *)comm)->backend);
+        PyGILState_Release(gil);
+    }
+    ct_free(comm);
+}
+
+static const ct_comm_ops python_ops = {
+    .name = "python",
+    .run = python_run,
+    .start = python_start,
+    .wait = python_wait,
+    .group = python_group,
+    .free = python_free,
+};
+
+ct_comm *
+ctpy_comm_python_new(PyObject *backend)
+{
+    return new_over(&python_ops, backend);
 }

@@ -1,7 +1,6 @@
 /* Module functions that make ranks alike, or find out whether they are. */
 #include "binding/comm/sync.h"
 
-#include "binding/runtime/buffer.h"
 #include "binding/comm/communicator.h"
 #include "core/base/alloc.h"
 #include "core/comm/sync.h"
@@ -12,17 +11,10 @@ read_spans(ctpy_state *state, PyObject *tensors, ct_span *spans)
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
         char text[40];
         (void)PyOS_snprintf(text, sizeof text, "tensor %zd", i);
-        const ctpy_place place = {.what = text, .group = -1};
-        ctpy_view view;
-        if (ctpy_view_of(state, PyTuple_GET_ITEM(tensors, i), &place, &view) < 0) {
+        if (ctpy_comm_span(state, NULL, PyTuple_GET_ITEM(tensors, i), text, &spans[i]) <
+            0) {
             return -1;
         }
-        if (view.readonly) {
-            PyErr_Format(PyExc_ValueError,
-                         "%s is read-only; a broadcast writes into it", text);
-            return -1;
-        }
-        spans[i] = view.span;
     }
     return 0;
 }
@@ -32,16 +24,13 @@ broadcast(ctpy_state *state, PyObject *communicator, const ct_span *spans, size_
           int root)
 {
     ct_comm *comm = ctpy_comm_borrow(state, communicator);
-    ct_status status;
     ct_error err;
     if (comm == NULL) {
         return -1;
     }
-    ((Communicator *)communicator)->busy++;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_comm_broadcast_spans(comm, spans, n, root, &err);
-    Py_END_ALLOW_THREADS((Communicator *)communicator)
-    ->busy--;
+    PyThreadState *thread = ctpy_comm_enter(communicator);
+    const ct_status status = ct_comm_broadcast_spans(comm, spans, n, root, &err);
+    ctpy_comm_leave(communicator, thread);
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
@@ -98,7 +87,6 @@ ctpy_check_ranks_agree(PyObject *module, PyObject *args)
     PyObject *communicator;
     const char *what, *lines;
     Py_ssize_t n;
-    ct_status status;
     ct_error err;
     if (!PyArg_ParseTuple(args, "Oss#:check_ranks_agree", &communicator, &what, &lines,
                           &n)) {
@@ -108,11 +96,9 @@ ctpy_check_ranks_agree(PyObject *module, PyObject *args)
     if (comm == NULL) {
         return NULL;
     }
-    ((Communicator *)communicator)->busy++;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_comm_check_lines(comm, what, lines, (size_t)n, &err);
-    Py_END_ALLOW_THREADS((Communicator *)communicator)
-    ->busy--;
+    PyThreadState *thread = ctpy_comm_enter(communicator);
+    const ct_status status = ct_comm_check_lines(comm, what, lines, (size_t)n, &err);
+    ctpy_comm_leave(communicator, thread);
     return status == CT_OK ? Py_NewRef(Py_None) : ctpy_raise(&err);
 }
 

@@ -1,4 +1,4 @@
-/* Making ranks alike, for the binding's own files. */
+/* One rank's tensors for all ranks, for the binding's own files. */
 #ifndef CTPY_COMM_SYNC_H
 #define CTPY_COMM_SYNC_H
 

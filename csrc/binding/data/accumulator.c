@@ -1,255 +1,34 @@
-/* ctrainer._C.ArrayAccumulator: batches of nested tensors into nested NumPy arrays. */
+/* ctrainer._C.ArrayAccumulator: batches of nested tensors into nested NumPy arrays.
+ *
+ * Rows are copied once, into memory that becomes the result without another copy, so
+ * that the peak is the result and a batch. A batch is checked, and room is made in
+ * every array, before the first row is written: a failed append adds nothing. */
 #include "binding/data/accumulator.h"
 
-/* Every Python field, once, so that init, traverse and clear cannot disagree. */
-#define ACCUMULATOR_FIELDS(V) V(name) V(padding_index) V(tree) V(leaves) V(folder)
+#include "binding/runtime/nested.h"
 
-PyDoc_STRVAR(ArrayAccumulator_doc,
-             "ArrayAccumulator(n_rows_hint=None, padding_index=-100, *, name='batch',\n"
-             "                 spill_bytes=None, spill_folder='.')\n--\n\n"
-             "Collects batches row by row, in linear time and no more memory than the\n"
-             "result takes.\n\n"
-             "n_rows_hint is how many rows to make room for. An array that grows\n"
-             "beyond spill_bytes moves to an unnamed file in spill_folder.");
+#include "core/data/rows.h"
 
-static int
-ArrayAccumulator_traverse(PyObject *op, visitproc visit, void *arg)
-{
-    ArrayAccumulator *self = (ArrayAccumulator *)op;
-    Py_VISIT(Py_TYPE(op));
-#define V(field) Py_VISIT(self->field);
-    ACCUMULATOR_FIELDS(V)
-#undef V
-    return 0;
-}
+/* ---- RowBuffer: core/data/rows.h as an exporter of the buffer protocol ----------- */
 
-static int
-ArrayAccumulator_clear(PyObject *op)
-{
-    ArrayAccumulator *self = (ArrayAccumulator *)op;
-#define V(field) Py_CLEAR(self->field);
-    ACCUMULATOR_FIELDS(V)
-#undef V
-    return 0;
-}
+enum {
+    MAX_DIMS = 32
+};
 
-static void
-ArrayAccumulator_dealloc(PyObject *op)
-{
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject_GC_UnTrack(op);
-    (void)ArrayAccumulator_clear(op);
-    type->tp_free(op);
-    Py_DECREF(type);
-}
-
-static PyObject *
-ArrayAccumulator_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
-                     PyObject *Py_UNUSED(kw))
-{
-    PyObject *op = type->tp_alloc(type, 0);
-    ArrayAccumulator *self = (ArrayAccumulator *)op;
-    if (op != NULL && ((self->name = PyUnicode_FromString("batch")) == NULL ||
-                       (self->padding_index = PyLong_FromLong(-100)) == NULL ||
-                       (self->folder = PyBytes_FromString(".")) == NULL ||
-                       (self->leaves = PyList_New(0)) == NULL)) {
-        Py_CLEAR(op);
-    }
-    return op;
-}
-
-/* None is 0; otherwise a number of at least `least`. */
-static int
-parse_count(PyObject *value, const char *name, Py_ssize_t least, size_t *count)
-{
-    *count = 0;
-    if (value == NULL || value == Py_None) {
-        return 0;
-    }
-    const Py_ssize_t n = PyNumber_AsSsize_t(value, PyExc_OverflowError);
-    if (n == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    if (n < least) {
-        PyErr_Format(PyExc_ValueError, "%s must be at least %zd or None, got %zd", name,
-                     least, n);
-        return -1;
-    }
-    *count = (size_t)n;
-    return 0;
-}
-
-PyDoc_STRVAR(result_doc,
-             "result($self, /)\n--\n\n"
-             "Hand over the arrays, in the structure of the batches; None if there\n"
-             "were none.\n\n"
-             "Rows shorter than the longest are filled with padding_index on the\n"
-             "right, in the second dimension. Nothing is copied: the accumulator is\n"
-             "empty afterwards.");
-
-static int
-ArrayAccumulator_init(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"n_rows_hint", "padding_index", "name",
-                            "spill_bytes", "spill_folder",  NULL};
-    ArrayAccumulator *self = (ArrayAccumulator *)op;
-    PyObject *hint = NULL, *padding = NULL, *name = NULL, *spill = NULL, *folder = NULL;
-    size_t expected_rows, spill_bytes;
-    int result = -1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO$UOO&:ArrayAccumulator", names,
-                                     &hint, &padding, &name, &spill,
-                                     PyUnicode_FSConverter, &folder) ||
-        parse_count(hint, "n_rows_hint", 0, &expected_rows) < 0 ||
-        parse_count(spill, "spill_bytes", 1, &spill_bytes) < 0) {
-        goto done;
-    }
-    if (padding != NULL && !PyNumber_Check(padding)) {
-        PyErr_Format(PyExc_TypeError, "padding_index must be a number, got %R",
-                     padding);
-        goto done;
-    }
-    self->expected_rows = expected_rows;
-    self->spill_bytes = spill_bytes;
-    Py_XSETREF(self->padding_index, Py_NewRef(padding ? padding : self->padding_index));
-    Py_XSETREF(self->name, Py_NewRef(name ? name : self->name));
-    Py_XSETREF(self->folder, Py_NewRef(folder ? folder : self->folder));
-    result = 0;
-done:
-    Py_XDECREF(folder);
-    return result;
-}
-
-static double
-mebibytes(size_t bytes)
-{
-    return (double)bytes / (1024.0 * 1024.0);
-}
-
-static size_t
-width_of(const Py_buffer *view)
-{
-    return view->ndim < 2 ? 1 : (size_t)view->shape[1];
-}
+/* The rows of an array, and the owner of the memory behind the resulting NumPy array.
+ */
+typedef struct RowBuffer {
+    PyObject_HEAD
+    ct_rows rows;
+    PyObject *dtype;            /* NumPy's, of every batch; NULL before the first */
+    PyObject *folder;           /* bytes: owner of rows.spill_folder, or NULL */
+    int ndim;                   /* >= 1 once dtype is set */
+    Py_ssize_t shape[MAX_DIMS]; /* beyond the first two: equal in all batches */
+    Py_ssize_t item_bytes;
+} RowBuffer;
 
 PyDoc_STRVAR(RowBuffer_doc,
              "Memory of an array that ArrayAccumulator has filled; its arrays' base.");
-
-/* What `n_rows` rows like those of `array` take. */
-static size_t
-RowBuffer_projected_bytes(PyObject *op, PyObject *array, size_t n_rows)
-{
-    Py_buffer view;
-    if (PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
-        PyErr_Clear(); /* the append that follows raises it */
-        return 0;
-    }
-    const size_t row = width_of(&view) * ((RowBuffer *)op)->rows.position_bytes;
-    PyBuffer_Release(&view);
-    return row != 0 && n_rows > SIZE_MAX / row ? SIZE_MAX : row * n_rows;
-}
-
-/* Before the first copy: will all the rows fit into memory? */
-static int
-warn_if_too_large(const ArrayAccumulator *self, PyObject *leaves, PyObject *arrays)
-{
-    const size_t available = ct_memory_available();
-    size_t total = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); i++) {
-        const size_t bytes =
-            RowBuffer_projected_bytes(PyList_GET_ITEM(leaves, i),
-                                      PyList_GET_ITEM(arrays, i), self->expected_rows);
-        total = bytes > SIZE_MAX - total ? SIZE_MAX : total + bytes;
-    }
-    if (available == 0 || total <= available || self->spill_bytes > 0) {
-        return 0;
-    }
-    char text[200];
-    (void)snprintf(text, sizeof text, "%zu rows will take %.0f MiB; %.0f MiB are free",
-                   self->expected_rows, mebibytes(total), mebibytes(available));
-    return PyErr_WarnFormat(PyExc_UserWarning, 1,
-                            "%U: %s. Keep less of each row "
-                            "(preprocess_logits_for_metrics, ignore_keys), or let it "
-                            "go to a file (spill_bytes)",
-                            self->name, text);
-}
-
-/* Makes room for the rows of that array too, so that appending it cannot fail. */
-static int
-RowBuffer_reserve(PyObject *op, PyObject *array)
-{
-    RowBuffer *self = (RowBuffer *)op;
-    Py_buffer view;
-    ct_error err;
-    if (PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
-        return -1;
-    }
-    const ct_status status =
-        ct_rows_reserve(&self->rows, (size_t)view.shape[0], width_of(&view), &err);
-    PyBuffer_Release(&view);
-    return status == CT_OK ? 0 : ctpy_raise_int(&err);
-}
-
-/* From here on a copy takes longer than handing the GIL over. */
-static const Py_ssize_t release_from_bytes = 1 << 18;
-
-static ct_status
-append_view(RowBuffer *self, const Py_buffer *view, ct_error *err)
-{
-    ct_status status;
-    const size_t n = (size_t)view->shape[0];
-    if (view->len < release_from_bytes) {
-        return ct_rows_append(&self->rows, view->buf, n, width_of(view), err);
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_rows_append(&self->rows, view->buf, n, width_of(view), err);
-    Py_END_ALLOW_THREADS
-    return status;
-}
-
-/* Copies the rows of an array that RowBuffer_check has passed. The GIL is released
- * around large copies. Returns 0, or -1 with nothing added. */
-static int
-RowBuffer_append(PyObject *op, PyObject *array)
-{
-    RowBuffer *self = (RowBuffer *)op;
-    Py_buffer view;
-    ct_error err;
-    if (PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
-        return -1;
-    }
-    const ct_status status = append_view(self, &view, &err);
-    PyBuffer_Release(&view);
-    return status == CT_OK ? 0 : ctpy_raise_int(&err);
-}
-
-/* All or nothing: room is made in every array before the first is written. */
-static int
-copy_rows(PyObject *leaves, PyObject *arrays)
-{
-    const Py_ssize_t n = PyList_GET_SIZE(leaves);
-    int result = 0;
-    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
-        result =
-            RowBuffer_reserve(PyList_GET_ITEM(leaves, i), PyList_GET_ITEM(arrays, i));
-    }
-    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
-        result =
-            RowBuffer_append(PyList_GET_ITEM(leaves, i), PyList_GET_ITEM(arrays, i));
-    }
-    return result;
-}
-
-static int
-enter(ArrayAccumulator *self)
-{
-    if (self->busy) {
-        PyErr_Format(PyExc_RuntimeError, "%U: another thread is using these arrays",
-                     self->name);
-        return -1;
-    }
-    self->busy = true;
-    return 0;
-}
 
 /* A new, empty buffer. spill_folder (bytes) is kept when spill_bytes > 0. */
 static PyObject *
@@ -270,125 +49,64 @@ RowBuffer_make(ctpy_state *state, size_t expected_rows, size_t spill_bytes,
     return op;
 }
 
-/* The structure of the first batch, with an empty RowBuffer for each leaf, which is
- * added to `leaves` too. */
-static PyObject *
-ctpy_tree_new(ArrayAccumulator *self, PyObject *value, PyObject *leaves)
+static int
+RowBuffer_traverse(PyObject *op, visitproc visit, void *arg)
 {
-    PyObject *result = NULL, *keys = NULL, *nodes = NULL, *children = NULL;
-    const int kind = ctpy_kind_of(value);
-    if (kind < 0 || kind == CTPY_NONE) {
-        return kind < 0 ? NULL : Py_NewRef(value);
-    }
-    if (kind == CTPY_LEAF) {
-        result = RowBuffer_make(ctpy_state_borrow((PyObject *)self),
-                                self->expected_rows, self->spill_bytes, self->folder);
-        if (result != NULL && PyList_Append(leaves, result) < 0) {
-            Py_CLEAR(result);
-        }
-        return result;
-    }
-    if (Py_EnterRecursiveCall(" in a nested batch")) {
-        return NULL;
-    }
-    if ((children = ctpy_children(value, (ctpy_kind)kind, &keys)) == NULL ||
-        (nodes = PyTuple_New(PyTuple_GET_SIZE(children))) == NULL) {
-        goto done;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(children); i++) {
-        PyObject *node = ctpy_tree_new(self, PyTuple_GET_ITEM(children, i), leaves);
-        if (node == NULL) {
-            goto done;
-        }
-        PyTuple_SET_ITEM(nodes, i, node);
-    }
-    result = PyTuple_Pack(3, Py_TYPE(value), keys, nodes);
-done:
-    Py_LeaveRecursiveCall();
-    Py_XDECREF(nodes);
-    Py_XDECREF(children);
-    Py_XDECREF(keys);
-    return result;
-}
-
-static PyObject *
-path_text(PyObject *name, const leaf_path *path)
-{
-    if (path == NULL) {
-        return Py_NewRef(name);
-    }
-    PyObject *before = path_text(name, path->up), *text = NULL;
-    if (before != NULL && path->key != NULL) {
-        text = PyUnicode_FromFormat("%U[%R]", before, path->key);
-    }
-    else if (before != NULL) {
-        text = PyUnicode_FromFormat("%U[%zd]", before, path->position);
-    }
-    Py_XDECREF(before);
-    return text;
-}
-
-/* Puts the leaf's name before the text of the TypeError or ValueError that is set. */
-static void
-ctpy_name_leaf_error(const ArrayAccumulator *self, const leaf_path *path)
-{
-    PyObject *type, *value, *traceback;
-    if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
-        !PyErr_ExceptionMatches(PyExc_ValueError)) {
-        return;
-    }
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *text = path_text(self->name, path);
-    if (text != NULL) {
-        PyErr_Format(type, "%U: %S", text, value);
-        Py_DECREF(text);
-    }
-    Py_XDECREF(traceback);
-    Py_XDECREF(value);
-    Py_XDECREF(type);
-}
-
-int
-ctpy_is_numeric(PyObject *array, const ctpy_state *state)
-{
-    int result = -1;
-    PyObject *kind = NULL, *dtype = PyObject_GetAttr(array, state->str_dtype);
-    if (dtype != NULL && (kind = PyObject_GetAttrString(dtype, "kind")) != NULL) {
-        const Py_UCS4 code = PyUnicode_READ_CHAR(kind, 0);
-        result = code < 128 && strchr("biufc", (int)code) != NULL;
-    }
-    Py_XDECREF(kind);
-    Py_XDECREF(dtype);
-    return result;
+    RowBuffer *self = (RowBuffer *)op;
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->dtype);
+    Py_VISIT(self->folder);
+    return 0;
 }
 
 static int
-check_numeric(PyObject *array, PyObject *value, const ctpy_state *state)
+RowBuffer_clear(PyObject *op)
 {
-    const int numeric = ctpy_is_numeric(array, state);
-    if (numeric == 0) {
-        PyErr_Format(PyExc_TypeError,
-                     "expected a tensor, an array or a number, got %s; name its key in "
-                     "ignore_keys, or drop it in preprocess_logits_for_metrics",
-                     Py_TYPE(value)->tp_name);
-    }
-    return numeric > 0 ? 0 : -1;
+    RowBuffer *self = (RowBuffer *)op;
+    Py_CLEAR(self->dtype);
+    return 0;
 }
 
-PyObject *
-ctpy_plain_array(PyObject *value, const ctpy_state *state)
+static void
+RowBuffer_dealloc(PyObject *op)
 {
-    PyObject *array = NULL, *source = NULL, *numpy = PyImport_ImportModule("numpy");
-    const int tensor = numpy == NULL ? -1 : ctpy_is_tensor(value);
-    if (tensor >= 0) {
-        source = tensor ? ctpy_tensor_array(value, state) : Py_NewRef(value);
+    RowBuffer *self = (RowBuffer *)op;
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    (void)RowBuffer_clear(op);
+    ct_rows_fini(&self->rows);
+    Py_CLEAR(self->folder);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+static int
+RowBuffer_getbuffer(PyObject *op, Py_buffer *view, int flags)
+{
+    RowBuffer *self = (RowBuffer *)op;
+    void *data = self->rows.used_bytes > 0 ? self->rows.region.data : "";
+    return PyBuffer_FillInfo(view, op, data, (Py_ssize_t)self->rows.used_bytes, 0,
+                             flags);
+}
+
+static size_t
+width_of(const Py_buffer *view)
+{
+    return view->ndim < 2 ? 1 : (size_t)view->shape[1];
+}
+
+/* The bytes of `n_rows` rows like `array`'s. */
+static size_t
+RowBuffer_projected_bytes(PyObject *op, PyObject *array, size_t n_rows)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
+        PyErr_Clear(); /* the append that follows raises the error */
+        return 0;
     }
-    if (source != NULL) {
-        array = PyObject_CallMethod(numpy, "ascontiguousarray", "O", source);
-        Py_DECREF(source);
-    }
-    Py_XDECREF(numpy);
-    return array;
+    const size_t row = width_of(&view) * ((RowBuffer *)op)->rows.position_bytes;
+    PyBuffer_Release(&view);
+    return row != 0 && n_rows > SIZE_MAX / row ? SIZE_MAX : row * n_rows;
 }
 
 static void
@@ -439,9 +157,8 @@ check_dtype(const RowBuffer *self, PyObject *dtype)
     return equal == 1 ? 0 : -1;
 }
 
-/* Checks that a contiguous ndarray may be appended; the first one decides dtype and
- * shape. Returns 0, or -1 with TypeError or ValueError whose text fits after "name: ".
- */
+/* Checks that a contiguous ndarray may be appended; the first ndarray decides dtype and
+ * shape. Returns 0, or -1 with a TypeError or ValueError, for a text after "name: ". */
 static int
 RowBuffer_check(PyObject *op, PyObject *array)
 {
@@ -453,9 +170,9 @@ RowBuffer_check(PyObject *op, PyObject *array)
         Py_XDECREF(dtype);
         return -1;
     }
-    if (view.ndim > CTPY_ROW_MAX_DIMS) {
+    if (view.ndim > MAX_DIMS) {
         PyErr_Format(PyExc_ValueError, "%d dimensions, at most %d can be kept",
-                     view.ndim, CTPY_ROW_MAX_DIMS);
+                     view.ndim, MAX_DIMS);
     }
     else if (self->dtype == NULL) {
         start(self, dtype, &view);
@@ -469,156 +186,57 @@ RowBuffer_check(PyObject *op, PyObject *array)
     return result;
 }
 
-/* A contiguous array of at least one dimension with the leaf's values, which fits
- * the rows before it. */
-static PyObject *
-ctpy_leaf_array(RowBuffer *leaf, PyObject *value)
-{
-    const ctpy_state *state = ctpy_state_borrow((PyObject *)leaf);
-    PyObject *array = ctpy_plain_array(value, state);
-    if (array != NULL && (check_numeric(array, value, state) < 0 ||
-                          RowBuffer_check((PyObject *)leaf, array) < 0)) {
-        Py_CLEAR(array);
-    }
-    return array;
-}
-
-/* The values of a container in the order of the first batch; a container of another
- * type, length or with other keys is an error. */
-static PyObject *
-matching_children(PyObject *node, PyObject *value)
-{
-    PyObject *type = PyTuple_GET_ITEM(node, 0), *keys = PyTuple_GET_ITEM(node, 1);
-    const Py_ssize_t n = PyTuple_GET_SIZE(PyTuple_GET_ITEM(node, 2));
-    if ((PyObject *)Py_TYPE(value) != type || PyObject_Length(value) != n) {
-        PyErr_Format(PyExc_TypeError,
-                     "this batch has a %s where those before it had a %s of %zd",
-                     Py_TYPE(value)->tp_name, ((PyTypeObject *)type)->tp_name, n);
-        return NULL;
-    }
-    if (keys == Py_None) {
-        return PySequence_Tuple(value);
-    }
-    PyObject *children = PyTuple_New(n);
-    for (Py_ssize_t i = 0; children != NULL && i < n; i++) {
-        PyObject *item = PyObject_GetItem(value, PyTuple_GET_ITEM(keys, i));
-        if (item == NULL) {
-            PyErr_Format(PyExc_ValueError,
-                         "this batch lacks the key %R that those before it had",
-                         PyTuple_GET_ITEM(keys, i));
-            Py_CLEAR(children);
-            break;
-        }
-        PyTuple_SET_ITEM(children, i, item);
-    }
-    return children;
-}
-
-static int ctpy_tree_flatten(ArrayAccumulator *self, PyObject *node, PyObject *value,
-                             const leaf_path *path, PyObject *arrays);
-
+/* Makes room for the rows of the array, so that appending them cannot fail. */
 static int
-flatten_children(ArrayAccumulator *self, PyObject *node, PyObject *value,
-                 const leaf_path *path, PyObject *arrays)
+RowBuffer_reserve(PyObject *op, PyObject *array)
 {
-    PyObject *keys = PyTuple_GET_ITEM(node, 1), *nodes = PyTuple_GET_ITEM(node, 2);
-    PyObject *children = matching_children(node, value);
-    if (children == NULL) {
-        ctpy_name_leaf_error(self, path);
+    RowBuffer *self = (RowBuffer *)op;
+    Py_buffer view;
+    ct_error err;
+    if (PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
         return -1;
     }
-    int result = 0;
-    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(nodes); i++) {
-        PyObject *key = keys == Py_None ? NULL : PyTuple_GET_ITEM(keys, i);
-        const leaf_path below = {.up = path, .key = key, .position = i};
-        result = ctpy_tree_flatten(self, PyTuple_GET_ITEM(nodes, i),
-                                   PyTuple_GET_ITEM(children, i), &below, arrays);
-    }
-    Py_DECREF(children);
-    return result;
+    const ct_status status =
+        ct_rows_reserve(&self->rows, (size_t)view.shape[0], width_of(&view), &err);
+    PyBuffer_Release(&view);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-/* Appends to the list `arrays` what each leaf of the tree gets from this batch; path is
- * NULL at the root. */
+/* The GIL is released around copies that take longer than a release. */
+static const Py_ssize_t release_from_bytes = 1 << 18;
+
+static ct_status
+append_view(RowBuffer *self, const Py_buffer *view, ct_error *err)
+{
+    ct_status status;
+    const size_t n = (size_t)view->shape[0];
+    if (view->len < release_from_bytes) {
+        return ct_rows_append(&self->rows, view->buf, n, width_of(view), err);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_rows_append(&self->rows, view->buf, n, width_of(view), err);
+    Py_END_ALLOW_THREADS
+    return status;
+}
+
+/* Copies the rows of an array that RowBuffer_check has passed. The GIL is released
+ * around large copies. Returns 0, or -1 with nothing added. */
 static int
-ctpy_tree_flatten(ArrayAccumulator *self, PyObject *node, PyObject *value,
-                  const leaf_path *path, PyObject *arrays)
+RowBuffer_append(PyObject *op, PyObject *array)
 {
-    if (PyTuple_Check(node)) {
-        return flatten_children(self, node, value, path, arrays);
-    }
-    if ((node == Py_None) != (value == Py_None)) {
-        PyErr_Format(PyExc_TypeError, "None in %s batch, not in %s",
-                     node == Py_None ? "an earlier" : "this",
-                     node == Py_None ? "this" : "those before it");
-        ctpy_name_leaf_error(self, path);
+    RowBuffer *self = (RowBuffer *)op;
+    Py_buffer view;
+    ct_error err;
+    if (PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
         return -1;
     }
-    if (node == Py_None) {
-        return 0;
-    }
-    PyObject *array = ctpy_leaf_array((RowBuffer *)node, value);
-    if (array == NULL) {
-        ctpy_name_leaf_error(self, path);
-        return -1;
-    }
-    const int result = PyList_Append(arrays, array);
-    Py_DECREF(array);
-    return result;
-}
-
-static PyObject *
-append_batch(ArrayAccumulator *self, PyObject *batch)
-{
-    const bool first = self->tree == NULL;
-    PyObject *leaves = first ? PyList_New(0) : Py_NewRef(self->leaves);
-    PyObject *tree = NULL, *arrays = NULL, *result = NULL;
-    if (leaves == NULL) {
-        goto done;
-    }
-    tree = first ? ctpy_tree_new(self, batch, leaves) : Py_NewRef(self->tree);
-    if (tree == NULL || (arrays = PyList_New(0)) == NULL ||
-        ctpy_tree_flatten(self, tree, batch, NULL, arrays) < 0 ||
-        (first && warn_if_too_large(self, leaves, arrays) < 0) ||
-        copy_rows(leaves, arrays) < 0) {
-        goto done;
-    }
-    if (first) {
-        Py_XSETREF(self->tree, Py_NewRef(tree));
-        Py_XSETREF(self->leaves, Py_NewRef(leaves));
-    }
-    result = Py_NewRef(Py_None);
-done:
-    Py_XDECREF(arrays);
-    Py_XDECREF(tree);
-    Py_XDECREF(leaves);
-    return result;
-}
-
-PyDoc_STRVAR(append_doc,
-             "append($self, batch, /)\n--\n\n"
-             "Add the rows of a batch: a tensor, a NumPy array, a number, or these in\n"
-             "tuples, lists and mappings.\n\n"
-             "A value without dimensions is one row; bfloat16 becomes float32. Raises\n"
-             "TypeError or ValueError that name the leaf when structure, dtype or a\n"
-             "dimension beyond the second differs from the batches before; nothing is\n"
-             "added then. Warns at the first batch when n_rows_hint such rows will\n"
-             "not fit into the memory that is free.");
-
-static PyObject *
-ArrayAccumulator_append(PyObject *op, PyObject *batch)
-{
-    ArrayAccumulator *self = (ArrayAccumulator *)op;
-    if (enter(self) < 0) {
-        return NULL;
-    }
-    PyObject *result = append_batch(self, batch);
-    self->busy = false;
-    return result;
+    const ct_status status = append_view(self, &view, &err);
+    PyBuffer_Release(&view);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
 /* Copies the element that padding_index becomes in this dtype, by the rules of a C
- * cast: -100 is 156 as uint8 and True as bool, as it is in torch. */
+ * cast: -100 is 156 as uint8 and True as bool, as in torch. */
 static int
 fill_item(RowBuffer *self, PyObject *padding_index, char *item)
 {
@@ -694,9 +312,254 @@ done:
     return array;
 }
 
-/* The tree with its arrays in place of the buffers. */
+static PyType_Slot RowBuffer_slots[] = {
+    {Py_tp_doc,       (void *)RowBuffer_doc},
+    {Py_tp_traverse,  RowBuffer_traverse   },
+    {Py_tp_clear,     RowBuffer_clear      },
+    {Py_tp_dealloc,   RowBuffer_dealloc    },
+    {Py_bf_getbuffer, RowBuffer_getbuffer  },
+    {0,               NULL                 },
+};
+
+PyType_Spec RowBuffer_spec = {
+    .name = "ctrainer._C.RowBuffer",
+    .basicsize = sizeof(RowBuffer),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = RowBuffer_slots,
+};
+
+/* ---- the structure of the batches --------------------------------------------------
+ *
+ * A node is a RowBuffer for a leaf, None, or a tuple (type, keys, nodes) for a
+ * container, keys being None for a sequence. */
+
+/* The path of a leaf, from the leaf upwards; formatted only for an error. */
+typedef struct leaf_path {
+    const struct leaf_path *up; /* NULL at the root */
+    PyObject *key;              /* borrowed; NULL for a position */
+    Py_ssize_t position;
+} leaf_path;
+
 static PyObject *
-ctpy_tree_result(const ArrayAccumulator *self, PyObject *node)
+path_text(PyObject *name, const leaf_path *path)
+{
+    if (path == NULL) {
+        return Py_NewRef(name);
+    }
+    PyObject *before = path_text(name, path->up), *text = NULL;
+    if (before != NULL && path->key != NULL) {
+        text = PyUnicode_FromFormat("%U[%R]", before, path->key);
+    }
+    else if (before != NULL) {
+        text = PyUnicode_FromFormat("%U[%zd]", before, path->position);
+    }
+    Py_XDECREF(before);
+    return text;
+}
+
+/* Puts the leaf's name before the text of the TypeError or ValueError that is set. */
+static void
+name_leaf_error(const ArrayAccumulator *self, const leaf_path *path)
+{
+    PyObject *type, *value, *traceback;
+    if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
+        !PyErr_ExceptionMatches(PyExc_ValueError)) {
+        return;
+    }
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *text = path_text(self->name, path);
+    if (text != NULL) {
+        PyErr_Format(type, "%U: %S", text, value);
+        Py_DECREF(text);
+    }
+    Py_XDECREF(traceback);
+    Py_XDECREF(value);
+    Py_XDECREF(type);
+}
+
+int
+ctpy_is_numeric(PyObject *array, const ctpy_state *state)
+{
+    int result = -1;
+    PyObject *kind = NULL, *dtype = PyObject_GetAttr(array, state->str_dtype);
+    if (dtype != NULL && (kind = PyObject_GetAttrString(dtype, "kind")) != NULL) {
+        const Py_UCS4 code = PyUnicode_READ_CHAR(kind, 0);
+        result = code < 128 && strchr("biufc", (int)code) != NULL;
+    }
+    Py_XDECREF(kind);
+    Py_XDECREF(dtype);
+    return result;
+}
+
+static int
+check_numeric(PyObject *array, PyObject *value, const ctpy_state *state)
+{
+    const int numeric = ctpy_is_numeric(array, state);
+    if (numeric == 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "expected a tensor, an array or a number, got %s; name its key in "
+                     "ignore_keys, or drop it in preprocess_logits_for_metrics",
+                     Py_TYPE(value)->tp_name);
+    }
+    return numeric > 0 ? 0 : -1;
+}
+
+PyObject *
+ctpy_plain_array(PyObject *value, const ctpy_state *state)
+{
+    PyObject *array = NULL, *source = NULL, *numpy = PyImport_ImportModule("numpy");
+    const int tensor = numpy == NULL ? -1 : ctpy_is_tensor(value);
+    if (tensor >= 0) {
+        source = tensor ? ctpy_tensor_array(value, state) : Py_NewRef(value);
+    }
+    if (source != NULL) {
+        array = PyObject_CallMethod(numpy, "ascontiguousarray", "O", source);
+        Py_DECREF(source);
+    }
+    Py_XDECREF(numpy);
+    return array;
+}
+
+/* The leaf's values as a contiguous array that fits the rows before. */
+static PyObject *
+leaf_array(RowBuffer *leaf, PyObject *value)
+{
+    const ctpy_state *state = ctpy_state_borrow((PyObject *)leaf);
+    PyObject *array = ctpy_plain_array(value, state);
+    if (array != NULL && (check_numeric(array, value, state) < 0 ||
+                          RowBuffer_check((PyObject *)leaf, array) < 0)) {
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+/* The values of a container in the order of the first batch; a container of another
+ * type, length or with other keys is an error. */
+static PyObject *
+matching_children(PyObject *node, PyObject *value)
+{
+    PyObject *type = PyTuple_GET_ITEM(node, 0), *keys = PyTuple_GET_ITEM(node, 1);
+    const Py_ssize_t n = PyTuple_GET_SIZE(PyTuple_GET_ITEM(node, 2));
+    if ((PyObject *)Py_TYPE(value) != type || PyObject_Length(value) != n) {
+        PyErr_Format(PyExc_TypeError,
+                     "this batch has a %s where those before it had a %s of %zd",
+                     Py_TYPE(value)->tp_name, ((PyTypeObject *)type)->tp_name, n);
+        return NULL;
+    }
+    if (keys == Py_None) {
+        return PySequence_Tuple(value);
+    }
+    PyObject *children = PyTuple_New(n);
+    for (Py_ssize_t i = 0; children != NULL && i < n; i++) {
+        PyObject *item = PyObject_GetItem(value, PyTuple_GET_ITEM(keys, i));
+        if (item == NULL) {
+            PyErr_Format(PyExc_ValueError,
+                         "this batch lacks the key %R that those before it had",
+                         PyTuple_GET_ITEM(keys, i));
+            Py_CLEAR(children);
+            break;
+        }
+        PyTuple_SET_ITEM(children, i, item);
+    }
+    return children;
+}
+
+static int
+flatten_leaf(ArrayAccumulator *self, PyObject *node, PyObject *value,
+             const leaf_path *path, PyObject *arrays)
+{
+    if (node == Py_None && value == Py_None) {
+        return 0;
+    }
+    PyObject *array = NULL;
+    if (node != Py_None && value != Py_None) {
+        array = leaf_array((RowBuffer *)node, value);
+    }
+    else {
+        PyErr_Format(PyExc_TypeError, "None in %s batch, not in %s",
+                     node == Py_None ? "an earlier" : "this",
+                     node == Py_None ? "this" : "those before it");
+    }
+    if (array == NULL) {
+        name_leaf_error(self, path);
+        return -1;
+    }
+    const int result = PyList_Append(arrays, array);
+    Py_DECREF(array);
+    return result;
+}
+
+/* Appends the array of each leaf of the tree, in order, to the list `arrays`; path is
+ * NULL at the root. */
+static int
+tree_flatten(ArrayAccumulator *self, PyObject *node, PyObject *value,
+             const leaf_path *path, PyObject *arrays)
+{
+    if (!PyTuple_Check(node)) {
+        return flatten_leaf(self, node, value, path, arrays);
+    }
+    PyObject *keys = PyTuple_GET_ITEM(node, 1), *nodes = PyTuple_GET_ITEM(node, 2);
+    PyObject *children = matching_children(node, value);
+    if (children == NULL) {
+        name_leaf_error(self, path);
+        return -1;
+    }
+    int result = 0;
+    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(nodes); i++) {
+        PyObject *key = keys == Py_None ? NULL : PyTuple_GET_ITEM(keys, i);
+        const leaf_path below = {.up = path, .key = key, .position = i};
+        result = tree_flatten(self, PyTuple_GET_ITEM(nodes, i),
+                              PyTuple_GET_ITEM(children, i), &below, arrays);
+    }
+    Py_DECREF(children);
+    return result;
+}
+
+/* The structure of the first batch, with an empty RowBuffer for each leaf. The
+ * RowBuffers are added to `leaves` too. */
+static PyObject *
+tree_new(ArrayAccumulator *self, PyObject *value, PyObject *leaves)
+{
+    PyObject *result = NULL, *keys = NULL, *nodes = NULL, *children = NULL;
+    const int kind = ctpy_kind_of(value);
+    if (kind < 0 || kind == CTPY_NONE) {
+        return kind < 0 ? NULL : Py_NewRef(value);
+    }
+    if (kind == CTPY_LEAF) {
+        result = RowBuffer_make(ctpy_state_borrow((PyObject *)self),
+                                self->expected_rows, self->spill_bytes, self->folder);
+        if (result != NULL && PyList_Append(leaves, result) < 0) {
+            Py_CLEAR(result);
+        }
+        return result;
+    }
+    if (Py_EnterRecursiveCall(" in a nested batch")) {
+        return NULL;
+    }
+    if ((children = ctpy_children(value, (ctpy_kind)kind, &keys)) == NULL ||
+        (nodes = PyTuple_New(PyTuple_GET_SIZE(children))) == NULL) {
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(children); i++) {
+        PyObject *node = tree_new(self, PyTuple_GET_ITEM(children, i), leaves);
+        if (node == NULL) {
+            goto done;
+        }
+        PyTuple_SET_ITEM(nodes, i, node);
+    }
+    result = PyTuple_Pack(3, Py_TYPE(value), keys, nodes);
+done:
+    Py_LeaveRecursiveCall();
+    Py_XDECREF(nodes);
+    Py_XDECREF(children);
+    Py_XDECREF(keys);
+    return result;
+}
+
+/* The tree with arrays in place of the buffers. */
+static PyObject *
+tree_result(const ArrayAccumulator *self, PyObject *node)
 {
     if (node == Py_None) {
         return Py_NewRef(node);
@@ -707,7 +570,7 @@ ctpy_tree_result(const ArrayAccumulator *self, PyObject *node)
     PyObject *nodes = PyTuple_GET_ITEM(node, 2), *result = NULL;
     PyObject *items = PyTuple_New(PyTuple_GET_SIZE(nodes));
     for (Py_ssize_t i = 0; items != NULL && i < PyTuple_GET_SIZE(nodes); i++) {
-        PyObject *item = ctpy_tree_result(self, PyTuple_GET_ITEM(nodes, i));
+        PyObject *item = tree_result(self, PyTuple_GET_ITEM(nodes, i));
         if (item == NULL) {
             Py_CLEAR(items);
             break;
@@ -722,6 +585,228 @@ ctpy_tree_result(const ArrayAccumulator *self, PyObject *node)
     return result;
 }
 
+/* ---- ArrayAccumulator ------------------------------------------------------------ */
+
+/* Every Python field, once, so that init, traverse and clear cannot disagree. */
+#define ACCUMULATOR_FIELDS(V) V(name) V(padding_index) V(tree) V(leaves) V(folder)
+
+static int
+ArrayAccumulator_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    ArrayAccumulator *self = (ArrayAccumulator *)op;
+    Py_VISIT(Py_TYPE(op));
+#define V(field) Py_VISIT(self->field);
+    ACCUMULATOR_FIELDS(V)
+#undef V
+    return 0;
+}
+
+static int
+ArrayAccumulator_clear(PyObject *op)
+{
+    ArrayAccumulator *self = (ArrayAccumulator *)op;
+#define V(field) Py_CLEAR(self->field);
+    ACCUMULATOR_FIELDS(V)
+#undef V
+    return 0;
+}
+
+static void
+ArrayAccumulator_dealloc(PyObject *op)
+{
+    PyTypeObject *type = Py_TYPE(op);
+    PyObject_GC_UnTrack(op);
+    (void)ArrayAccumulator_clear(op);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+static PyObject *
+ArrayAccumulator_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
+                     PyObject *Py_UNUSED(kw))
+{
+    PyObject *op = type->tp_alloc(type, 0);
+    ArrayAccumulator *self = (ArrayAccumulator *)op;
+    if (op != NULL && ((self->name = PyUnicode_FromString("batch")) == NULL ||
+                       (self->padding_index = PyLong_FromLong(-100)) == NULL ||
+                       (self->folder = PyBytes_FromString(".")) == NULL ||
+                       (self->leaves = PyList_New(0)) == NULL)) {
+        Py_CLEAR(op);
+    }
+    return op;
+}
+
+/* A number of at least `least`; None is 0. */
+static int
+parse_count(PyObject *value, const char *name, Py_ssize_t least, size_t *count)
+{
+    *count = 0;
+    if (value == NULL || value == Py_None) {
+        return 0;
+    }
+    const Py_ssize_t n = PyNumber_AsSsize_t(value, PyExc_OverflowError);
+    if (n == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (n < least) {
+        PyErr_Format(PyExc_ValueError, "%s must be at least %zd or None, got %zd", name,
+                     least, n);
+        return -1;
+    }
+    *count = (size_t)n;
+    return 0;
+}
+
+static int
+ArrayAccumulator_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"n_rows_hint", "padding_index", "name",
+                            "spill_bytes", "spill_folder",  NULL};
+    ArrayAccumulator *self = (ArrayAccumulator *)op;
+    PyObject *hint = NULL, *padding = NULL, *name = NULL, *spill = NULL, *folder = NULL;
+    size_t expected_rows, spill_bytes;
+    int result = -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO$UOO&:ArrayAccumulator", names,
+                                     &hint, &padding, &name, &spill,
+                                     PyUnicode_FSConverter, &folder) ||
+        parse_count(hint, "n_rows_hint", 0, &expected_rows) < 0 ||
+        parse_count(spill, "spill_bytes", 1, &spill_bytes) < 0) {
+        goto done;
+    }
+    if (padding != NULL && !PyNumber_Check(padding)) {
+        PyErr_Format(PyExc_TypeError, "padding_index must be a number, got %R",
+                     padding);
+        goto done;
+    }
+    self->expected_rows = expected_rows;
+    self->spill_bytes = spill_bytes;
+    Py_XSETREF(self->padding_index, Py_NewRef(padding ? padding : self->padding_index));
+    Py_XSETREF(self->name, Py_NewRef(name ? name : self->name));
+    Py_XSETREF(self->folder, Py_NewRef(folder ? folder : self->folder));
+    result = 0;
+done:
+    Py_XDECREF(folder);
+    return result;
+}
+
+static double
+mebibytes(size_t bytes)
+{
+    return (double)bytes / (1024.0 * 1024.0);
+}
+
+/* Before the first copy: will all the rows fit into memory? */
+static int
+warn_if_too_large(const ArrayAccumulator *self, PyObject *leaves, PyObject *arrays)
+{
+    const size_t available = ct_memory_available();
+    size_t total = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); i++) {
+        const size_t bytes =
+            RowBuffer_projected_bytes(PyList_GET_ITEM(leaves, i),
+                                      PyList_GET_ITEM(arrays, i), self->expected_rows);
+        total = bytes > SIZE_MAX - total ? SIZE_MAX : total + bytes;
+    }
+    if (available == 0 || total <= available || self->spill_bytes > 0) {
+        return 0;
+    }
+    char text[200];
+    (void)snprintf(text, sizeof text, "%zu rows will take %.0f MiB; %.0f MiB are free",
+                   self->expected_rows, mebibytes(total), mebibytes(available));
+    return PyErr_WarnFormat(PyExc_UserWarning, 1,
+                            "%U: %s. Keep less of each row "
+                            "(preprocess_logits_for_metrics, ignore_keys), or let it "
+                            "go to a file (spill_bytes)",
+                            self->name, text);
+}
+
+/* All or nothing: room is made in every array before the first is written. */
+static int
+copy_rows(PyObject *leaves, PyObject *arrays)
+{
+    const Py_ssize_t n = PyList_GET_SIZE(leaves);
+    int result = 0;
+    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
+        result =
+            RowBuffer_reserve(PyList_GET_ITEM(leaves, i), PyList_GET_ITEM(arrays, i));
+    }
+    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
+        result =
+            RowBuffer_append(PyList_GET_ITEM(leaves, i), PyList_GET_ITEM(arrays, i));
+    }
+    return result;
+}
+
+static int
+enter(ArrayAccumulator *self)
+{
+    if (self->busy) {
+        PyErr_Format(PyExc_RuntimeError, "%U: another thread is using these arrays",
+                     self->name);
+        return -1;
+    }
+    self->busy = true;
+    return 0;
+}
+
+static PyObject *
+append_batch(ArrayAccumulator *self, PyObject *batch)
+{
+    const bool first = self->tree == NULL;
+    PyObject *leaves = first ? PyList_New(0) : Py_NewRef(self->leaves);
+    PyObject *tree = NULL, *arrays = NULL, *result = NULL;
+    if (leaves == NULL) {
+        goto done;
+    }
+    tree = first ? tree_new(self, batch, leaves) : Py_NewRef(self->tree);
+    if (tree == NULL || (arrays = PyList_New(0)) == NULL ||
+        tree_flatten(self, tree, batch, NULL, arrays) < 0 ||
+        (first && warn_if_too_large(self, leaves, arrays) < 0) ||
+        copy_rows(leaves, arrays) < 0) {
+        goto done;
+    }
+    if (first) {
+        Py_XSETREF(self->tree, Py_NewRef(tree));
+        Py_XSETREF(self->leaves, Py_NewRef(leaves));
+    }
+    result = Py_NewRef(Py_None);
+done:
+    Py_XDECREF(arrays);
+    Py_XDECREF(tree);
+    Py_XDECREF(leaves);
+    return result;
+}
+
+PyDoc_STRVAR(append_doc,
+             "append($self, batch, /)\n--\n\n"
+             "Add the rows of a batch: a tensor, a NumPy array, a number, or these in\n"
+             "tuples, lists and mappings.\n\n"
+             "A value without dimensions is one row; bfloat16 becomes float32. Raises\n"
+             "TypeError or ValueError that name the leaf when structure, dtype or a\n"
+             "dimension beyond the second differs from the batches before; nothing is\n"
+             "added then. Warns at the first batch when n_rows_hint such rows will\n"
+             "not fit into the memory that is free.");
+
+static PyObject *
+ArrayAccumulator_append(PyObject *op, PyObject *batch)
+{
+    ArrayAccumulator *self = (ArrayAccumulator *)op;
+    if (enter(self) < 0) {
+        return NULL;
+    }
+    PyObject *result = append_batch(self, batch);
+    self->busy = false;
+    return result;
+}
+
+PyDoc_STRVAR(result_doc,
+             "result($self, /)\n--\n\n"
+             "Return the arrays, in the structure of the batches; None if there\n"
+             "were none.\n\n"
+             "Rows shorter than the longest are filled with padding_index on the\n"
+             "right, in the second dimension. Nothing is copied: the accumulator is\n"
+             "empty afterwards.");
+
 static PyObject *
 ArrayAccumulator_result(PyObject *op, PyObject *Py_UNUSED(unused))
 {
@@ -732,7 +817,7 @@ ArrayAccumulator_result(PyObject *op, PyObject *Py_UNUSED(unused))
     if (enter(self) < 0) {
         return NULL;
     }
-    PyObject *result = ctpy_tree_result(self, self->tree);
+    PyObject *result = tree_result(self, self->tree);
     if (result != NULL) {
         Py_CLEAR(self->tree);
     }
@@ -740,54 +825,13 @@ ArrayAccumulator_result(PyObject *op, PyObject *Py_UNUSED(unused))
     return result;
 }
 
-/* One leaf of a nested batch: its values as an array, and its name in errors. */
-
-/* The structure of an accumulator's batches.
- *
- * A node is a RowBuffer for a leaf, None, or a tuple (type, keys, nodes) for a
- * container, keys being None for a sequence. */
-
-/* ctrainer._C.RowBuffer: core/data/rows.h as an exporter of the buffer protocol. */
-
-static int
-RowBuffer_traverse(PyObject *op, visitproc visit, void *arg)
-{
-    RowBuffer *self = (RowBuffer *)op;
-    Py_VISIT(Py_TYPE(op));
-    Py_VISIT(self->dtype);
-    Py_VISIT(self->folder);
-    return 0;
-}
-
-static int
-RowBuffer_clear(PyObject *op)
-{
-    RowBuffer *self = (RowBuffer *)op;
-    Py_CLEAR(self->dtype);
-    return 0;
-}
-
-static void
-RowBuffer_dealloc(PyObject *op)
-{
-    RowBuffer *self = (RowBuffer *)op;
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject_GC_UnTrack(op);
-    (void)RowBuffer_clear(op);
-    ct_rows_fini(&self->rows);
-    Py_CLEAR(self->folder);
-    type->tp_free(op);
-    Py_DECREF(type);
-}
-
-static int
-RowBuffer_getbuffer(PyObject *op, Py_buffer *view, int flags)
-{
-    RowBuffer *self = (RowBuffer *)op;
-    void *data = self->rows.used_bytes > 0 ? self->rows.region.data : "";
-    return PyBuffer_FillInfo(view, op, data, (Py_ssize_t)self->rows.used_bytes, 0,
-                             flags);
-}
+PyDoc_STRVAR(ArrayAccumulator_doc,
+             "ArrayAccumulator(n_rows_hint=None, padding_index=-100, *, name='batch',\n"
+             "                 spill_bytes=None, spill_folder='.')\n--\n\n"
+             "Collects batches row by row, in linear time and no more memory than the\n"
+             "result takes.\n\n"
+             "n_rows_hint is how many rows to make room for. An array that grows\n"
+             "beyond spill_bytes moves to an unnamed file in spill_folder.");
 
 static PyMethodDef ArrayAccumulator_methods[] = {
     {"append", ArrayAccumulator_append, METH_O,      append_doc},
@@ -811,21 +855,4 @@ PyType_Spec ArrayAccumulator_spec = {
     .basicsize = sizeof(ArrayAccumulator),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = ArrayAccumulator_slots,
-};
-
-static PyType_Slot RowBuffer_slots[] = {
-    {Py_tp_doc,       (void *)RowBuffer_doc},
-    {Py_tp_traverse,  RowBuffer_traverse   },
-    {Py_tp_clear,     RowBuffer_clear      },
-    {Py_tp_dealloc,   RowBuffer_dealloc    },
-    {Py_bf_getbuffer, RowBuffer_getbuffer  },
-    {0,               NULL                 },
-};
-
-PyType_Spec RowBuffer_spec = {
-    .name = "ctrainer._C.RowBuffer",
-    .basicsize = sizeof(RowBuffer),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = RowBuffer_slots,
 };

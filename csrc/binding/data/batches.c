@@ -40,7 +40,7 @@ map_int64(PyObject *fn, int64_t *value)
 }
 
 /* num_tokens(index) for every index, as a block for ct_free. The indices are copied
- * first and replaced one by one: the function may do anything to the array. */
+ * first and replaced in place: the function may do anything to the array. */
 static int64_t *
 call_num_tokens(PyObject *fn, const ct_span *indices)
 {
@@ -88,7 +88,7 @@ cut(const ct_batch_rule *rule, PyObject *indices, const int64_t *tokens, size_t 
     return batches;
 }
 
-/* The batches by a vector of lengths or by a function that gives them. */
+/* The batches by a vector or a function of lengths. */
 static PyObject *
 cut_by(PyObject *module, const ct_batch_rule *rule, PyObject *indices, PyObject *tokens)
 {
@@ -138,33 +138,6 @@ ctpy_batch_by_size(PyObject *module, PyObject *args)
     }
     const ct_batch_rule rule = {
         .max_tokens = max_tokens, .max_sentences = max_sentences, .multiple = multiple};
-    return cut_by(module, &rule, indices, tokens);
-}
-
-static const char ctpy_batch_fixed_shapes_doc[] =
-    "batch_fixed_shapes($module, indices, num_tokens, shapes, /)\n--\n\n"
-    "Return consecutive views of indices, one for each batch.\n\n"
-    "As batch_by_size(), with batches that fit a row (samples, tokens) of shapes, an\n"
-    "int64 array of shape (m, 2), m > 0. Raises ValueError for a sample that fits "
-    "none.";
-
-static PyObject *
-ctpy_batch_fixed_shapes(PyObject *module, PyObject *args)
-{
-    PyObject *indices, *tokens, *shapes;
-    ctpy_view view;
-    if (!PyArg_ParseTuple(args, "OOO:batch_fixed_shapes", &indices, &tokens, &shapes) ||
-        view_int64(module, shapes, "fixed_shapes", 2, &view) < 0) {
-        return NULL;
-    }
-    if (view.shape == NULL || view.shape[0] == 0 || view.shape[1] != 2) {
-        PyErr_SetString(
-            PyExc_ValueError,
-            "fixed_shapes must have rows (batch size, tokens), one at least");
-        return NULL;
-    }
-    const ct_batch_rule rule = {
-        .multiple = 1, .shapes = view.span.data, .n_shapes = (size_t)view.shape[0]};
     return cut_by(module, &rule, indices, tokens);
 }
 
@@ -306,9 +279,9 @@ ctpy_token_blocks(PyObject *Py_UNUSED(module), PyObject *args)
     return rows;
 }
 
-/* Collation: tensors of one dimension into the rows of one of two. */
+/* Collation: tensors of one dimension into the rows of a padded batch. */
 
-/* 1 and the view of plain memory in the host; 0 where op is something else; -1. */
+/* 1 and the view of plain memory in the host; 0 for anything else; -1. */
 static int
 plain_view(ctpy_state *state, PyObject *op, int ndim, ctpy_view *view)
 {
@@ -324,7 +297,7 @@ plain_view(ctpy_state *state, PyObject *op, int ndim, ctpy_view *view)
     return view->shape != NULL && view->strides == NULL && view->ndim == ndim;
 }
 
-/* 1 when all rows are written, 0 where a value is no plain memory of out's dtype. */
+/* 1 when all rows are written, 0 for a value that is no plain memory of out's dtype. */
 static int
 pad_rows(ctpy_state *state, const ctpy_view *out, PyObject *const *values, size_t n,
          const ct_pad_rule *rule)
@@ -408,11 +381,9 @@ ctpy_pad_rows(PyObject *module, PyObject *args)
 }
 
 PyMethodDef ctpy_data_batches_functions[] = {
-    {"batch_by_size",      ctpy_batch_by_size,      METH_VARARGS, ctpy_batch_by_size_doc},
-    {"batch_fixed_shapes", ctpy_batch_fixed_shapes, METH_VARARGS,
-     ctpy_batch_fixed_shapes_doc                                                        },
-    {"check_index",        ctpy_check_index,        METH_VARARGS, ctpy_check_index_doc  },
-    {"pad_rows",           ctpy_pad_rows,           METH_VARARGS, ctpy_pad_rows_doc     },
-    {"token_blocks",       ctpy_token_blocks,       METH_VARARGS, ctpy_token_blocks_doc },
-    {NULL,                 NULL,                    0,            NULL                  },
+    {"batch_by_size", ctpy_batch_by_size, METH_VARARGS, ctpy_batch_by_size_doc},
+    {"check_index",   ctpy_check_index,   METH_VARARGS, ctpy_check_index_doc  },
+    {"pad_rows",      ctpy_pad_rows,      METH_VARARGS, ctpy_pad_rows_doc     },
+    {"token_blocks",  ctpy_token_blocks,  METH_VARARGS, ctpy_token_blocks_doc },
+    {NULL,            NULL,               0,            NULL                  },
 };

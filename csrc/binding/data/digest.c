@@ -1,7 +1,7 @@
-/* A checksum of a batch, by which a resumed run sees that its data is what it was.
+/* A checksum of a batch, by which a resumed run recognizes its data; and ObjectWatch.
  *
- * It is taken when the batch comes, since a model or a hook may write into the batch
- * later, so it looks at few bytes of few parts, in place. */
+ * The checksum is taken of every batch on arrival, since a model or a hook may write
+ * into the batch later: so it covers few bytes of few parts, read in place. */
 #include "binding/runtime/buffer.h"
 #include "binding/runtime/ctpy.h"
 
@@ -20,7 +20,7 @@ enum {
 
 typedef struct digest {
     ctpy_state *state;
-    PyObject *describe; /* borrowed: says what a part of another kind is */
+    PyObject *describe; /* borrowed: bytes or parts for a part of another kind */
     uint32_t crc;
     int n_parts;
 } digest;
@@ -35,8 +35,8 @@ add_bytes(digest *d, const void *data, size_t n)
     d->n_parts++;
 }
 
-/* 1 when op is a tensor or an array that lies in the host's memory in C order and has
- * been added, 0 when it is something else, -1 with an exception. */
+/* 1 when op, a tensor or an array in the host's memory in C order, has been added, 0
+ * for anything else, -1 with an exception. */
 static int
 add_memory(digest *d, PyObject *op)
 {
@@ -79,37 +79,29 @@ add_value(digest *d, PyObject *op)
     return 0;
 }
 
-static int add_part(digest *d, PyObject *op, int depth);
-
-/* list: a list or a tuple, which describe() may change meanwhile. */
-static int
-add_items(digest *d, PyObject *list, int depth)
+/* The parts of op, a new list or tuple; NULL for a leaf, which has been added, or with
+ * an exception. describe(op) returns bytes, a list of parts, or None. */
+static PyObject *
+parts_of(digest *d, PyObject *op)
 {
-    int result = 0;
-    for (Py_ssize_t i = 0;
-         result == 0 && d->n_parts < MOST_PARTS && i < PySequence_Fast_GET_SIZE(list);
-         i++) {
-        PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(list, i));
-        result = add_part(d, item, depth);
-        Py_DECREF(item);
+    if (PyList_Check(op) || PyTuple_Check(op)) {
+        return Py_NewRef(op);
     }
-    return result;
-}
-
-/* What describe() says of op: bytes, a list of its parts, or None. */
-static int
-add_described(digest *d, PyObject *op, int depth)
-{
-    PyObject *said = PyObject_CallOneArg(d->describe, op);
-    int result = said == NULL ? -1 : 0;
-    if (result == 0 && PyBytes_Check(said)) {
-        add_bytes(d, PyBytes_AS_STRING(said), (size_t)PyBytes_GET_SIZE(said));
+    if (PyDict_Check(op)) {
+        return PyDict_Values(op);
     }
-    else if (result == 0 && PyList_Check(said)) {
-        result = add_items(d, said, depth);
+    const int added = add_value(d, op);
+    if (added != 0 || add_memory(d, op) != 0) {
+        return NULL;
     }
-    Py_XDECREF(said);
-    return result;
+    PyObject *described = PyObject_CallOneArg(d->describe, op);
+    if (described != NULL && PyBytes_Check(described)) {
+        add_bytes(d, PyBytes_AS_STRING(described), (size_t)PyBytes_GET_SIZE(described));
+    }
+    if (described != NULL && !PyList_Check(described)) {
+        Py_CLEAR(described);
+    }
+    return described;
 }
 
 static int
@@ -118,23 +110,21 @@ add_part(digest *d, PyObject *op, int depth)
     if (depth > MOST_DEPTH || op == Py_None) {
         return 0;
     }
-    if (PyList_Check(op) || PyTuple_Check(op)) {
-        return add_items(d, op, depth + 1);
+    PyObject *parts = parts_of(d, op);
+    if (parts == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
     }
-    if (PyDict_Check(op)) {
-        PyObject *values = PyDict_Values(op);
-        const int result = values == NULL ? -1 : add_items(d, values, depth + 1);
-        Py_XDECREF(values);
-        return result;
+    int result = 0;
+    for (Py_ssize_t i = 0; /* describe() may change a list meanwhile */
+         result == 0 && d->n_parts < MOST_PARTS && i < PySequence_Fast_GET_SIZE(parts);
+         i++) {
+        PyObject *part = Py_NewRef(PySequence_Fast_GET_ITEM(parts, i));
+        result = add_part(d, part, depth + 1);
+        Py_DECREF(part);
     }
-    int added = add_value(d, op);
-    if (added == 0) {
-        added = add_memory(d, op);
-    }
-    return added == 0 ? add_described(d, op, depth + 1) : added < 0 ? -1 : 0;
+    Py_DECREF(parts);
+    return result;
 }
-
-static int add_part(digest *d, PyObject *op, int depth);
 
 static const char ctpy_batch_digest_doc[] =
     "batch_digest($module, batch, describe, /)\n--\n\n"
@@ -157,21 +147,21 @@ ctpy_batch_digest(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLong(d.crc);
 }
 
-/* ctrainer._C.ObjectWatch: whether objects have changed since they were last looked at.
+/* ctrainer._C.ObjectWatch: have objects changed since the last call?
  *
- * A generator of random numbers hands out its state as a new tuple or array of 624
- * words, which takes longer than a training step of a small model. Where the state lies
- * within the object, comparing the object's memory tells whether the copy made before
- * still holds. */
+ * A generator of random numbers returns its state as a new tuple or array of 624 words,
+ * in more time than a training step of a small model. For a state within the object, a
+ * comparison of the object's memory tells whether an earlier copy still holds. */
 
 typedef struct ObjectWatch {
     PyObject_HEAD
-    PyObject *objects;    /* a tuple, or NULL before __init__ */
-    unsigned char *bytes; /* their bodies one after the other, as they last were */
-    size_t size;          /* of bytes */
+    PyObject *objects; /* a tuple, or NULL before __init__ */
+    unsigned char
+        *bytes;  /* the objects' bodies at the last call, one after the other */
+    size_t size; /* of bytes */
 } ObjectWatch;
 
-/* What follows the reference count and the type: all that belongs to the object. */
+/* The bytes after the reference count and the type. */
 static size_t
 body_size(PyObject *object)
 {

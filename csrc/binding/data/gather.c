@@ -1,212 +1,166 @@
-/* Nested batches of all ranks, as every rank gets them. */
+/* Nested batches of all ranks, as every rank gets them.
+ *
+ * A message is a pickle of arrays and of the number of children of each container. The
+ * containers do not travel, since the types need not be picklable: each rank rebuilds
+ * the values in the containers of its own batch, with as many children. */
 #include "binding/data/gather.h"
 
 #include "binding/comm/communicator.h"
 #include "binding/data/accumulator.h"
 
 PyObject *
-ctpy_exchange(ctpy_state *state, PyObject *communicator, const ct_packet *packet)
+ctpy_pickle(PyObject *value)
 {
-    PyObject *view, *list;
-    if (ctpy_comm_borrow(state, communicator) == NULL ||
-        (view = PyMemoryView_FromMemory(packet->n == 0 ? "" : packet->data,
-                                        (Py_ssize_t)packet->n, PyBUF_READ)) == NULL) {
-        return NULL;
-    }
-    list = Communicator_gather_bytes(communicator, view);
-    Py_DECREF(view);
-    return list;
-}
-
-/* One accumulator for the rows of all ranks. */
-static PyObject *
-accumulator_new(const ctpy_state *state, PyObject *padding_index)
-{
-    PyObject *none = PyTuple_New(0), *result = NULL;
-    PyObject *options = Py_BuildValue("{s:O,s:s}", "padding_index", padding_index,
-                                      "name", "gathered values");
-    if (none != NULL && options != NULL) {
-        result = PyObject_Call((PyObject *)state->ArrayAccumulator, none, options);
-    }
-    Py_XDECREF(options);
-    Py_XDECREF(none);
-    return result;
-}
-
-ctpy_parcel
-ctpy_parcel_open(PyObject *bytes, int rank)
-{
-    return (ctpy_parcel){
-        .reader = {.data = PyBytes_AS_STRING(bytes),
-                   .n = (size_t)PyBytes_GET_SIZE(bytes)},
-        .bytes = bytes,
-        .rank = rank,
-    };
-}
-
-typedef struct node_head {
-    int64_t kind;
-    int64_t n; /* bytes that follow, or children of a container */
-    int64_t ndim;
-    char dtype[16]; /* as NumPy writes it, "<f4" */
-    int64_t shape[CTPY_ROW_MAX_DIMS];
-} node_head;
-
-static const void *
-take(ctpy_parcel *parcel, size_t n)
-{
-    const void *record = ct_packet_take(&parcel->reader, n);
-    if (record == NULL) {
-        PyErr_Format(PyExc_ValueError, "the message of rank %d ends too early",
-                     parcel->rank);
-    }
-    return record;
-}
-
-enum {
-    NODE_NONE,
-    NODE_ARRAY,
-    NODE_OBJECT,
-    NODE_CONTAINER
-};
-
-static PyObject *
-shape_of(const ctpy_parcel *parcel, const node_head *head)
-{
-    PyObject *shape = PyTuple_New((Py_ssize_t)head->ndim);
-    for (Py_ssize_t i = 0; shape != NULL && i < head->ndim; i++) {
-        const bool cut = i == 0 && head->shape[0] == parcel->rows;
-        PyObject *n = PyLong_FromSsize_t(cut ? parcel->kept : head->shape[i]);
-        if (n == NULL) {
-            Py_CLEAR(shape);
-            break;
-        }
-        PyTuple_SET_ITEM(shape, i, n);
-    }
-    return shape;
-}
-
-static PyObject *
-array_over(const ctpy_parcel *parcel, const node_head *head, const char *data)
-{
-    PyObject *numpy = PyImport_ImportModule("numpy"), *array = NULL;
-    PyObject *shape = shape_of(parcel, head);
-    if (numpy != NULL && shape != NULL) {
-        array = PyObject_CallMethod(
-            numpy, "ndarray", "OsOn", shape, head->dtype, parcel->bytes,
-            (Py_ssize_t)(data - PyBytes_AS_STRING(parcel->bytes)));
-    }
-    Py_XDECREF(shape);
-    Py_XDECREF(numpy);
-    return array;
-}
-
-/* The array, or a tensor of the dtype and on the device of this rank's. */
-static PyObject *
-read_array(const ctpy_parcel *parcel, const node_head *head, const char *data,
-           PyObject *like)
-{
-    PyObject *array = array_over(parcel, head, data);
-    const int tensor = parcel->tensors ? ctpy_is_tensor(like) : 0;
-    if (array != NULL && tensor != 0) {
-        Py_SETREF(array, tensor < 0 ? NULL : ctpy_tensor_like(like, array));
-    }
-    return array;
-}
-
-static PyObject *
-read_object(const node_head *head, const char *data)
-{
-    PyObject *module = PyImport_ImportModule("pickle"), *result = NULL;
+    PyObject *module = PyImport_ImportModule("pickle"), *bytes = NULL;
     if (module != NULL) {
-        result = PyObject_CallMethod(module, "loads", "y#", data, (Py_ssize_t)head->n);
+        bytes = PyObject_CallMethod(module, "dumps", "Oi", value, -1);
         Py_DECREF(module);
     }
-    return result;
+    return bytes;
 }
 
-static const char *const node_names[] = {"None", "an array", "an object",
-                                         "a container"};
-
-static PyObject *
-differs(const ctpy_parcel *parcel, const node_head *head, PyObject *like)
+/* Names the rank in the exception of a message that cannot be unpickled. */
+static void
+name_sender(int rank)
 {
-    PyErr_Format(PyExc_ValueError,
-                 "rank %d has %s of %lld where this rank has a %.100s: all ranks must "
-                 "give batches of one structure",
-                 parcel->rank, node_names[head->kind], (long long)head->n,
-                 Py_TYPE(like)->tp_name);
-    return NULL;
-}
-
-static PyObject *as_given(PyObject *arrays, PyObject *like);
-
-static PyObject *
-read_children(ctpy_parcel *parcel, const node_head *head, PyObject *like,
-              const ctpy_state *state)
-{
-    PyObject *keys = NULL, *items = NULL, *children = NULL, *result = NULL;
-    const int kind = ctpy_kind_of(like);
-    if (kind < 0) {
-        return NULL;
+    PyObject *type, *value, *trace;
+    if (!PyErr_ExceptionMatches(PyExc_Exception) ||
+        PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        return;
     }
-    if (kind != CTPY_SEQUENCE && kind != CTPY_MAPPING) {
-        return differs(parcel, head, like);
-    }
-    if ((children = ctpy_children(like, (ctpy_kind)kind, &keys)) == NULL) {
-        return NULL;
-    }
-    const Py_ssize_t n = PyTuple_GET_SIZE(children);
-    if (n != head->n) {
-        (void)differs(parcel, head, like);
-    }
-    else {
-        items = PyTuple_New(n);
-    }
-    for (Py_ssize_t i = 0; items != NULL && i < n; i++) {
-        PyObject *item = ctpy_unpack(parcel, PyTuple_GET_ITEM(children, i), state);
-        if (item == NULL) {
-            Py_CLEAR(items);
-            break;
-        }
-        PyTuple_SET_ITEM(items, i, item);
-    }
-    if (items != NULL) {
-        result = ctpy_container((PyObject *)Py_TYPE(like), keys, items);
-    }
-    Py_XDECREF(items);
-    Py_XDECREF(keys);
-    Py_DECREF(children);
-    return result;
-}
-
-static PyObject *
-read_node(ctpy_parcel *parcel, const node_head *head, PyObject *like,
-          const ctpy_state *state)
-{
-    if (head->kind == NODE_NONE) {
-        Py_RETURN_NONE;
-    }
-    if (head->kind == NODE_CONTAINER) {
-        return read_children(parcel, head, like, state);
-    }
-    const char *data = take(parcel, (size_t)head->n);
-    if (data == NULL) {
-        return NULL;
-    }
-    return head->kind == NODE_ARRAY ? read_array(parcel, head, data, like)
-                                    : read_object(head, data);
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_Format(PyExc_ValueError, "the message of rank %d cannot be read: %S", rank,
+                 value == NULL ? type : value);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
 }
 
 PyObject *
-ctpy_unpack(ctpy_parcel *parcel, PyObject *like, const ctpy_state *state)
+ctpy_unpickle(PyObject *bytes, int rank)
 {
-    const node_head *head = take(parcel, sizeof *head);
-    if (head == NULL || Py_EnterRecursiveCall(" in a nested batch")) {
+    PyObject *module = PyImport_ImportModule("pickle"), *value = NULL;
+    if (module != NULL) {
+        value = PyObject_CallMethod(module, "loads", "O", bytes);
+        Py_DECREF(module);
+    }
+    if (value == NULL) {
+        name_sender(rank);
+    }
+    return value;
+}
+
+PyObject *
+ctpy_exchange(ctpy_state *state, PyObject *communicator, PyObject *bytes)
+{
+    return ctpy_comm_borrow(state, communicator) == NULL
+               ? NULL
+               : Communicator_gather_bytes(communicator, bytes);
+}
+
+static int
+flatten_leaf(PyObject *list, PyObject *leaf, const ctpy_state *state)
+{
+    PyObject *array = ctpy_plain_array(leaf, state);
+    const int numeric = array == NULL ? -1 : ctpy_is_numeric(array, state);
+    const int result = numeric < 0 ? -1 : PyList_Append(list, numeric ? array : leaf);
+    Py_XDECREF(array);
+    return result;
+}
+
+int
+ctpy_flatten(PyObject *list, PyObject *value, const ctpy_state *state)
+{
+    const int kind = ctpy_kind_of(value);
+    if (kind < 0 || kind == CTPY_NONE) {
+        return kind < 0 ? -1 : PyList_Append(list, value);
+    }
+    if (kind == CTPY_LEAF) {
+        return flatten_leaf(list, value, state);
+    }
+    if (Py_EnterRecursiveCall(" in a nested batch")) {
+        return -1;
+    }
+    PyObject *children = ctpy_children(value, (ctpy_kind)kind, NULL);
+    const Py_ssize_t n = children == NULL ? 0 : PyTuple_GET_SIZE(children);
+    PyObject *head = children == NULL ? NULL : Py_BuildValue("(n)", n);
+    int result = head == NULL ? -1 : PyList_Append(list, head);
+    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
+        result = ctpy_flatten(list, PyTuple_GET_ITEM(children, i), state);
+    }
+    Py_LeaveRecursiveCall();
+    Py_XDECREF(head);
+    Py_XDECREF(children);
+    return result;
+}
+
+/* The rows of the array that are kept; as a tensor of the dtype and on the device of
+ * this rank's, if tensors are wanted. */
+static PyObject *
+take_leaf(const ctpy_nodes *nodes, PyObject *leaf, PyObject *like,
+          const ctpy_state *state)
+{
+    const Py_ssize_t rows = nodes->rows < 0 ? -1 : ctpy_batch_size(leaf, state);
+    const int tensor = nodes->tensors ? ctpy_is_tensor(like) : 0;
+    if (rows == -2 || tensor < 0) {
         return NULL;
     }
-    PyObject *result = read_node(parcel, head, like, state);
-    Py_LeaveRecursiveCall();
+    PyObject *kept = rows < 0 || rows != nodes->rows
+                         ? Py_NewRef(leaf)
+                         : PySequence_GetSlice(leaf, 0, nodes->kept);
+    if (kept != NULL && tensor) {
+        Py_SETREF(kept, ctpy_tensor_like(like, kept));
+    }
+    return kept;
+}
+
+/* This rank's children of a container, or NULL with an exception if the sender's
+ * container has more or fewer children. */
+static PyObject *
+own_children(const ctpy_nodes *nodes, Py_ssize_t n, PyObject *like, PyObject **keys)
+{
+    const int kind = ctpy_kind_of(like);
+    PyObject *children = kind == CTPY_SEQUENCE || kind == CTPY_MAPPING
+                             ? ctpy_children(like, (ctpy_kind)kind, keys)
+                             : NULL;
+    if (!PyErr_Occurred() && (children == NULL || PyTuple_GET_SIZE(children) != n)) {
+        PyErr_Format(PyExc_ValueError,
+                     "rank %d has a container of %zd where this rank has a %.100s: all "
+                     "ranks must give batches of one structure",
+                     nodes->rank, n, Py_TYPE(like)->tp_name);
+        Py_CLEAR(children);
+    }
+    return children;
+}
+
+PyObject *
+ctpy_unflatten(ctpy_nodes *nodes, PyObject *like, const ctpy_state *state)
+{
+    PyObject *node = PyList_GetItem(nodes->list, nodes->at++); /* borrowed */
+    if (node == NULL || node == Py_None) {
+        return Py_XNewRef(node);
+    }
+    if (!PyTuple_Check(node)) {
+        return take_leaf(nodes, node, like, state);
+    }
+    PyObject *keys = NULL, *items = NULL, *result = NULL;
+    const Py_ssize_t n = PyLong_AsSsize_t(PyTuple_GET_ITEM(node, 0));
+    PyObject *children = own_children(nodes, n, like, &keys);
+    if (children == NULL || (items = PyTuple_New(n)) == NULL) {
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = ctpy_unflatten(nodes, PyTuple_GET_ITEM(children, i), state);
+        if (item == NULL) {
+            goto done;
+        }
+        PyTuple_SET_ITEM(items, i, item);
+    }
+    result = ctpy_container((PyObject *)Py_TYPE(like), keys, items);
+done:
+    Py_XDECREF(items);
+    Py_XDECREF(keys);
+    Py_XDECREF(children);
     return result;
 }
 
@@ -214,237 +168,77 @@ static int
 append_rows(PyObject *sink, PyObject *bytes, int rank, PyObject *like,
             const ctpy_state *state)
 {
-    ctpy_parcel parcel = ctpy_parcel_open(bytes, rank);
-    parcel.rows = parcel.kept = -1; /* no row is left out */
-    const int64_t *counts = ct_packet_take(&parcel.reader, sizeof *counts);
-    if (counts != NULL && *counts == 0) {
-        return 0;
+    ctpy_nodes nodes = {.rank = rank, .rows = -1};
+    PyObject *message = ctpy_unpickle(bytes, rank), *rows = NULL;
+    int counts, result = -1;
+    if (message != NULL && PyArg_ParseTuple(message, "pO", &counts, &nodes.list)) {
+        result = counts ? -1 : 0;
+        rows = counts ? ctpy_unflatten(&nodes, like, state) : NULL;
     }
-    PyObject *rows = ctpy_unpack(&parcel, like, state), *answer = NULL;
     if (rows != NULL) {
-        answer = PyObject_CallMethodOneArg(sink, state->str_append, rows);
+        PyObject *answer = PyObject_CallMethodOneArg(sink, state->str_append, rows);
+        result = answer == NULL ? -1 : 0;
+        Py_XDECREF(answer);
         Py_DECREF(rows);
     }
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
-static PyObject *
-children_as_given(PyObject *arrays, PyObject *like, ctpy_kind kind)
-{
-    PyObject *keys = NULL, *result = NULL;
-    PyObject *given = ctpy_children(like, kind, &keys);
-    PyObject *found = given == NULL ? NULL : ctpy_children(arrays, kind, NULL);
-    PyObject *items = found == NULL ? NULL : PyTuple_New(PyTuple_GET_SIZE(given));
-    for (Py_ssize_t i = 0; items != NULL && i < PyTuple_GET_SIZE(items); i++) {
-        PyObject *item =
-            as_given(PyTuple_GET_ITEM(found, i), PyTuple_GET_ITEM(given, i));
-        if (item == NULL) {
-            Py_CLEAR(items);
-            break;
-        }
-        PyTuple_SET_ITEM(items, i, item);
-    }
-    if (items != NULL) {
-        result = ctpy_container((PyObject *)Py_TYPE(like), keys, items);
-    }
-    Py_XDECREF(items);
-    Py_XDECREF(found);
-    Py_XDECREF(given);
-    Py_XDECREF(keys);
+    Py_XDECREF(message);
     return result;
 }
 
-/* The arrays as tensors, where this rank's values are tensors. */
+/* The arrays as tensors, if this rank's values are tensors. */
 static PyObject *
-as_given(PyObject *arrays, PyObject *like)
+as_given(PyObject *arrays, PyObject *like, const ctpy_state *state)
 {
-    const int kind = ctpy_kind_of(like);
-    if (kind < 0 || kind == CTPY_NONE) {
-        return kind < 0 ? NULL : Py_NewRef(arrays);
+    ctpy_nodes nodes = {.list = PyList_New(0), .rows = -1, .tensors = true};
+    PyObject *result = NULL;
+    if (nodes.list != NULL && ctpy_flatten(nodes.list, arrays, state) == 0) {
+        result = ctpy_unflatten(&nodes, like, state);
     }
-    if (kind != CTPY_LEAF) {
-        return children_as_given(arrays, like, (ctpy_kind)kind);
-    }
-    const int tensor = ctpy_is_tensor(like);
-    return tensor < 0    ? NULL
-           : tensor == 0 ? Py_NewRef(arrays)
-                         : ctpy_tensor_like(like, arrays);
+    Py_XDECREF(nodes.list);
+    return result;
 }
 
-static PyObject *as_given(PyObject *arrays, PyObject *like);
-
 static PyObject *
-join(const ctpy_state *state, PyObject *parts, PyObject *like, PyObject *padding_index)
+join(ctpy_state *state, PyObject *parts, PyObject *like, PyObject *padding_index)
 {
-    PyObject *sink = accumulator_new(state, padding_index), *arrays = NULL;
-    int result = sink == NULL ? -1 : 0;
+    PyObject *arrays = NULL;
+    PyObject *sink = PyObject_CallFunction((PyObject *)state->ArrayAccumulator, "OO",
+                                           Py_None, padding_index);
+    if (sink == NULL) {
+        return NULL;
+    }
+    Py_XSETREF(((ArrayAccumulator *)sink)->name,
+               PyUnicode_FromString("gathered values"));
+    int result = ((ArrayAccumulator *)sink)->name == NULL ? -1 : 0;
     for (Py_ssize_t r = 0; result == 0 && r < PyList_GET_SIZE(parts); r++) {
         result = append_rows(sink, PyList_GET_ITEM(parts, r), (int)r, like, state);
     }
     if (result == 0) {
         arrays = PyObject_CallMethod(sink, "result", NULL);
     }
-    Py_XDECREF(sink);
+    Py_DECREF(sink);
     if (arrays != NULL) {
-        Py_SETREF(arrays, as_given(arrays, like));
+        Py_SETREF(arrays, as_given(arrays, like, state));
     }
     return arrays;
-}
-
-static int
-put(ct_packet *packet, const void *data, size_t n)
-{
-    ct_error err;
-    return ct_packet_put(packet, data, n, &err) == CT_OK ? 0 : ctpy_raise_int(&err);
-}
-
-static int
-put_node(ct_packet *packet, const node_head *head, const void *data)
-{
-    if (put(packet, head, sizeof *head) < 0) {
-        return -1;
-    }
-    return head->n > 0 && data != NULL ? put(packet, data, (size_t)head->n) : 0;
-}
-
-static int
-read_dtype(PyObject *array, char *text, size_t room, const ctpy_state *state)
-{
-    int result = -1;
-    PyObject *dtype = PyObject_GetAttr(array, state->str_dtype);
-    PyObject *name = dtype == NULL ? NULL : PyObject_GetAttrString(dtype, "str");
-    const char *utf8 = name == NULL ? NULL : PyUnicode_AsUTF8(name);
-    if (utf8 != NULL && strlen(utf8) < room) {
-        (void)snprintf(text, room, "%s", utf8);
-        result = 0;
-    }
-    else if (utf8 != NULL) {
-        PyErr_Format(PyExc_TypeError, "cannot send an array of dtype %U", name);
-    }
-    Py_XDECREF(name);
-    Py_XDECREF(dtype);
-    return result;
-}
-
-static int
-put_array(ct_packet *packet, PyObject *array, const ctpy_state *state)
-{
-    node_head head = {.kind = NODE_ARRAY};
-    Py_buffer view;
-    if (read_dtype(array, head.dtype, sizeof head.dtype, state) < 0 ||
-        PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
-        return -1;
-    }
-    int result = -1;
-    if (view.ndim > CTPY_ROW_MAX_DIMS) {
-        PyErr_Format(PyExc_ValueError, "%d dimensions, at most %d can be sent",
-                     view.ndim, CTPY_ROW_MAX_DIMS);
-    }
-    else {
-        head.n = view.len;
-        head.ndim = view.ndim;
-        for (int i = 0; i < view.ndim; i++) {
-            head.shape[i] = view.shape[i];
-        }
-        result = put_node(packet, &head, view.buf);
-    }
-    PyBuffer_Release(&view);
-    return result;
-}
-
-static int
-put_object(ct_packet *packet, PyObject *value)
-{
-    char *data;
-    node_head head = {.kind = NODE_OBJECT};
-    PyObject *module = PyImport_ImportModule("pickle"), *bytes = NULL;
-    Py_ssize_t n;
-    int result = -1;
-    if (module != NULL) {
-        bytes = PyObject_CallMethod(module, "dumps", "O", value);
-        Py_DECREF(module);
-    }
-    if (bytes != NULL && PyBytes_AsStringAndSize(bytes, &data, &n) == 0) {
-        head.n = n;
-        result = put_node(packet, &head, data);
-    }
-    Py_XDECREF(bytes);
-    return result;
-}
-
-static int
-put_leaf(ct_packet *packet, PyObject *leaf, const ctpy_state *state)
-{
-    PyObject *array = ctpy_plain_array(leaf, state);
-    if (array == NULL) {
-        return -1;
-    }
-    const int numeric = ctpy_is_numeric(array, state);
-    int result = numeric > 0    ? put_array(packet, array, state)
-                 : numeric == 0 ? put_object(packet, leaf)
-                                : -1;
-    Py_DECREF(array);
-    return result;
-}
-
-static int
-put_children(ct_packet *packet, PyObject *value, ctpy_kind kind,
-             const ctpy_state *state)
-{
-    PyObject *children = ctpy_children(value, kind, NULL);
-    if (children == NULL) {
-        return -1;
-    }
-    const node_head head = {.kind = NODE_CONTAINER, .n = PyTuple_GET_SIZE(children)};
-    int result = put_node(packet, &head, NULL);
-    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(children); i++) {
-        result = ctpy_pack(packet, PyTuple_GET_ITEM(children, i), state);
-    }
-    Py_DECREF(children);
-    return result;
-}
-
-int
-ctpy_pack(ct_packet *packet, PyObject *value, const ctpy_state *state)
-{
-    const int kind = ctpy_kind_of(value);
-    if (kind < 0 || Py_EnterRecursiveCall(" in a nested batch")) {
-        return -1;
-    }
-    int result;
-    if (kind == CTPY_NONE) {
-        result = put_node(packet, &(node_head){.kind = NODE_NONE}, NULL);
-    }
-    else if (kind == CTPY_LEAF) {
-        result = put_leaf(packet, value, state);
-    }
-    else {
-        result = put_children(packet, value, (ctpy_kind)kind, state);
-    }
-    Py_LeaveRecursiveCall();
-    return result;
 }
 
 PyObject *
 ctpy_gather_nested(ctpy_state *state, PyObject *communicator, PyObject *value,
                    PyObject *padding_index, bool counts)
 {
-    ct_packet packet = {0};
-    PyObject *parts = NULL, *result = NULL;
-    const int64_t mark = counts;
-    ct_error err;
-    if (ct_packet_put(&packet, &mark, sizeof mark, &err) != CT_OK) {
-        return ctpy_raise(&err);
-    }
-    if (ctpy_pack(&packet, value, state) == 0) {
-        parts = ctpy_exchange(state, communicator, &packet);
-    }
-    ct_packet_fini(&packet);
-    if (parts != NULL) {
+    PyObject *bytes = NULL, *parts = NULL, *result = NULL, *list = PyList_New(0);
+    PyObject *message = NULL;
+    if (list != NULL && ctpy_flatten(list, value, state) == 0 &&
+        (message = PyTuple_Pack(2, counts ? Py_True : Py_False, list)) != NULL &&
+        (bytes = ctpy_pickle(message)) != NULL &&
+        (parts = ctpy_exchange(state, communicator, bytes)) != NULL) {
         result = join(state, parts, value, padding_index);
-        Py_DECREF(parts);
     }
+    Py_XDECREF(parts);
+    Py_XDECREF(bytes);
+    Py_XDECREF(message);
+    Py_XDECREF(list);
     return result;
 }
 
@@ -473,14 +267,6 @@ ctpy_nested_gather(PyObject *module, PyObject *args)
     Py_XDECREF(padding);
     return result;
 }
-
-/* Nested batches as messages to other ranks.
- *
- * Each node of the nest is a head, and what the head announces: an array's bytes, the
- * pickle of an object, or the nodes of a container. */
-
-/* ---- reading -----------------------------------------------------------------------
- */
 
 PyMethodDef ctpy_data_gather_functions[] = {
     {"nested_gather", ctpy_nested_gather, METH_VARARGS, ctpy_nested_gather_doc},

@@ -1,4 +1,9 @@
-/* A backward pass: gradients as they come, and its end. */
+/* The backward pass of a GradReducer, and the calls before and after a forward pass.
+ *
+ * Every rank announces a gradient for every parameter in every exchanged pass, zeros if
+ * autograd computes none, because the ranks have to call the same collectives. The
+ * bucket memory that is exchanged stays alive in `given` until the pass has ended.
+ */
 #include "binding/comm/sync.h"
 #include "binding/ddp/reducer.h"
 #include "binding/runtime/buffer.h"
@@ -6,9 +11,10 @@
 
 #include "core/base/alloc.h"
 
-#include <limits.h>
 #include <math.h>
 #include <string.h>
+
+/* ---- parameters, by index -------------------------------------------------------- */
 
 static Py_ssize_t
 count(const GradReducer *self)
@@ -16,6 +22,55 @@ count(const GradReducer *self)
     return PyTuple_GET_SIZE(self->params);
 }
 
+static PyObject *
+param_of(const GradReducer *self, Py_ssize_t param)
+{
+    return PyTuple_GET_ITEM(self->params, param);
+}
+
+/* The parameter's view of its bucket, or None. */
+static PyObject *
+view_of(const GradReducer *self, Py_ssize_t param)
+{
+    return PyList_GET_ITEM(self->views, param);
+}
+
+const char *
+grad_reducer_name(const GradReducer *self, Py_ssize_t param)
+{
+    return PyUnicode_AsUTF8(PyTuple_GET_ITEM(self->names, param));
+}
+
+static PyObject *
+get_grad(const GradReducer *self, Py_ssize_t param)
+{
+    return PyObject_GetAttr(param_of(self, param),
+                            ctpy_state_borrow((PyObject *)self)->str_grad);
+}
+
+static int
+set_grad(const GradReducer *self, Py_ssize_t param, PyObject *grad)
+{
+    return PyObject_SetAttr(param_of(self, param),
+                            ctpy_state_borrow((PyObject *)self)->str_grad, grad);
+}
+
+static int
+keep(GradReducer *self, Py_ssize_t param, PyObject *tensor)
+{
+    return PyList_SetItem(self->given, param, Py_NewRef(tensor));
+}
+
+static bool
+is_of_another_rank(const GradReducer *self, Py_ssize_t param)
+{
+    const ct_comm *comm = ((Communicator *)self->communicator)->comm;
+    return self->owners != NULL && self->owners[param] != CT_EVERY_RANK &&
+           self->owners[param] != comm->rank;
+}
+
+/* Ends a pass that failed: waits for the collectives under way. The exception stays
+ * set. */
 void
 grad_reducer_abandon(GradReducer *self)
 {
@@ -31,20 +86,7 @@ grad_reducer_abandon(GradReducer *self)
     PyErr_Restore(type, value, trace);
 }
 
-/* ---- the beginning -----------------------------------------------------------------
- */
-
-static PyObject *
-param_of(const GradReducer *self, Py_ssize_t param)
-{
-    return PyTuple_GET_ITEM(self->params, param);
-}
-
-const char *
-grad_reducer_name(const GradReducer *self, Py_ssize_t param)
-{
-    return PyUnicode_AsUTF8(PyTuple_GET_ITEM(self->names, param));
-}
+/* ---- announcing a gradient ------------------------------------------------------- */
 
 static int
 read_view(GradReducer *self, PyObject *tensor, Py_ssize_t param, const char *what,
@@ -76,55 +118,35 @@ check_like(const GradReducer *self, Py_ssize_t param, const ctpy_view *own,
     return -1;
 }
 
-/* The parameter's own view of a bucket, or None. */
-static PyObject *
-view_of(const GradReducer *self, Py_ssize_t param)
-{
-    return PyList_GET_ITEM(self->views, param);
-}
-
-static int
-keep(GradReducer *self, Py_ssize_t param, PyObject *tensor)
-{
-    return PyList_SetItem(self->given, param, Py_NewRef(tensor));
-}
-
-/* Announces memory, without the GIL. */
 static int
 announce(GradReducer *self, Py_ssize_t param, const ct_span *span)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
-    ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
-    ct_status status;
+    ct_comm *comm =
+        ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), self->communicator);
     ct_error err;
     if (comm == NULL) {
         return -1;
     }
-    Communicator *group = (Communicator *)self->communicator;
-    group->busy++;
     self->busy = true;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_reducer_announce(&self->core, comm, (size_t)param, span, &err);
-    Py_END_ALLOW_THREADS
+    PyThreadState *thread = ctpy_comm_enter(self->communicator);
+    const ct_status status =
+        ct_reducer_announce(&self->core, comm, (size_t)param, span, &err);
+    ctpy_comm_leave(self->communicator, thread);
     self->busy = false;
-    group->busy--;
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
 /* Announces grad; the parameter's gradient becomes its view of the bucket. */
 static int
-give(GradReducer *self, Py_ssize_t param, PyObject *grad, const ct_span *span)
+give_in_order(GradReducer *self, Py_ssize_t param, PyObject *grad, const ct_span *span)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
     PyObject *view = view_of(self, param);
     const bool becomes_view = self->grads_are_views && !Py_IsNone(view);
     if (keep(self, param, becomes_view ? view : grad) < 0 ||
         announce(self, param, span) < 0) {
         return -1;
     }
-    return becomes_view && grad != view
-               ? PyObject_SetAttr(param_of(self, param), state->str_grad, view)
-               : 0;
+    return becomes_view && grad != view ? set_grad(self, param, view) : 0;
 }
 
 /* A tensor like the parameter, in memory of its own. */
@@ -141,9 +163,9 @@ new_like(const GradReducer *self, Py_ssize_t param)
     return view;
 }
 
-/* A copy of a gradient whose elements lie in another order than the parameter's. */
+/* A copy of a gradient in the parameter's order of elements. */
 static PyObject *
-in_order(const GradReducer *self, Py_ssize_t param, PyObject *grad)
+copy_in_order(const GradReducer *self, Py_ssize_t param, PyObject *grad)
 {
     ctpy_state *state = ctpy_state_borrow((PyObject *)self);
     PyObject *view = view_of(self, param);
@@ -160,20 +182,19 @@ in_order(const GradReducer *self, Py_ssize_t param, PyObject *grad)
 static int
 give_reordered(GradReducer *self, Py_ssize_t param, PyObject *grad)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
-    PyObject *copy = in_order(self, param, grad);
+    PyObject *copy = copy_in_order(self, param, grad);
     ctpy_view view;
     int result = -1;
     if (copy != NULL && read_view(self, copy, param, "the gradient", &view) == 0 &&
-        PyObject_SetAttr(param_of(self, param), state->str_grad, copy) == 0) {
-        result = give(self, param, copy, &view.span);
+        set_grad(self, param, copy) == 0) {
+        result = give_in_order(self, param, copy, &view.span);
     }
     Py_XDECREF(copy);
     return result;
 }
 
 static int
-grad_reducer_give(GradReducer *self, Py_ssize_t param, PyObject *grad)
+give(GradReducer *self, Py_ssize_t param, PyObject *grad)
 {
     ctpy_view view, own;
     if (read_view(self, grad, param, "the gradient", &view) < 0 ||
@@ -181,29 +202,23 @@ grad_reducer_give(GradReducer *self, Py_ssize_t param, PyObject *grad)
         check_like(self, param, &own, &view) < 0) {
         return -1;
     }
-    own.span = view.span; /* the order alone matters */
-    return ctpy_view_matches(&own, &view) ? give(self, param, grad, &view.span)
+    own.span = view.span; /* compares the order of the elements alone */
+    return ctpy_view_matches(&own, &view) ? give_in_order(self, param, grad, &view.span)
                                           : give_reordered(self, param, grad);
 }
 
-/* The gradient that a parameter without one may get: its view, or one of its own. */
-static PyObject *
-blank(const GradReducer *self, Py_ssize_t param)
-{
-    PyObject *view = view_of(self, param);
-    return self->grads_are_views && !Py_IsNone(view) ? Py_NewRef(view)
-                                                     : new_like(self, param);
-}
-
 static int
-grad_reducer_give_zeros(GradReducer *self, Py_ssize_t param)
+give_zeros(GradReducer *self, Py_ssize_t param)
 {
-    PyObject *zeros = blank(self, param);
+    const ct_device *device = self->core.device;
+    PyObject *view_in_bucket = view_of(self, param);
+    PyObject *zeros = self->grads_are_views && !Py_IsNone(view_in_bucket)
+                          ? Py_NewRef(view_in_bucket)
+                          : new_like(self, param);
     ctpy_view view;
     ct_error err;
     int result = -1;
     if (zeros != NULL && read_view(self, zeros, param, "the zeros", &view) == 0) {
-        const ct_device *device = self->core.device;
         result = device->zero(self->core.stream, &view.span, 1, &err) == CT_OK
                      ? 0
                      : ctpy_raise_int(&err);
@@ -218,29 +233,108 @@ grad_reducer_give_zeros(GradReducer *self, Py_ssize_t param)
     return result;
 }
 
+/* Announces the gradient of a parameter that autograd did not reach: an earlier one, or
+ * zeros. */
 static int
-grad_reducer_give_absent(GradReducer *self, Py_ssize_t param)
+give_absent(GradReducer *self, Py_ssize_t param)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
-    PyObject *grad = PyObject_GetAttr(param_of(self, param), state->str_grad);
+    PyObject *grad = get_grad(self, param);
     if (grad == NULL) {
         return -1;
     }
     const bool none = Py_IsNone(grad);
-    const int result = none ? grad_reducer_give_zeros(self, param)
-                            : grad_reducer_give(self, param, grad);
+    const int result = none ? give_zeros(self, param) : give(self, param, grad);
     Py_DECREF(grad);
     self->absent[param] = none;
     return result;
 }
 
-/* What never gets a gradient is there from the start. */
+/* ---- gradients with owners ------------------------------------------------------- */
+
+/* An average of an earlier pass becomes the sum over the ranks, so that this pass's
+ * average is of the accumulated gradients. */
+static int
+scale_average(GradReducer *self, PyObject *grad)
+{
+    const ctpy_place place = {.what = "a gradient", .group = -1};
+    const ct_comm *comm = ((Communicator *)self->communicator)->comm;
+    ctpy_view view;
+    ct_error err;
+    if (ctpy_view_of(ctpy_state_borrow((PyObject *)self), grad, &place, &view) < 0) {
+        return -1;
+    }
+    return self->core.device->scale(self->core.stream, comm->world_size,
+                                    (double)INFINITY, &view.span, 1, &err) == CT_OK
+               ? 0
+               : ctpy_raise_int(&err);
+}
+
+static int
+scale_averages(GradReducer *self)
+{
+    for (Py_ssize_t i = 0; self->owners != NULL && i < count(self); i++) {
+        if (!self->averaged[i]) {
+            continue;
+        }
+        self->averaged[i] = false;
+        PyObject *grad = get_grad(self, i);
+        const int result = grad == NULL      ? -1
+                           : Py_IsNone(grad) ? 0
+                                             : scale_average(self, grad);
+        Py_XDECREF(grad);
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+drop(GradReducer *self, Py_ssize_t param)
+{
+    if (!is_of_another_rank(self, param)) {
+        return 0;
+    }
+    return keep(self, param, Py_None) < 0 ? -1 : set_grad(self, param, Py_None);
+}
+
+/* Drops the gradients that were sent to their owners. */
+static int
+drop_sent(GradReducer *self)
+{
+    const ct_bucket_plan *plan = &self->core.plan;
+    while (self->owners != NULL && self->dropped < self->core.settled) {
+        const ct_bucket *bucket = &plan->buckets[self->core.turns[self->dropped++]];
+        for (size_t k = 0; k < bucket->n_params; k++) {
+            if (drop(self, (Py_ssize_t)plan->order[bucket->first + k]) < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+static int
+keep_own(GradReducer *self)
+{
+    for (Py_ssize_t i = 0; self->owners != NULL && i < count(self); i++) {
+        if (drop(self, i) < 0) {
+            return -1;
+        }
+        self->averaged[i] =
+            self->owners[i] == ((Communicator *)self->communicator)->comm->rank;
+    }
+    return 0;
+}
+
+/* ---- a backward pass ------------------------------------------------------------- */
+
+/* Announces the parameters that never get a gradient. */
 static int
 give_known_absent(GradReducer *self)
 {
     for (Py_ssize_t i = 0; i < count(self); i++) {
-        if (self->core.params[i].expected == 0 &&
-            grad_reducer_give_absent(self, i) < 0) {
+        if (self->core.params[i].expected == 0 && give_absent(self, i) < 0) {
             return -1;
         }
     }
@@ -265,7 +359,7 @@ begin(GradReducer *self)
     return self->static_graph && !self->core.learning ? give_known_absent(self) : 0;
 }
 
-/* Has autograd tell us when the pass ends. */
+/* Has autograd call the end hook when its pass ends. */
 static int
 queue_end(GradReducer *self)
 {
@@ -280,46 +374,9 @@ queue_end(GradReducer *self)
 }
 
 static int
-scale(GradReducer *self, PyObject *grad)
+on_output(GradReducer *self)
 {
-    const ctpy_place place = {.what = "a gradient", .group = -1};
-    const ct_comm *comm = ((Communicator *)self->communicator)->comm;
-    ctpy_view view;
-    ct_error err;
-    if (ctpy_view_of(ctpy_state_borrow((PyObject *)self), grad, &place, &view) < 0) {
-        return -1;
-    }
-    return self->core.device->scale(self->core.stream, comm->world_size,
-                                    (double)INFINITY, &view.span, 1, &err) == CT_OK
-               ? 0
-               : ctpy_raise_int(&err);
-}
-
-static int
-grad_reducer_unaverage(GradReducer *self)
-{
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
-    for (Py_ssize_t i = 0; self->owners != NULL && i < PyTuple_GET_SIZE(self->params);
-         i++) {
-        if (!self->averaged[i]) {
-            continue;
-        }
-        self->averaged[i] = false;
-        PyObject *grad =
-            PyObject_GetAttr(PyTuple_GET_ITEM(self->params, i), state->str_grad);
-        const int result = grad == NULL ? -1 : Py_IsNone(grad) ? 0 : scale(self, grad);
-        Py_XDECREF(grad);
-        if (result < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int
-grad_reducer_on_output(GradReducer *self)
-{
-    if (grad_reducer_unaverage(self) < 0) {
+    if (scale_averages(self) < 0) {
         return -1;
     }
     return self->syncs && (begin(self) < 0 || queue_end(self) < 0) ? -1 : 0;
@@ -344,60 +401,16 @@ raise_twice(const GradReducer *self, Py_ssize_t param)
 static int
 take(GradReducer *self, Py_ssize_t param)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
-    PyObject *grad =
-        PyObject_GetAttr(PyTuple_GET_ITEM(self->params, param), state->str_grad);
-    if (grad == NULL) {
-        return -1;
-    }
-    const int result = Py_IsNone(grad) ? 0 : grad_reducer_give(self, param, grad);
-    Py_DECREF(grad);
+    PyObject *grad = get_grad(self, param);
+    const int result = grad == NULL      ? -1
+                       : Py_IsNone(grad) ? 0
+                                         : give(self, param, grad);
+    Py_XDECREF(grad);
     return result;
 }
 
 static int
-rank_of(const GradReducer *self)
-{
-    return ((Communicator *)self->communicator)->comm->rank;
-}
-
-static bool
-grad_reducer_is_anothers(const GradReducer *self, Py_ssize_t param)
-{
-    return self->owners != NULL && self->owners[param] != CT_EVERY_RANK &&
-           self->owners[param] != rank_of(self);
-}
-
-static int
-drop(GradReducer *self, Py_ssize_t param)
-{
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
-    if (!grad_reducer_is_anothers(self, param)) {
-        return 0;
-    }
-    return PyList_SetItem(self->given, param, Py_NewRef(Py_None)) < 0
-               ? -1
-               : PyObject_SetAttr(PyTuple_GET_ITEM(self->params, param),
-                                  state->str_grad, Py_None);
-}
-
-static int
-grad_reducer_drop_sent(GradReducer *self)
-{
-    const ct_bucket_plan *plan = &self->core.plan;
-    while (self->owners != NULL && self->dropped < self->core.settled) {
-        const ct_bucket *bucket = &plan->buckets[self->core.turns[self->dropped++]];
-        for (size_t k = 0; k < bucket->n_params; k++) {
-            if (drop(self, (Py_ssize_t)plan->order[bucket->first + k]) < 0) {
-                return -1;
-            }
-        }
-    }
-    return 0;
-}
-
-static int
-grad_reducer_on_gradient(GradReducer *self, Py_ssize_t param)
+on_gradient(GradReducer *self, Py_ssize_t param)
 {
     if (!self->syncs) {
         return 0;
@@ -409,7 +422,7 @@ grad_reducer_on_gradient(GradReducer *self, Py_ssize_t param)
                      : take(self, param);
     }
     if (result == 0) {
-        result = grad_reducer_drop_sent(self);
+        result = drop_sent(self);
     }
     if (result < 0) {
         grad_reducer_abandon(self);
@@ -417,10 +430,7 @@ grad_reducer_on_gradient(GradReducer *self, Py_ssize_t param)
     return result;
 }
 
-/* ---- the end -----------------------------------------------------------------------
- */
-
-/* "a, b and 3 more" of the parameters that have not come. */
+/* "a, b and 3 more" of the parameters without a gradient in this pass. */
 static PyObject *
 list_missing(const GradReducer *self)
 {
@@ -464,68 +474,68 @@ raise_missing(const GradReducer *self)
 static int
 give_missing(GradReducer *self)
 {
+    const bool may_miss = self->find_unused || self->core.learning;
     for (Py_ssize_t i = 0; i < count(self); i++) {
-        if (self->core.params[i].seen > 0) {
-            continue;
-        }
-        if (!self->find_unused && !self->core.learning) {
-            return raise_missing(self);
-        }
-        break;
-    }
-    for (Py_ssize_t i = 0; i < count(self); i++) {
-        if (self->core.params[i].seen == 0 && grad_reducer_give_absent(self, i) < 0) {
+        if (self->core.params[i].seen == 0 &&
+            (may_miss ? give_absent(self, i) : raise_missing(self)) < 0) {
             return -1;
         }
     }
     return 0;
 }
 
-/* Waits for the averages and, while graphs may change, asks who has used what. */
+/* Waits for the averages and, while graphs may change, gathers the usage of parameters
+ * on all ranks. */
 static int
-grad_reducer_finish_buckets(GradReducer *self)
+finish_buckets(GradReducer *self)
 {
     ct_comm *comm =
         ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), self->communicator);
     const bool asks = (self->find_unused || self->static_graph) && !self->usage_known;
-    const ct_request usage = {
-        .what = CT_ALL_REDUCE,
-        .op = CT_REDUCE_MAX,
-        .in = {self->used, (size_t)count(self), CT_I64}
-    };
-    ct_status status;
+    const ct_span usage = {self->used, (size_t)count(self), CT_I64};
     ct_error err;
     if (comm == NULL) {
         return -1;
     }
-    ((Communicator *)self->communicator)->busy++;
     self->busy = true;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_reducer_finish(&self->core, comm, &err);
+    PyThreadState *thread = ctpy_comm_enter(self->communicator);
+    ct_status status = ct_reducer_finish(&self->core, comm, &err);
     if (status == CT_OK && asks) {
-        status = ct_comm_run(comm, &usage, &err);
+        status = ct_comm_all_reduce(comm, &usage, CT_REDUCE_MAX, &err);
     }
-    Py_END_ALLOW_THREADS
+    ctpy_comm_leave(self->communicator, thread);
     self->busy = false;
-    ((Communicator *)self->communicator)->busy--;
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-/* A parameter that some rank has used gets its average, though this rank has not. */
 static int
-add_absent_averages(GradReducer *self)
+release_given(GradReducer *self)
 {
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
     for (Py_ssize_t i = 0; i < count(self); i++) {
-        if (self->absent[i] && self->used[i] && !grad_reducer_is_anothers(self, i) &&
-            PyObject_SetAttr(PyTuple_GET_ITEM(self->params, i), state->str_grad,
-                             PyList_GET_ITEM(self->given, i)) < 0) {
+        if (keep(self, i, Py_None) < 0) {
             return -1;
         }
     }
     return 0;
 }
 
+/* A parameter that some rank has used gets its average on all ranks. */
+static int
+take_averages(GradReducer *self)
+{
+    if (finish_buckets(self) < 0) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count(self); i++) {
+        if (self->absent[i] && self->used[i] && !is_of_another_rank(self, i) &&
+            set_grad(self, i, PyList_GET_ITEM(self->given, i)) < 0) {
+            return -1;
+        }
+    }
+    return keep_own(self) < 0 ? -1 : release_given(self);
+}
+
+/* Counts on the first pass for all that follow: static_graph. */
 static void
 learn(GradReducer *self)
 {
@@ -538,57 +548,25 @@ learn(GradReducer *self)
 }
 
 static int
-grad_reducer_release_given(GradReducer *self)
-{
-    for (Py_ssize_t i = 0; i < count(self); i++) {
-        if (PyList_SetItem(self->given, i, Py_NewRef(Py_None)) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int
-grad_reducer_keep_own(GradReducer *self)
-{
-    for (Py_ssize_t i = 0; self->owners != NULL && i < PyTuple_GET_SIZE(self->params);
-         i++) {
-        if (drop(self, i) < 0) {
-            return -1;
-        }
-        self->averaged[i] = self->owners[i] == rank_of(self);
-    }
-    return 0;
-}
-
-static int
-finish(GradReducer *self)
-{
-    if (!self->usage_known) {
-        for (Py_ssize_t i = 0; i < count(self); i++) {
-            self->used[i] = !self->absent[i];
-        }
-    }
-    if (grad_reducer_finish_buckets(self) < 0 || add_absent_averages(self) < 0 ||
-        grad_reducer_keep_own(self) < 0) {
-        return -1;
-    }
-    if (self->core.learning) {
-        learn(self);
-    }
-    return grad_reducer_release_given(self);
-}
-
-static int
-grad_reducer_on_end(GradReducer *self)
+on_end(GradReducer *self)
 {
     self->queued = false;
     if (!self->core.active) {
         return 0;
     }
-    if (give_missing(self) < 0 || finish(self) < 0) {
+    if (give_missing(self) < 0) {
         grad_reducer_abandon(self);
         return -1;
+    }
+    for (Py_ssize_t i = 0; !self->usage_known && i < count(self); i++) {
+        self->used[i] = !self->absent[i];
+    }
+    if (take_averages(self) < 0) {
+        grad_reducer_abandon(self);
+        return -1;
+    }
+    if (self->core.learning) {
+        learn(self);
     }
     return 0;
 }
@@ -606,23 +584,86 @@ GradReducer_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
     GradReducer *self = (GradReducer *)op;
     int result = begin(self);
     for (Py_ssize_t i = count(self); result == 0 && i-- > 0;) {
-        result = grad_reducer_give_absent(self, i);
+        result = give_absent(self, i);
     }
     for (Py_ssize_t i = 0; result == 0 && i < count(self); i++) {
         self->used[i] = true;
     }
-    if (result < 0 || grad_reducer_finish_buckets(self) < 0 ||
-        add_absent_averages(self) < 0 || grad_reducer_keep_own(self) < 0 ||
-        grad_reducer_release_given(self) < 0) {
+    if (result < 0 || take_averages(self) < 0) {
         grad_reducer_abandon(self);
         return NULL;
     }
     Py_RETURN_NONE;
 }
 
-/* Around a forward pass: what the backward pass that follows will do. */
+/* ---- hooks of autograd ----------------------------------------------------------- */
 
-/* A pass that an exception ended never told its end. */
+PyDoc_STRVAR(GradHook_doc, "What autograd calls for a GradReducer, which makes them.");
+
+PyObject *
+grad_hook_add(GradReducer *self, Py_ssize_t index)
+{
+    PyTypeObject *type = ctpy_state_borrow((PyObject *)self)->GradHook;
+    GradHook *made = (GradHook *)type->tp_alloc(type, 0);
+    if (made == NULL) {
+        return NULL;
+    }
+    made->index = index;
+    const int failed = PyList_Append(self->hooks, (PyObject *)made);
+    made->reducer = failed ? NULL : self;
+    Py_DECREF(made);
+    return failed ? NULL : (PyObject *)made;
+}
+
+/* None leaves the gradient as it is. */
+static PyObject *
+GradHook_call(PyObject *op, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+{
+    GradReducer *reducer = ((GradHook *)op)->reducer;
+    const Py_ssize_t index = ((GradHook *)op)->index;
+    if (reducer == NULL) {
+        Py_RETURN_NONE;
+    }
+    Py_INCREF(reducer);
+    const int result = index == GRAD_HOOK_OUTPUT ? on_output(reducer)
+                       : index == GRAD_HOOK_END  ? on_end(reducer)
+                                                 : on_gradient(reducer, index);
+    Py_DECREF(reducer);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyType_Slot GradHook_slots[] = {
+    {Py_tp_doc,      (void *)GradHook_doc},
+    {Py_tp_call,     GradHook_call       },
+    {Py_tp_traverse, ctpy_leaf_traverse  },
+    {Py_tp_dealloc,  ctpy_leaf_dealloc   },
+    {0,              NULL                },
+};
+
+PyType_Spec GradHook_spec = {
+    .name = "ctrainer._C.GradHook",
+    .basicsize = sizeof(GradHook),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = GradHook_slots,
+};
+
+/* ---- before and after a forward pass --------------------------------------------- */
+
+enum {
+    HAS_DATA = 1,
+    SYNCS = 2,
+    HAS_BUFFERS = 4
+};
+
+/* The passes that the ranks are about to run. */
+typedef struct rank_counts {
+    int active; /* ranks that have data */
+    int last;   /* the last rank with data, the sender of buffers, as in torch */
+    int flags;  /* of any rank with data */
+} rank_counts;
+
+/* Ends a pass that an exception broke off, so that the end hook never ran. */
 static int
 settle(GradReducer *self)
 {
@@ -637,9 +678,60 @@ settle(GradReducer *self)
     PyErr_Format(PyExc_RuntimeError,
                  "the last backward pass did not end: %zu of %zu buckets of gradients "
                  "were exchanged, and the other ranks wait for the rest. Ranks cannot "
-                 "go on after a failure in a backward pass that is exchanged",
+                 "continue after a failure in a backward pass that is exchanged",
                  started, all);
     return -1;
+}
+
+static int
+count_flags(GradReducer *self, int ranks, const int64_t *all, rank_counts *found)
+{
+    *found = (rank_counts){0};
+    for (int r = 0; r < ranks; r++) {
+        if (all[r] & HAS_DATA) {
+            found->active++;
+            found->last = r;
+            found->flags |= (int)all[r];
+        }
+    }
+    self->root = found->active > 0 ? found->last : self->root;
+    self->core.factor = self->keeps_divisor || found->active == 0
+                            ? 1.0
+                            : (double)ranks / (double)found->active;
+    if (self->throws_early && found->active > 0 && found->active < ranks) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "%d of %d ranks have no data left, and "
+                     "throw_on_early_termination is set",
+                     ranks - found->active, ranks);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+gather_counts(GradReducer *self, int64_t mine, rank_counts *found)
+{
+    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    const ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
+    if (comm == NULL) {
+        return -1;
+    }
+    const int ranks = comm->world_size;
+    int64_t *all = ct_calloc((size_t)ranks, sizeof *all);
+    if (all == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const ct_request request = {
+        .what = CT_ALL_GATHER,
+        .in = {&mine, 1,             CT_I64},
+        .out = {all,   (size_t)ranks, CT_I64}
+    };
+    const int result = ctpy_comm_run(state, self->communicator, &request) < 0
+                           ? -1
+                           : count_flags(self, ranks, all, found);
+    ct_free(all);
+    return result;
 }
 
 const char GradReducer_before_forward_doc[] =
@@ -649,97 +741,21 @@ const char GradReducer_before_forward_doc[] =
     "tensors that become those of rank 0, a sequence.\n\n"
     "Raises RuntimeError where the pass before broke off in the middle.";
 
-enum {
-    HAS_DATA = 1,
-    SYNCS = 2,
-    HAS_BUFFERS = 4
-};
-
-/* What all ranks are about to do. */
-typedef struct rank_counts {
-    int active; /* ranks that have data */
-    int last;   /* the last of them, whose buffers count, as in torch */
-    int flags;  /* of any of them */
-} rank_counts;
-
-static int
-gather_flags(GradReducer *self, int64_t mine, int64_t *all)
-{
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
-    const ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
-    if (comm == NULL) {
-        return -1;
-    }
-    const ct_request request = {
-        .what = CT_ALL_GATHER,
-        .in = {&mine, 1,                        CT_I64},
-        .out = {all,   (size_t)comm->world_size, CT_I64}
-    };
-    return ctpy_comm_run(state, self->communicator, &request);
-}
-
-static int
-gather_counts(GradReducer *self, int mine, rank_counts *found)
-{
-    const ct_comm *comm =
-        ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), self->communicator);
-    if (comm == NULL) {
-        return -1;
-    }
-    const int ranks = comm->world_size;
-    int64_t *all = ct_calloc((size_t)ranks, sizeof *all);
-    *found = (rank_counts){0};
-    if (all == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    const int result = gather_flags(self, mine, all);
-    for (int r = 0; r < ranks; r++) {
-        if (all[r] & HAS_DATA) {
-            found->active++;
-            found->last = r;
-            found->flags |= (int)all[r];
-        }
-    }
-    ct_free(all);
-    self->root = found->active > 0 ? found->last : self->root;
-    self->core.factor = self->keeps_divisor || found->active == 0
-                            ? 1.0
-                            : (double)ranks / (double)found->active;
-    if (result == 0 && self->throws_early && found->active > 0 &&
-        found->active < ranks) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "%d of %d ranks have no data left, and "
-                     "throw_on_early_termination is set",
-                     ranks - found->active, ranks);
-        return -1;
-    }
-    return result;
-}
-
-static int
-grad_reducer_tell(GradReducer *self, bool syncs, bool has_buffers)
-{
-    rank_counts found;
-    return self->joining ? gather_counts(self,
-                                         HAS_DATA | (syncs ? SYNCS : 0) |
-                                             (has_buffers ? HAS_BUFFERS : 0),
-                                         &found)
-                         : 0;
-}
-
 PyObject *
 GradReducer_before_forward(PyObject *op, PyObject *args)
 {
     GradReducer *self = (GradReducer *)op;
     PyObject *buffers;
+    rank_counts found;
     int with_grad, syncs;
     if (!PyArg_ParseTuple(args, "ppO:before_forward", &with_grad, &syncs, &buffers) ||
         settle(self) < 0) {
         return NULL;
     }
     const Py_ssize_t n = PyObject_Size(buffers);
-    if (n < 0 || (with_grad && grad_reducer_tell(self, syncs, n > 0) < 0)) {
+    const int flags = HAS_DATA | (syncs ? SYNCS : 0) | (n > 0 ? HAS_BUFFERS : 0);
+    if (n < 0 ||
+        (with_grad && self->joining && gather_counts(self, flags, &found) < 0)) {
         return NULL;
     }
     if (with_grad) {
@@ -750,9 +766,6 @@ GradReducer_before_forward(PyObject *op, PyObject *args)
                ? NULL
                : Py_NewRef(Py_None);
 }
-
-/* ---- outputs -----------------------------------------------------------------------
- */
 
 static int
 hook_tensor(GradReducer *self, PyObject *tensor)
@@ -800,7 +813,7 @@ hook_outputs(GradReducer *self, PyObject *op)
 
 const char GradReducer_after_forward_doc[] =
     "after_forward($self, output, /)\n--\n\n"
-    "Have the tensors in a model's output tell when their backward pass begins.";
+    "Have the tensors in a model's output report the beginning of their backward pass.";
 
 PyObject *
 GradReducer_after_forward(PyObject *op, PyObject *output)
@@ -810,11 +823,11 @@ GradReducer_after_forward(PyObject *op, PyObject *output)
     return counts && hook_outputs(self, output) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* Ranks whose data ends before that of others, and that then take part without any. */
+/* ---- ranks whose data ends earlier, and that take part with zeros ---------------- */
 
 const char GradReducer_join_doc[] =
     "join($self, keeps_divisor, throws_early, /)\n--\n\n"
-    "Have ranks tell each other before each pass whether they have data.\n\n"
+    "Have ranks exchange before each pass whether they have data.\n\n"
     "keeps_divisor: sums are divided by the number of all ranks, not of those with\n"
     "data. throws_early: all raise RuntimeError as soon as one has none.";
 
@@ -842,17 +855,16 @@ GradReducer_join(PyObject *op, PyObject *args)
 static int
 shadow_pass(GradReducer *self)
 {
-    const Py_ssize_t n = PyTuple_GET_SIZE(self->params);
+    const Py_ssize_t n = count(self);
     int result = 0;
     ct_reducer_begin(&self->core);
     for (Py_ssize_t i = n; result == 0 && i-- > 0;) {
-        result = grad_reducer_give_zeros(self, i);
+        result = give_zeros(self, i);
     }
     for (Py_ssize_t i = 0; !self->usage_known && i < n; i++) {
         self->used[i] = false;
     }
-    if (result < 0 || grad_reducer_finish_buckets(self) < 0 ||
-        grad_reducer_release_given(self) < 0) {
+    if (result < 0 || finish_buckets(self) < 0 || release_given(self) < 0) {
         grad_reducer_abandon(self);
         return -1;
     }
@@ -908,129 +920,3 @@ GradReducer_shadow(PyObject *op, PyObject *args)
     self->root = 0;
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
-
-/* Gradients of which each has one rank that needs its average, and no other. */
-
-enum {
-    UNDER_WAY_BYTES = 8 << 20 /* of gradients that wait to be dropped */
-};
-
-static int
-read_one(PyObject *given, int *owner)
-{
-    const long rank = PyLong_AsLong(given);
-    if (rank == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    /* What no int holds is no rank either, which the plan will say. */
-    *owner = rank < INT_MIN || rank > INT_MAX ? INT_MAX : (int)rank;
-    return 0;
-}
-
-static int
-read_all(GradReducer *self, PyObject *given)
-{
-    const Py_ssize_t n = PyTuple_GET_SIZE(self->params);
-    if (PyTuple_GET_SIZE(given) != n) {
-        PyErr_Format(PyExc_ValueError,
-                     "%zd parameters and %zd owners; expected as many", n,
-                     PyTuple_GET_SIZE(given));
-        return -1;
-    }
-    self->owners = ct_calloc((size_t)n + 1, sizeof *self->owners);
-    self->averaged = ct_calloc((size_t)n + 1, sizeof *self->averaged);
-    if (self->owners == NULL || self->averaged == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        if (read_one(PyTuple_GET_ITEM(given, i), &self->owners[i]) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-int
-grad_reducer_read_owners(GradReducer *self, PyObject *given)
-{
-    if (Py_IsNone(given)) {
-        return 0;
-    }
-    if (!self->grads_are_views || self->static_graph) {
-        PyErr_SetString(PyExc_ValueError,
-                        "owners go with gradient_as_bucket_view=True and "
-                        "static_graph=False alone");
-        return -1;
-    }
-    PyObject *all = PySequence_Tuple(given);
-    const int result = all == NULL ? -1 : read_all(self, all);
-    Py_XDECREF(all);
-    self->core.most_under_way = UNDER_WAY_BYTES;
-    return result;
-}
-
-/* ctrainer._C.GradHook: what autograd calls during a backward pass. */
-
-PyDoc_STRVAR(GradHook_doc, "What autograd calls for a GradReducer, which makes them.");
-
-PyObject *
-grad_hook_add(GradReducer *self, Py_ssize_t index)
-{
-    PyTypeObject *type = ctpy_state_borrow((PyObject *)self)->GradHook;
-    GradHook *made = (GradHook *)type->tp_alloc(type, 0);
-    if (made == NULL) {
-        return NULL;
-    }
-    made->index = index;
-    const int failed = PyList_Append(self->hooks, (PyObject *)made);
-    made->reducer = failed ? NULL : self;
-    Py_DECREF(made);
-    return failed ? NULL : (PyObject *)made;
-}
-
-static int
-tell(GradReducer *reducer, Py_ssize_t index)
-{
-    switch (index) {
-    case GRAD_HOOK_OUTPUT:
-        return grad_reducer_on_output(reducer);
-    case GRAD_HOOK_END:
-        return grad_reducer_on_end(reducer);
-    default:
-        return grad_reducer_on_gradient(reducer, index);
-    }
-}
-
-/* None leaves the gradient as it is. */
-static PyObject *
-GradHook_call(PyObject *op, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
-{
-    GradReducer *reducer = ((GradHook *)op)->reducer;
-    const Py_ssize_t index = ((GradHook *)op)->index;
-    if (reducer == NULL) {
-        Py_RETURN_NONE;
-    }
-    Py_INCREF(reducer);
-    const int result = tell(reducer, index);
-    Py_DECREF(reducer);
-    return result < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-/* Gradients of Python as the core's spans. */
-
-static PyType_Slot GradHook_slots[] = {
-    {Py_tp_doc,      (void *)GradHook_doc},
-    {Py_tp_call,     GradHook_call       },
-    {Py_tp_traverse, ctpy_leaf_traverse  },
-    {Py_tp_dealloc,  ctpy_leaf_dealloc   },
-    {0,              NULL                },
-};
-
-PyType_Spec GradHook_spec = {
-    .name = "ctrainer._C.GradHook",
-    .basicsize = sizeof(GradHook),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = GradHook_slots,
-};

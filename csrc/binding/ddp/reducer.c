@@ -1,18 +1,21 @@
-/* ctrainer._C.GradReducer: gradients averaged over ranks during the backward pass. */
+/* ctrainer._C.GradReducer: gradients averaged over ranks during the backward pass.
+ *
+ * The type and its setting up: limits and owners to a plan of buckets, memory for the
+ * buckets, hooks on the parameters. The passes are in pass.c. */
 #include "binding/ddp/reducer.h"
 
 #include "binding/runtime/buffer.h"
 
 #include "core/base/alloc.h"
 
+#include <limits.h>
 #include <string.h>
 
 enum {
     MIB = 1 << 20
 };
 
-/* ---- lifetime ----------------------------------------------------------------------
- */
+/* ---- lifetime -------------------------------------------------------------------- */
 
 PyDoc_STRVAR(
     GradReducer_doc,
@@ -44,7 +47,7 @@ GradReducer_traverse(PyObject *op, visitproc visit, void *arg)
     return 0;
 }
 
-/* Those that parameters still hold do nothing from now on. */
+/* Parameters may still hold hooks, which do nothing from now on. */
 static void
 silence_hooks(GradReducer *self)
 {
@@ -54,7 +57,7 @@ silence_hooks(GradReducer *self)
     }
 }
 
-/* What is under way may still write into the tensors. */
+/* Waits first: collectives under way may still write into the tensors. */
 static int
 GradReducer_clear(PyObject *op)
 {
@@ -85,8 +88,7 @@ GradReducer_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* ---- making one --------------------------------------------------------------------
- */
+/* ---- setting up ------------------------------------------------------------------ */
 
 static PyObject *
 new_list(Py_ssize_t n)
@@ -137,6 +139,65 @@ parse_limits(double bucket_cap_mb, ct_bucket_limits *limits)
     return 0;
 }
 
+enum {
+    UNDER_WAY_BYTES = 8 << 20 /* of gradients that wait to be dropped */
+};
+
+static int
+read_owner(PyObject *given, int *owner)
+{
+    const long rank = PyLong_AsLong(given);
+    if (rank == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    /* A value that no int holds is no rank either, and the plan rejects it. */
+    *owner = rank < INT_MIN || rank > INT_MAX ? INT_MAX : (int)rank;
+    return 0;
+}
+
+static int
+read_owners_of(GradReducer *self, PyObject *given)
+{
+    const Py_ssize_t n = PyTuple_GET_SIZE(self->params);
+    if (PyTuple_GET_SIZE(given) != n) {
+        PyErr_Format(PyExc_ValueError,
+                     "%zd parameters and %zd owners; expected as many", n,
+                     PyTuple_GET_SIZE(given));
+        return -1;
+    }
+    self->owners = ct_calloc((size_t)n + 1, sizeof *self->owners);
+    self->averaged = ct_calloc((size_t)n + 1, sizeof *self->averaged);
+    if (self->owners == NULL || self->averaged == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (read_owner(PyTuple_GET_ITEM(given, i), &self->owners[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+read_owners(GradReducer *self, PyObject *given)
+{
+    if (Py_IsNone(given)) {
+        return 0;
+    }
+    if (!self->grads_are_views || self->static_graph) {
+        PyErr_SetString(PyExc_ValueError,
+                        "owners go with gradient_as_bucket_view=True and "
+                        "static_graph=False alone");
+        return -1;
+    }
+    PyObject *all = PySequence_Tuple(given);
+    const int result = all == NULL ? -1 : read_owners_of(self, all);
+    Py_XDECREF(all);
+    self->core.most_under_way = UNDER_WAY_BYTES;
+    return result;
+}
+
 static int
 read_params(GradReducer *self, ctpy_state *state, ct_span *spans)
 {
@@ -164,11 +225,11 @@ read_params(GradReducer *self, ctpy_state *state, ct_span *spans)
 }
 
 enum {
-    LONG_BYTES = 1 << 20 /* of a gradient that is worth a collective of its own */
+    LONG_BYTES = 1 << 20 /* of a gradient that gets a collective to itself */
 };
 
-/* Where a collective costs little, all but short gradients are exchanged where they
- * lie, and no bucket has to be filled with them. */
+/* With a low fixed cost of collectives all but short gradients are exchanged in
+ * place, without a copy into a bucket. */
 static size_t
 alone_bytes(const ct_comm *comm)
 {
@@ -213,7 +274,7 @@ members_of(const GradReducer *self, const ct_bucket *bucket)
     return members;
 }
 
-/* Lends the bucket its memory and notes the parameters' views of it. */
+/* Sets the bucket's memory and the parameters' views. */
 static int
 place_bucket(GradReducer *self, size_t b, PyObject *flat, PyObject *views)
 {
@@ -266,7 +327,7 @@ allocate_buckets(GradReducer *self)
     return 0;
 }
 
-/* The first two hooks are of the end of a pass and of its beginning. */
+/* The first two hooks are for the end and the beginning of a pass. */
 static int
 add_hooks(GradReducer *self, ctpy_state *state)
 {
@@ -290,9 +351,8 @@ add_hooks(GradReducer *self, ctpy_state *state)
     return 0;
 }
 
-/* binding/ddp/reducer.c: plans, allocates and hooks, when the objects are there. */
 static int
-grad_reducer_set_up(GradReducer *self, const ct_bucket_limits *limits)
+set_up(GradReducer *self, const ct_bucket_limits *limits)
 {
     ctpy_state *state = ctpy_state_borrow((PyObject *)self);
     self->syncs = true;
@@ -341,15 +401,13 @@ GradReducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->static_graph = is_static;
     if (ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), communicator) == NULL ||
         hold(self, communicator, params, given_names) < 0 ||
-        grad_reducer_read_owners(self, owners) < 0 ||
-        grad_reducer_set_up(self, &limits) < 0) {
+        read_owners(self, owners) < 0 || set_up(self, &limits) < 0) {
         Py_CLEAR(self);
     }
     return (PyObject *)self;
 }
 
-/* ---- what Python sees --------------------------------------------------------------
- */
+/* ---- what Python sees ------------------------------------------------------------ */
 
 PyDoc_STRVAR(close_doc, "close($self, /)\n--\n\n"
                         "Take the hooks off the parameters; nothing is averaged from "
@@ -403,7 +461,7 @@ GradReducer_buckets(PyObject *op, void *Py_UNUSED(closure))
 static const char GradReducer_compress_doc[] =
     "compress($self, how, /)\n--\n\n"
     "Choose how gradients are sent from now on, the same on every rank.\n\n"
-    "how: 'no', as they are; 'fp16' or 'bf16', in 16 bits.\n\n"
+    "how: 'no', as they are; 'fp16' or 'bf16', rounded to that dtype.\n\n"
     "Raises ValueError for another one, RuntimeError in a backward pass.";
 
 static PyObject *
@@ -431,10 +489,6 @@ GradReducer_compress(PyObject *op, PyObject *how)
     core->rounded = fp16 ? CT_F16 : CT_BF16;
     Py_RETURN_NONE;
 }
-
-/* Buckets for a reducer's parameters, and hooks on them. */
-
-/* How a reducer's gradients are sent. */
 
 static PyGetSetDef GradReducer_getset[] = {
     {"buckets", GradReducer_buckets, NULL,

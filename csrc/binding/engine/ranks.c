@@ -1,10 +1,13 @@
-/* Trainer: the group of its ranks. */
+/* Trainer: the group of ranks, and work that ranks succeed or fail in together.
+ *
+ * A message begins with one byte for success or failure, so that no rank waits for
+ * another that has failed: a failed rank sends its error's text and keeps the error. */
 #include "binding/engine/ranks.h"
 
 #include "binding/comm/communicator.h"
 #include "binding/data/gather.h"
 
-/* A group that a forked child finds is its parent's: it trains alone. */
+/* A forked child trains alone: the group is the parent's. */
 static int
 is_open(PyObject *group)
 {
@@ -17,15 +20,15 @@ ctpy_trainer_comm_borrow(PyObject *op)
 {
     Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
-    if (!is_open(self->group)) {
+    if (!is_open(self->rank_group)) {
         PyObject *group = PyObject_CallMethodNoArgs(op, names->str__join_ranks);
         if (group == NULL || ctpy_comm_borrow(names, group) == NULL) {
             Py_XDECREF(group);
             return NULL;
         }
-        Py_XSETREF(self->group, group);
+        Py_XSETREF(self->rank_group, group);
     }
-    return ctpy_comm_borrow(names, self->group);
+    return ctpy_comm_borrow(names, self->rank_group);
 }
 
 int
@@ -43,7 +46,7 @@ ctpy_trainer_reduce_span(PyObject *op, const ct_span *span, ct_reduce_op how)
     if (ranks <= 1) {
         return ranks < 0 ? -1 : 0;
     }
-    PyObject *group = Py_NewRef(((Trainer *)op)->group);
+    PyObject *group = Py_NewRef(((Trainer *)op)->rank_group);
     int result = ctpy_comm_run(ctpy_state_borrow(op), group, &request);
     Py_DECREF(group);
     return result;
@@ -56,7 +59,7 @@ ctpy_trainer_reduce(PyObject *op, double *values, size_t n, ct_reduce_op how)
     if (ranks <= 1) {
         return ranks < 0 ? -1 : 0;
     }
-    PyObject *group = Py_NewRef(((Trainer *)op)->group);
+    PyObject *group = Py_NewRef(((Trainer *)op)->rank_group);
     int result =
         ctpy_comm_reduce_numbers(ctpy_state_borrow(op), group, NULL, values, n, how);
     Py_DECREF(group);
@@ -69,38 +72,19 @@ ctpy_trainer_sum(PyObject *op, int64_t *values, size_t n)
     return ctpy_trainer_reduce_span(op, &(ct_span){values, n, CT_I64}, CT_REDUCE_SUM);
 }
 
-int
-ctpy_trainer_min(PyObject *op, int64_t *values, size_t n)
-{
-    return ctpy_trainer_reduce_span(op, &(ct_span){values, n, CT_I64}, CT_REDUCE_MIN);
-}
-
 bool
 ctpy_trainer_is_alone(const PyObject *op)
 {
-    PyObject *group = ((const Trainer *)op)->group;
+    PyObject *group = ((const Trainer *)op)->rank_group;
     return !is_open(group) || ((Communicator *)group)->comm->world_size == 1;
-}
-
-void
-ctpy_ranks_leave(PyObject *op)
-{
-    if (ctpy_trainer_is_alone(op)) {
-        return;
-    }
-    PyObject *answer =
-        PyObject_CallMethodNoArgs(op, ctpy_state_borrow(op)->str__leave_ranks);
-    if (answer == NULL) {
-        PyErr_WriteUnraisable(op);
-    }
-    Py_XDECREF(answer);
 }
 
 PyObject *
 ctpy_trainer_get_communicator(PyObject *op, void *Py_UNUSED(closure))
 {
-    return ctpy_trainer_comm_borrow(op) == NULL ? NULL
-                                                : Py_NewRef(((Trainer *)op)->group);
+    return ctpy_trainer_comm_borrow(op) == NULL
+               ? NULL
+               : Py_NewRef(((Trainer *)op)->rank_group);
 }
 
 /* The first byte of a rank's message. */
@@ -138,32 +122,19 @@ text_of(PyObject *type, PyObject *value)
     return bytes;
 }
 
-/* The mark and the payload, in one message. */
-static int
-write_message(ct_packet *packet, char mark, PyObject *payload)
-{
-    ct_error err;
-    const char marks[CT_PACKET_ALIGNMENT] = {mark};
-    if (ct_packet_put(packet, marks, sizeof marks, &err) != CT_OK ||
-        (payload != NULL &&
-         ct_packet_put(packet, PyBytes_AS_STRING(payload),
-                       (size_t)PyBytes_GET_SIZE(payload), &err) != CT_OK)) {
-        return ctpy_raise_int(&err);
-    }
-    packet->n = CT_PACKET_ALIGNMENT + /* without the padding at the end */
-                (payload == NULL ? 0 : (size_t)PyBytes_GET_SIZE(payload));
-    return 0;
-}
-
+/* Exchanges the mark and the payload (bytes, or NULL for none). */
 static PyObject *
 send(PyObject *op, char mark, PyObject *payload)
 {
-    ct_packet packet = {0};
-    PyObject *parts = NULL, *group = Py_NewRef(((Trainer *)op)->group);
-    if (write_message(&packet, mark, payload) == 0) {
-        parts = ctpy_exchange(ctpy_state_borrow(op), group, &packet);
+    PyObject *parts = NULL, *group = Py_NewRef(((Trainer *)op)->rank_group);
+    PyObject *message = PyBytes_FromStringAndSize(&mark, 1);
+    if (message != NULL && payload != NULL) {
+        PyBytes_Concat(&message, payload);
     }
-    ct_packet_fini(&packet);
+    if (message != NULL) {
+        parts = ctpy_exchange(ctpy_state_borrow(op), group, message);
+        Py_DECREF(message);
+    }
     Py_DECREF(group);
     return parts;
 }
@@ -186,14 +157,13 @@ judge_steal(PyObject *parts, const char *doing)
     PyObject *payloads = PyList_New(0);
     for (Py_ssize_t r = 0; payloads != NULL && r < PyList_GET_SIZE(parts); r++) {
         const char *message = PyBytes_AS_STRING(PyList_GET_ITEM(parts, r));
-        const Py_ssize_t n =
-            PyBytes_GET_SIZE(PyList_GET_ITEM(parts, r)) - CT_PACKET_ALIGNMENT;
+        const Py_ssize_t n = PyBytes_GET_SIZE(PyList_GET_ITEM(parts, r)) - 1;
         if (message[0] == FAILED) {
-            raise_for(doing, r, message + CT_PACKET_ALIGNMENT, n);
+            raise_for(doing, r, message + 1, n);
             Py_CLEAR(payloads);
             break;
         }
-        PyObject *payload = PyBytes_FromStringAndSize(message + CT_PACKET_ALIGNMENT, n);
+        PyObject *payload = PyBytes_FromStringAndSize(message + 1, n);
         if (payload == NULL || PyList_Append(payloads, payload) < 0) {
             Py_CLEAR(payloads);
         }
@@ -203,7 +173,7 @@ judge_steal(PyObject *parts, const char *doing)
     return payloads;
 }
 
-/* Tells the others of the exception that is set, and keeps it. */
+/* Reports the exception that is set to the other ranks; the exception stays. */
 static void
 tell_failure(PyObject *op)
 {
@@ -215,15 +185,20 @@ tell_failure(PyObject *op)
         PyErr_Clear();
     }
     if ((parts = send(op, FAILED, text)) == NULL) {
-        PyErr_Clear(); /* the first failure is the one to tell */
+        PyErr_Clear(); /* the first failure is reported */
     }
     Py_XDECREF(parts);
     Py_XDECREF(text);
     PyErr_Restore(type, value, trace);
 }
 
-PyObject *
-ctpy_account(PyObject *op, const char *doing, PyObject *payload)
+/* Says to the others how this rank has fared in what it was doing: with an exception
+ * set that it failed, else what they get of it, bytes (NULL: none). Returns the
+ * payloads of all ranks, a list in rank order; NULL with an exception when any has
+ * failed: this rank's own, or a RuntimeError that names the rank, `doing` and its
+ * error. Alone it is the list of its own payload. */
+static PyObject *
+account(PyObject *op, const char *doing, PyObject *payload)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
@@ -249,6 +224,19 @@ ctpy_account(PyObject *op, const char *doing, PyObject *payload)
     return judge_steal(parts, doing);
 }
 
+static const char Trainer__leave_ranks_doc[] =
+    "_leave_ranks($self, /)\n--\n\n"
+    "Close the group, if the trainer has joined other ranks, so that none waits for\n"
+    "this rank. Raises RuntimeError while a collective is under way.";
+
+static PyObject *
+Trainer__leave_ranks(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    return ctpy_trainer_is_alone(op)
+               ? Py_NewRef(Py_None)
+               : PyObject_CallMethod(((Trainer *)op)->rank_group, "close", NULL);
+}
+
 static const char Trainer__together_doc[] =
     "_together($self, doing, function, /)\n--\n\n"
     "Call function() on every rank and return what all returned: bytes, or None.\n\n"
@@ -272,13 +260,30 @@ Trainer__together(PyObject *op, PyObject *args, PyObject *kwargs)
                      Py_TYPE(payload)->tp_name);
         Py_CLEAR(payload);
     }
-    all = ctpy_account(op, doing, payload == Py_None ? NULL : payload);
+    all = account(op, doing, payload == Py_None ? NULL : payload);
     Py_XDECREF(payload);
     return all;
 }
 
+static const char Trainer__sum_over_ranks_doc[] =
+    "_sum_over_ranks($self, a, b, /)\n--\n\n"
+    "Return the sums over all ranks, which all have to call it, of two numbers.";
+
+static PyObject *
+Trainer__sum_over_ranks(PyObject *op, PyObject *args)
+{
+    double sums[2];
+    return PyArg_ParseTuple(args, "dd:_sum_over_ranks", &sums[0], &sums[1]) &&
+                   ctpy_trainer_reduce(op, sums, 2, CT_REDUCE_SUM) == 0
+               ? Py_BuildValue("(dd)", sums[0], sums[1])
+               : NULL;
+}
+
 PyMethodDef Trainer_engine_ranks_methods[] = {
-    {"_together", (PyCFunction)(void (*)(void))Trainer__together,
-     METH_VARARGS | METH_KEYWORDS,                                   Trainer__together_doc},
-    {NULL,        NULL,                                           0, NULL                 },
+    {"_leave_ranks",    Trainer__leave_ranks,                           METH_NOARGS,  Trainer__leave_ranks_doc},
+    {"_sum_over_ranks", Trainer__sum_over_ranks,                        METH_VARARGS,
+     Trainer__sum_over_ranks_doc                                                                              },
+    {"_together",       (PyCFunction)(void (*)(void))Trainer__together,
+     METH_VARARGS | METH_KEYWORDS,                                                    Trainer__together_doc   },
+    {NULL,              NULL,                                           0,            NULL                    },
 };

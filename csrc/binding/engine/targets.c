@@ -2,18 +2,20 @@
  * count, and evaluation weighs batches. */
 #include "binding/engine/targets.h"
 
+#include "binding/engine/adapt.h"
+
 #include "binding/runtime/buffer.h"
 #include "binding/runtime/nested.h"
 
 #include "core/data/targets.h"
 
-/* The labels that the loss is a mean over, or NULL where the batch has none. */
+/* The labels that the loss is a mean over, or NULL for a batch without labels. */
 static PyObject *
 batch_labels(PyObject *batch, ctpy_state *names, bool *shifted, int *failed)
 {
     PyObject *found = ctpy_batch_entry(batch, names->str_shift_labels, failed);
     if (found != NULL) {
-        *shifted = false; /* the collator has shifted them */
+        *shifted = false; /* by the collator */
         return found;
     }
     return *failed ? NULL : ctpy_batch_entry(batch, names->str_labels, failed);
@@ -35,15 +37,14 @@ last_dimension(PyObject *op, ctpy_state *names, size_t *length)
     return n < 0 || PyErr_Occurred() ? -1 : 0;
 }
 
-/* Targets among labels that are not plain int64 host memory: asked of the framework.
- * -1 without an exception where they cannot be counted. */
+/* Targets among labels that are not plain int64 host memory, by the framework; -1
+ * without an exception for labels that cannot be counted. */
 static int64_t
 count_by_framework(PyObject *op, PyObject *labels, bool shifted, ctpy_state *names)
 {
     int64_t n = -1;
-    PyObject *stack[] = {op, labels, shifted ? Py_True : Py_False};
-    PyObject *answer =
-        PyObject_VectorcallMethod(names->str__count_targets, stack, 3, NULL);
+    PyObject *stack[] = {labels, shifted ? Py_True : Py_False};
+    PyObject *answer = ctpy_ask_adapter(op, names->str_count_targets, stack, 2);
     if (answer != NULL && answer != Py_None) {
         n = PyLong_AsLongLong(answer);
     }

@@ -4,11 +4,11 @@
 
 #include "binding/runtime/ctpy.h"
 
-/* Targets of one batch: labels that are not -100; -1 where it has no labels to count,
+/* Targets of a batch: labels that are not -100; -1 for a batch without labels to count,
  * with *failed set on error. */
 int64_t ctpy_count_targets(PyObject *op, PyObject *batch, int *failed);
 
-/* The same of a list of batches; -1 for an empty one too. */
+/* The same of a list of batches; -1 for an empty list too. */
 int64_t ctpy_count_batches(PyObject *op, PyObject *batches, int *failed);
 
 #endif

@@ -1,232 +1,203 @@
-/* Trainer: evaluation_loop, the batches of evaluate and predict. */
+/* Trainer: the batches of an evaluation, run and brought into host memory.
+ *
+ * Python's evaluation_loop prepares the model and computes the metrics; here each batch
+ * goes through prediction_step, and the values go into the sinks. Sums of losses are in
+ * double. On several ranks each sink gets the rows of all, in rank order. */
 #include "binding/callbacks/handler.h"
 #include "binding/comm/communicator.h"
+#include "binding/engine/adapt.h"
+#include "binding/engine/targets.h"
 #include "binding/evaluate/evaluate.h"
+#include "binding/runtime/nested.h"
+#include "binding/runtime/signals.h"
 
-static void
-loop_fini(ctpy_eval_loop *loop)
-{
-    PyObject **fields[] = {&loop->args,      &loop->loader,      &loop->model,
-                           &loop->loss_only, &loop->ignore_keys, &loop->main_input_name,
-                           &loop->gather,    &loop->preprocess,  &loop->compute_metrics,
-                           &loop->metrics,   &loop->uncast};
-    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
-        Py_CLEAR(*fields[i]);
-    }
-    Py_CLEAR(loop->ranks.group);
-    ctpy_eval_store_fini(&loop->store);
-}
+/* One run of the loop. Borrowed from the arguments, but for `waiting` and the group. */
+typedef struct eval_loop {
+    PyObject *op, *model;
+    PyObject *loss_only;     /* bool, for prediction_step */
+    PyObject *ignore_keys;   /* for prediction_step, or None */
+    PyObject *sinks;         /* tuple: ArrayAccumulator or list for each kind */
+    PyObject *keep_input;    /* inputs -> the inputs for compute_metrics, or None */
+    PyObject *keep_losses;   /* (loss, rows) -> None, or None */
+    PyObject *preprocess;    /* preprocess_logits_for_metrics, or None */
+    PyObject *gather;        /* the user's gather_function, or None */
+    PyObject *on_batch;      /* compute_metrics by batch, or None */
+    PyObject *waiting;       /* list of batches that are still on the device */
+    Py_ssize_t max_waiting;  /* 0 for a model in host memory */
+    Py_ssize_t default_rows; /* of a batch without a tensor */
+    int keeps_values;        /* predictions, labels and inputs go into the sinks */
+    int by_token;            /* weigh batches by their targets too */
+    ctpy_eval_ranks ranks;
+    bool has_loss;
+    Py_ssize_t n_batches;          /* that have run on this rank */
+    Py_ssize_t n_rows;             /* of all ranks */
+    double loss_sum, loss_rows;    /* of each row the batch's loss */
+    double token_sum, token_count; /* of each target the batch's loss */
+} eval_loop;
 
-/* len(op), or -1 where it has none, and with an exception that cannot be forgiven. */
-static Py_ssize_t
-length_or_unknown(PyObject *op)
-{
-    const Py_ssize_t n = PyObject_Size(op);
-    (void)(n < 0 && ctpy_forgive());
-    return n;
-}
-
-static Py_ssize_t
-dataset_length(PyObject *loader, const ctpy_state *names)
-{
-    int failed;
-    PyObject *dataset = ctpy_get_optional(loader, names->str_dataset, &failed);
-    const Py_ssize_t n = dataset == NULL ? -1 : length_or_unknown(dataset);
-    Py_XDECREF(dataset);
-    (void)(n < 0 && ctpy_forgive());
-    return n;
-}
-
-/* "inputs" in args.include_for_metrics: the name of the input that is kept. */
-static int
-read_main_input(ctpy_eval_loop *loop, const ctpy_state *names)
-{
-    int failed;
-    PyObject *wanted = PyObject_GetAttr(loop->args, names->str_include_for_metrics);
-    int keeps = wanted == NULL ? -1 : PySequence_Contains(wanted, names->str_inputs);
-    Py_XDECREF(wanted);
-    if (keeps <= 0) {
-        return keeps;
-    }
-    PyObject *model = PyObject_GetAttr(loop->op, names->str_model);
-    if (model == NULL) {
-        return -1;
-    }
-    loop->main_input_name =
-        ctpy_get_optional(model, names->str_main_input_name, &failed);
-    Py_DECREF(model);
-    if (loop->main_input_name == NULL && !failed) {
-        loop->main_input_name = Py_NewRef(names->str_input_ids);
-    }
-    return failed ? -1 : 0;
-}
-
-/* A gather_function that somebody has set on this trainer; ours goes with the store. */
-static int
-read_gather(ctpy_eval_loop *loop, const ctpy_state *names)
-{
-    PyObject *fields = PyObject_GenericGetDict(loop->op, NULL);
-    PyObject *found = fields == NULL
-                          ? NULL
-                          : PyDict_GetItemWithError(fields, names->str_gather_function);
-    loop->gather = found == NULL || found == Py_None ? NULL : Py_NewRef(found);
-    loop->ranks.gathered = loop->gather != NULL;
-    Py_XDECREF(fields);
-    return PyErr_Occurred() ? -1 : 0;
-}
+/* ---- into the sinks -------------------------------------------------------------- */
 
 static int
-read_settings(ctpy_eval_loop *loop, PyObject *loss_only, const ctpy_state *names)
+keep_value(const eval_loop *loop, const ctpy_state *names, int kind, PyObject *value)
 {
-    int64_t rows;
-    if ((loop->args = PyObject_GetAttr(loop->op, names->str_args)) == NULL) {
-        return -1;
+    PyObject *sink = PyTuple_GET_ITEM(loop->sinks, kind);
+    if (!PyList_Check(sink)) {
+        PyObject *answer = PyObject_CallMethodOneArg(sink, names->str_append, value);
+        Py_XDECREF(answer);
+        return answer == NULL ? -1 : 0;
     }
-    loop->loss_only =
-        loss_only != Py_None
-            ? Py_NewRef(loss_only)
-            : PyObject_GetAttr(loop->args, names->str_prediction_loss_only);
-    if (loop->loss_only == NULL ||
-        ctpy_get_bool(loop->op, names->str_is_in_train, &loop->in_train) < 0 ||
-        ctpy_get_bool(loop->args, names->str_batch_eval_metrics, &loop->by_batch) < 0 ||
-        ctpy_get_int64(loop->args, names->str_eval_batch_size, &rows) < 0 ||
-        read_main_input(loop, names) < 0 || read_gather(loop, names) < 0) {
-        return -1;
-    }
-    loop->default_rows = (Py_ssize_t)rows;
-    loop->preprocess =
-        PyObject_GetAttr(loop->op, names->str_preprocess_logits_for_metrics);
-    loop->compute_metrics = PyObject_GetAttr(loop->op, names->str_compute_metrics);
-    return loop->preprocess == NULL || loop->compute_metrics == NULL ? -1 : 0;
-}
-
-static int
-tell(const ctpy_eval_loop *loop, PyObject *description, Py_ssize_t n_rows)
-{
-    PyObject *logging = PyImport_ImportModule("logging"), *logger = NULL, *text = NULL;
-    PyObject *answer = NULL;
-    char count[32] = ": Unknown";
-    if (n_rows >= 0) {
-        (void)snprintf(count, sizeof count, " = %zd", n_rows);
-    }
-    text = PyUnicode_FromFormat("***** Running %S *****\n  Num examples%s\n"
-                                "  Batch size = %zd",
-                                description, count, loop->default_rows);
-    if (logging != NULL && text != NULL &&
-        (logger = PyObject_CallMethod(logging, "getLogger", "s", "ctrainer.trainer")) !=
-            NULL) {
-        answer = PyObject_CallMethod(logger, "info", "sO", "%s", text);
-    }
-    Py_XDECREF(answer);
-    Py_XDECREF(logger);
-    Py_XDECREF(text);
-    Py_XDECREF(logging);
-    return answer == NULL ? -1 : 0;
-}
-
-static int
-set_eval_dataloader(const ctpy_eval_loop *loop, const ctpy_state *names)
-{
-    PyObject *handler = PyObject_GetAttr(loop->op, names->str_callback_handler);
-    int result = handler == NULL ? -1
-                                 : PyObject_SetAttr(handler, names->str_eval_dataloader,
-                                                    loop->loader);
-    Py_XDECREF(handler);
+    PyObject *arrays = ctpy_numpify_all(value, names);
+    int result = arrays == NULL ? -1 : PyList_Append(sink, arrays);
+    Py_XDECREF(arrays);
     return result;
 }
 
-/* Ctrl-C and SIGTERM while training only set a flag. */
 static int
-check_stop(void)
+add_loss(eval_loop *loop, const ctpy_state *names, const ctpy_eval_batch *batch)
 {
-    if (ctpy_stop_requested()) {
-        PyErr_SetNone(PyExc_KeyboardInterrupt);
+    double value;
+    if (ctpy_eval_loss_value(batch->loss, names, &value) < 0) {
         return -1;
+    }
+    loop->has_loss = true;
+    loop->loss_sum += value * (double)batch->rows;
+    loop->loss_rows += (double)batch->rows;
+    if (batch->targets > 0) { /* without targets the mean is 0 / 0 */
+        loop->token_sum += value * (double)batch->targets;
+        loop->token_count += (double)batch->targets;
+    }
+    if (loop->keep_losses == Py_None) {
+        return 0;
+    }
+    PyObject *answer =
+        PyObject_CallFunction(loop->keep_losses, "dn", value, batch->rows);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+/* Puts the batch of a rank into the sinks. */
+static int
+commit_one(eval_loop *loop, ctpy_state *names, const ctpy_eval_batch *batch)
+{
+    loop->n_rows += batch->rows;
+    if (batch->loss != Py_None && add_loss(loop, names, batch) < 0) {
+        return -1;
+    }
+    for (int kind = 0; kind < CTPY_EVAL_KINDS; kind++) {
+        if (batch->values[kind] != Py_None &&
+            keep_value(loop, names, kind, batch->values[kind]) < 0) {
+            return -1;
+        }
     }
     return 0;
 }
 
-/* compute_metrics(EvalPrediction(one batch), compute_result=is_last) */
+typedef struct batch_visit {
+    eval_loop *loop;
+    ctpy_state *names;
+    bool round_is_last;
+} batch_visit;
+
 static int
-metrics_of_batch(ctpy_eval_loop *loop, const ctpy_eval_batch *batch, int is_last,
-                 const ctpy_state *names)
+visit_commit(void *context, const ctpy_eval_batch *batch, bool Py_UNUSED(last))
 {
-    PyObject *losses = Py_NewRef(Py_None), *options = NULL, *prediction = NULL;
-    int result = -1;
-    if (loop->compute_metrics == Py_None ||
-        batch->values[CTPY_EVAL_PREDICTIONS] == Py_None ||
-        batch->values[CTPY_EVAL_LABELS] == Py_None) {
-        Py_DECREF(losses);
-        return 0;
-    }
-    if (loop->store.keep_losses && batch->loss != Py_None) {
-        Py_SETREF(losses, PyObject_CallMethod(batch->loss, "repeat", "n", batch->rows));
-    }
-    if (losses != NULL) {
-        options = Py_BuildValue("{s:O,s:O,s:O,s:O}", "predictions",
-                                batch->values[CTPY_EVAL_PREDICTIONS], "label_ids",
-                                batch->values[CTPY_EVAL_LABELS], "losses", losses,
-                                "inputs", batch->whole);
-    }
-    if (options != NULL) {
-        prediction = ctpy_eval_utility("EvalPrediction", PyTuple_New(0), options);
-    }
-    if (prediction != NULL) {
-        PyObject *stack[] = {prediction, is_last ? Py_True : Py_False};
-        Py_XSETREF(loop->metrics, PyObject_Vectorcall(loop->compute_metrics, stack, 1,
-                                                      names->kw_compute_result));
-        result = loop->metrics == NULL ? -1 : 0;
-    }
-    Py_XDECREF(prediction);
-    Py_XDECREF(options);
-    Py_XDECREF(losses);
-    return result;
+    const batch_visit *v = context;
+    return commit_one(v->loop, v->names, batch);
 }
 
-/* Stores one batch, and lets compute_metrics see it where it sees each alone. */
+/* Puts the batches of all ranks in this round into the sinks. */
 static int
-keep_batch(ctpy_eval_loop *loop, const ctpy_eval_batch *batch, int is_last,
+commit(eval_loop *loop, ctpy_state *names, const ctpy_eval_batch *batch)
+{
+    batch_visit context = {.loop = loop, .names = names};
+    return loop->ranks.group == NULL || loop->on_batch != Py_None
+               ? commit_one(loop, names, batch)
+               : ctpy_eval_exchange(&loop->ranks, names, batch, false, visit_commit,
+                                    &context);
+}
+
+/* Brings the first n waiting batches into host memory. */
+static int
+commit_waiting(eval_loop *loop, ctpy_state *names, Py_ssize_t n)
+{
+    for (Py_ssize_t i = 0; i < n; i++) {
+        ctpy_eval_batch batch = {.whole = Py_None};
+        long long targets;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(loop->waiting, i), "OOOOnL",
+                              &batch.values[0], &batch.values[1], &batch.values[2],
+                              &batch.loss, &batch.rows, &targets)) {
+            return -1;
+        }
+        batch.targets = targets;
+        if (commit(loop, names, &batch) < 0) {
+            return -1;
+        }
+    }
+    return PyList_SetSlice(loop->waiting, 0, n, NULL);
+}
+
+/* Adds a batch; on a device the batch may wait until the next batches are under way, so
+ * that the copy overlaps with a forward. */
+static int
+add_batch(eval_loop *loop, ctpy_state *names, const ctpy_eval_batch *batch)
+{
+    if (loop->max_waiting == 0) {
+        return commit(loop, names, batch);
+    }
+    PyObject *item =
+        Py_BuildValue("(OOOOnL)", batch->values[0], batch->values[1], batch->values[2],
+                      batch->loss, batch->rows, (long long)batch->targets);
+    int result = item == NULL ? -1 : PyList_Append(loop->waiting, item);
+    Py_XDECREF(item);
+    return result == 0 && PyList_GET_SIZE(loop->waiting) > loop->max_waiting
+               ? commit_waiting(loop, names, loop->max_waiting)
+               : result;
+}
+
+/* Stores a batch, and passes the batch to compute_metrics by batch. */
+static int
+keep_batch(eval_loop *loop, const ctpy_eval_batch *batch, bool is_last,
            ctpy_state *names)
 {
     ctpy_eval_batch kept = *batch;
-    if (loop->by_batch && !loop->is_prediction) {
-        for (int kind = 0; kind < CTPY_EVAL_LOSSES; kind++) {
-            kept.values[kind] = Py_None;
-        }
+    for (int kind = 0; !loop->keeps_values && kind < CTPY_EVAL_KINDS; kind++) {
+        kept.values[kind] = Py_None;
     }
-    if (ctpy_eval_store_add(&loop->store, names, &kept) < 0) {
+    if (add_batch(loop, names, &kept) < 0) {
         return -1;
     }
-    return loop->by_batch ? metrics_of_batch(loop, batch, is_last, names) : 0;
+    if (loop->on_batch == Py_None) {
+        return 0;
+    }
+    PyObject *answer = PyObject_CallFunction(
+        loop->on_batch, "OOOOnO", batch->values[CTPY_EVAL_PREDICTIONS],
+        batch->values[CTPY_EVAL_LABELS], batch->whole, batch->loss, batch->rows,
+        is_last ? Py_True : Py_False);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
 }
 
-/* A batch that has run: what is kept of it, owned here. */
+/* ---- a batch --------------------------------------------------------------------- */
+
+/* A batch that has run, with the values that are kept. */
 typedef struct taken_batch {
-    ctpy_eval_batch batch; /* borrowed from below */
+    ctpy_eval_batch batch; /* borrowed from the fields below */
     PyObject *answer;      /* of prediction_step */
-    PyObject *kept[CTPY_EVAL_LOSSES];
+    PyObject *kept[CTPY_EVAL_KINDS];
 } taken_batch;
 
 static void
 taken_fini(taken_batch *taken)
 {
-    for (int kind = 0; kind < CTPY_EVAL_LOSSES; kind++) {
+    for (int kind = 0; kind < CTPY_EVAL_KINDS; kind++) {
         Py_CLEAR(taken->kept[kind]);
     }
     Py_CLEAR(taken->answer);
 }
 
-static PyObject *
-gathered(const ctpy_eval_loop *loop, PyObject *value)
-{
-    return loop->gather == NULL || value == Py_None
-               ? Py_NewRef(value)
-               : PyObject_CallOneArg(loop->gather, value);
-}
-
 /* prediction_step's answer, checked, since overrides come from anywhere. */
 static PyObject *
-predict_batch(ctpy_eval_loop *loop, PyObject *inputs, const ctpy_state *names)
+predict_batch(eval_loop *loop, PyObject *inputs, const ctpy_state *names)
 {
     PyObject *stack[] = {loop->model, inputs, loop->loss_only, loop->ignore_keys};
     PyObject *answer = ctpy_call_adapted(loop->op, names->str_prediction_step, stack, 3,
@@ -244,60 +215,61 @@ predict_batch(ctpy_eval_loop *loop, PyObject *inputs, const ctpy_state *names)
     return answer;
 }
 
-/* The predictions as they are kept: preprocessed, gathered. */
+/* The value as joined over the ranks by the user's gather_function. */
 static PyObject *
-kept_predictions(const ctpy_eval_loop *loop, PyObject *logits, PyObject *labels)
+gathered_steal(const eval_loop *loop, PyObject *value)
 {
-    if (logits == Py_None || loop->preprocess == Py_None) {
-        return gathered(loop, logits);
-    }
-    PyObject *stack[] = {NULL, logits, labels};
-    PyObject *kept = PyObject_Vectorcall(loop->preprocess, &stack[1],
-                                         2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-    if (kept != NULL) {
-        Py_SETREF(kept, gathered(loop, kept));
-    }
-    return kept;
-}
-
-static PyObject *
-kept_inputs(const ctpy_eval_loop *loop, PyObject *inputs, const ctpy_state *names)
-{
-    if (loop->main_input_name == NULL) {
-        return Py_NewRef(Py_None);
-    }
-    const int kind = ctpy_kind_of(inputs);
-    PyObject *value = NULL;
-    if (kind == CTPY_MAPPING) {
-        value = PyObject_GetItem(inputs, loop->main_input_name);
-    }
-    else if (kind >= 0) {
-        PyErr_Format(PyExc_TypeError,
-                     "include_for_metrics has 'inputs', which are the batch's %R, and "
-                     "the batch is a %.100s; return dicts from the data_collator, or "
-                     "leave 'inputs' out",
-                     loop->main_input_name, Py_TYPE(inputs)->tp_name);
-    }
-    if (value != NULL) {
-        Py_SETREF(value, PyObject_CallMethodOneArg(loop->op, names->str__prepare_input,
-                                                   value));
-    }
-    if (value != NULL) {
-        Py_SETREF(value, gathered(loop, value));
+    if (value != NULL && loop->gather != Py_None && value != Py_None) {
+        Py_SETREF(value, PyObject_CallOneArg(loop->gather, value));
     }
     return value;
 }
 
-/* Targets of the batch for the mean by token; 0 when that is not asked for. */
+/* The predictions to keep. */
+static PyObject *
+preprocessed(const eval_loop *loop, PyObject *logits, PyObject *labels)
+{
+    if (logits == Py_None || loop->preprocess == Py_None) {
+        return Py_NewRef(logits);
+    }
+    PyObject *stack[] = {NULL, logits, labels};
+    return PyObject_Vectorcall(loop->preprocess, &stack[1],
+                               2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+}
+
 static int
-count_batch(const ctpy_eval_loop *loop, PyObject *inputs, int64_t *targets)
+keep_all(const eval_loop *loop, PyObject *inputs, taken_batch *taken)
+{
+    ctpy_eval_batch *batch = &taken->batch;
+    PyObject *logits = PyTuple_GET_ITEM(taken->answer, 1);
+    PyObject *labels = PyTuple_GET_ITEM(taken->answer, 2);
+    PyObject **kept = taken->kept;
+    kept[CTPY_EVAL_PREDICTIONS] =
+        gathered_steal(loop, preprocessed(loop, logits, labels));
+    if (kept[CTPY_EVAL_PREDICTIONS] != NULL) {
+        kept[CTPY_EVAL_LABELS] = gathered_steal(loop, Py_NewRef(labels));
+    }
+    if (kept[CTPY_EVAL_LABELS] != NULL) {
+        kept[CTPY_EVAL_INPUTS] =
+            gathered_steal(loop, loop->keep_input == Py_None
+                                     ? Py_NewRef(Py_None)
+                                     : PyObject_CallOneArg(loop->keep_input, inputs));
+    }
+    for (int kind = 0; kind < CTPY_EVAL_KINDS; kind++) {
+        batch->values[kind] = kept[kind];
+    }
+    batch->loss = PyTuple_GET_ITEM(taken->answer, 0);
+    batch->whole =
+        loop->on_batch != Py_None && loop->keep_input != Py_None ? inputs : Py_None;
+    return kept[CTPY_EVAL_INPUTS] == NULL ? -1 : 0;
+}
+
+/* Targets of the batch for the mean by token; 0 when nobody asks for that mean. */
+static int
+count_batch(const eval_loop *loop, PyObject *inputs, int64_t *targets)
 {
     int failed = 0;
-    *targets = 0;
-    if (!loop->store.by_token) {
-        return 0;
-    }
-    *targets = ctpy_count_targets(loop->op, inputs, &failed);
+    *targets = loop->by_token ? ctpy_count_targets(loop->op, inputs, &failed) : 0;
     if (!failed && *targets < 0) {
         PyErr_SetString(PyExc_ValueError,
                         "eval_loss_by_token needs a batch with 'labels' to count; this "
@@ -307,9 +279,9 @@ count_batch(const ctpy_eval_loop *loop, PyObject *inputs, int64_t *targets)
     return failed ? -1 : 0;
 }
 
-/* Runs one batch. Whatever this returns, taken_fini has to follow. */
+/* Runs a batch. taken_fini has to follow, also after a failure. */
 static int
-take_batch(ctpy_eval_loop *loop, PyObject *inputs, taken_batch *taken,
+take_batch(eval_loop *loop, PyObject *inputs, taken_batch *taken,
            const ctpy_state *names)
 {
     ctpy_eval_batch *batch = &taken->batch;
@@ -319,26 +291,25 @@ take_batch(ctpy_eval_loop *loop, PyObject *inputs, taken_batch *taken,
     }
     batch->rows = batch->rows < 0 ? loop->default_rows : batch->rows;
     loop->n_batches++;
-    if ((taken->answer = predict_batch(loop, inputs, names)) == NULL) {
+    taken->answer = predict_batch(loop, inputs, names);
+    return taken->answer == NULL ? -1 : keep_all(loop, inputs, taken);
+}
+
+/* Ctrl-C and SIGTERM while training only set a flag. */
+static int
+check_stop(void)
+{
+    if (ctpy_stop_requested()) {
+        PyErr_SetNone(PyExc_KeyboardInterrupt);
         return -1;
     }
-    PyObject *logits = PyTuple_GET_ITEM(taken->answer, 1),
-             *labels = PyTuple_GET_ITEM(taken->answer, 2);
-    if ((taken->kept[0] = kept_predictions(loop, logits, labels)) == NULL ||
-        (taken->kept[1] = gathered(loop, labels)) == NULL ||
-        (taken->kept[2] = kept_inputs(loop, inputs, names)) == NULL) {
-        return -1;
-    }
-    for (int kind = 0; kind < CTPY_EVAL_LOSSES; kind++) {
-        batch->values[kind] = taken->kept[kind];
-    }
-    batch->loss = PyTuple_GET_ITEM(taken->answer, 0);
-    batch->whole = loop->by_batch && loop->main_input_name != NULL ? inputs : Py_None;
     return 0;
 }
 
+/* ---- a trainer that is alone ----------------------------------------------------- */
+
 static int
-run_batch(ctpy_eval_loop *loop, PyObject *inputs, int is_last, ctpy_state *names)
+run_batch(eval_loop *loop, PyObject *inputs, bool is_last, ctpy_state *names)
 {
     taken_batch taken;
     int result = take_batch(loop, inputs, &taken, names);
@@ -351,15 +322,16 @@ run_batch(ctpy_eval_loop *loop, PyObject *inputs, int is_last, ctpy_state *names
     return result;
 }
 
-/* All batches of a trainer that is alone. Which is the last is known only by asking for
- * one more, and only compute_metrics by batch wants to know. */
+/* A batch is known to be the last only after a request for another; only
+ * compute_metrics by batch wants to know. */
 static int
-run_alone(ctpy_eval_loop *loop, PyObject *iterator, ctpy_state *names)
+run_alone(eval_loop *loop, PyObject *iterator, ctpy_state *names)
 {
+    const bool by_batch = loop->on_batch != Py_None;
     PyObject *inputs = PyIter_Next(iterator), *next = NULL;
     int result = 0;
     while (result == 0 && inputs != NULL) {
-        if (loop->by_batch) {
+        if (by_batch) {
             next = PyIter_Next(iterator);
             result = PyErr_Occurred() ? -1 : 0;
         }
@@ -367,97 +339,93 @@ run_alone(ctpy_eval_loop *loop, PyObject *iterator, ctpy_state *names)
             result = run_batch(loop, inputs, next == NULL, names);
         }
         Py_DECREF(inputs);
-        inputs = loop->by_batch || result < 0 ? next : PyIter_Next(iterator);
+        inputs = by_batch || result < 0 ? next : PyIter_Next(iterator);
         next = NULL;
     }
     Py_XDECREF(inputs);
     return result < 0 || PyErr_Occurred() ? -1 : 0;
 }
 
-typedef struct batch_visit {
-    ctpy_eval_loop *loop;
-    ctpy_state *names;
-    bool round_is_last;
-} batch_visit;
+/* ---- several ranks --------------------------------------------------------------- */
 
 static int
 visit_keep(void *context, const ctpy_eval_batch *batch, bool last)
 {
-    batch_visit *v = context;
+    const batch_visit *v = context;
     return keep_batch(v->loop, batch, last && v->round_is_last, v->names);
 }
 
-/* The batches of this round, of all ranks: by way of the store, which may let them wait
- * on the device, unless compute_metrics is to see each. */
+/* The batches of this round, of all ranks: they may wait on the device, but not with
+ * compute_metrics by batch. */
 static int
-keep_round(ctpy_eval_loop *loop, const ctpy_eval_batch *own, bool is_last,
-           ctpy_state *names)
+keep_round(eval_loop *loop, const ctpy_eval_batch *own, bool is_last, ctpy_state *names)
 {
     batch_visit context = {loop, names, is_last};
-    const int failed = loop->by_batch ? ctpy_eval_share(&loop->ranks, names, own, true,
-                                                        visit_keep, &context)
-                                      : keep_batch(loop, own, is_last, names);
+    const int failed =
+        loop->on_batch != Py_None
+            ? ctpy_eval_exchange(&loop->ranks, names, own, true, visit_keep, &context)
+            : keep_batch(loop, own, is_last, names);
     return failed < 0
                ? -1
                : ctpy_trainer_fire(loop->op, names->str_on_prediction_step, NULL);
 }
 
-/* One round: this rank's batch, or its last one again, which then counts for nothing.
- * *inputs becomes the next batch, NULL when there is none. Returns how many ranks go
- * on, or -1. */
+/* One round: this rank's batch, or the last batch again as a dummy batch. *inputs
+ * becomes the next batch, NULL at the end. Returns how many ranks continue, or -1. */
 static int
-run_round(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs, PyObject **dummy,
+run_round(eval_loop *loop, PyObject *iterator, PyObject **inputs, PyObject **dummy,
           ctpy_state *names)
 {
+    Trainer *self = (Trainer *)loop->op;
     taken_batch taken = {0};
-    int first, going;
+    int first, continuing;
     const bool counts = *inputs != NULL;
     if (counts) {
         Py_XSETREF(*dummy, *inputs);
         *inputs = NULL;
     }
-    ((Trainer *)loop->op)->dummy_batch = !counts;
+    self->dummy_batch = !counts;
     if (check_stop() == 0 && take_batch(loop, *dummy, &taken, names) == 0) {
         taken.batch.rows = counts ? taken.batch.rows : 0;
         *inputs = counts ? PyIter_Next(iterator) : NULL;
     }
-    ((Trainer *)loop->op)->dummy_batch = false;
-    going = ctpy_eval_sync_round(&loop->ranks, names, *inputs != NULL, &first);
-    if (going >= 0 && keep_round(loop, &taken.batch, going == 0, names) < 0) {
-        going = -1;
+    self->dummy_batch = false;
+    continuing = ctpy_eval_sync_round(&loop->ranks, names, *inputs != NULL, &first);
+    if (continuing >= 0 && keep_round(loop, &taken.batch, continuing == 0, names) < 0) {
+        continuing = -1;
     }
     taken_fini(&taken);
-    return going;
+    return continuing;
 }
 
 static int
-run_rounds(ctpy_eval_loop *loop, PyObject *iterator, PyObject **inputs,
-           PyObject **dummy, ctpy_state *names)
+run_rounds(eval_loop *loop, PyObject *iterator, PyObject **inputs, PyObject **dummy,
+           ctpy_state *names)
 {
     const ct_comm *comm = ctpy_comm_borrow(names, loop->ranks.group);
-    int first, going = -1;
+    int first, continuing = -1;
     if (comm != NULL) {
         *inputs = PyIter_Next(iterator);
-        going = ctpy_eval_sync_round(&loop->ranks, names, *inputs != NULL, &first);
+        continuing = ctpy_eval_sync_round(&loop->ranks, names, *inputs != NULL, &first);
     }
-    if (going > 0 && going < comm->world_size) { /* some have nothing to run at all */
+    if (continuing > 0 && continuing < comm->world_size) { /* some have no batch */
         *dummy = ctpy_eval_broadcast_batch(&loop->ranks, names, *inputs, first);
-        going = *dummy == NULL ? -1 : going;
+        continuing = *dummy == NULL ? -1 : continuing;
     }
-    while (going > 0) {
-        going = run_round(loop, iterator, inputs, dummy, names);
+    while (continuing > 0) {
+        continuing = run_round(loop, iterator, inputs, dummy, names);
     }
-    return going;
+    return continuing;
 }
 
-/* Batches that the ranks run side by side; a failure of one is a failure of all. */
+/* Batches that the ranks run side by side; a failure of a rank is raised on all. */
 static int
-run_together(ctpy_eval_loop *loop, PyObject *iterator, ctpy_state *names)
+run_together(eval_loop *loop, PyObject *iterator, ctpy_state *names)
 {
     PyObject *inputs = NULL, *dummy = NULL;
     int first;
     int result = run_rounds(loop, iterator, &inputs, &dummy, names);
-    if (result < 0 && !loop->ranks.told) {
+    if (result < 0 && !loop->ranks.reported) {
         result = ctpy_eval_sync_round(&loop->ranks, names, false, &first);
     }
     Py_XDECREF(inputs);
@@ -465,586 +433,77 @@ run_together(ctpy_eval_loop *loop, PyObject *iterator, ctpy_state *names)
     return result;
 }
 
-/* The loader's batches: by _evaluation_batches(), which Python's Trainer has. */
+/* ---- the method ------------------------------------------------------------------ */
+
+/* The mean; None without a value, NaN of nothing. */
 static PyObject *
-batches_of(const ctpy_eval_loop *loop, const ctpy_state *names)
+mean_or_none(bool has, double sum, double n)
 {
-    PyObject *method, *batches = loop->loader;
-    const int found = ctpy_lookup(loop->op, names->str__evaluation_batches, &method);
-    if (found <= 0) {
-        return found < 0 ? NULL : PyObject_GetIter(batches);
-    }
-    batches = PyObject_CallOneArg(method, loop->loader);
-    Py_DECREF(method);
-    if (batches == NULL) {
-        return NULL;
-    }
-    PyObject *iterator = PyObject_GetIter(batches);
-    Py_DECREF(batches);
-    return iterator;
+    return has ? PyFloat_FromDouble(n > 0.0 ? sum / n : Py_NAN) : Py_NewRef(Py_None);
 }
 
-/* Runs every batch of the loader through prediction_step and into the store. Returns 0,
- * or -1 with an exception; KeyboardInterrupt when a signal asked the run to end. */
-static int
-ctpy_eval_run(ctpy_eval_loop *loop, ctpy_state *names)
+static PyObject *
+run_loop(eval_loop *loop, PyObject *batches, ctpy_state *names)
 {
-    PyObject *iterator = batches_of(loop, names);
+    PyObject *iterator = PyObject_GetIter(batches);
     if (iterator == NULL) {
-        return -1;
+        return NULL;
     }
     int result = loop->ranks.group == NULL ? run_alone(loop, iterator, names)
                                            : run_together(loop, iterator, names);
     Py_DECREF(iterator);
-    return result;
-}
-
-static int
-run_wrapped(ctpy_eval_loop *loop, PyObject *adapter, PyObject *description,
-            Py_ssize_t n_rows, ctpy_state *names)
-{
-    if (ctpy_eval_ready_model(loop, adapter, names) < 0 ||
-        tell(loop, description, n_rows) < 0 || set_eval_dataloader(loop, names) < 0 ||
-        ctpy_eval_drop_past(loop->op, names) < 0 || ctpy_eval_run(loop, names) < 0) {
-        return -1;
-    }
-    if (loop->n_batches == 0) {
-        PyErr_Format(PyExc_ValueError,
-                     "%S got no batch: the dataset is empty, or smaller than a batch "
-                     "with dataloader_drop_last",
-                     description);
-        return -1;
-    }
-    return 0;
-}
-
-static int
-run(ctpy_eval_loop *loop, PyObject *description, PyObject *loss_only, ctpy_state *names)
-{
-    PyObject *adapter = PyObject_GetAttr(loop->op, names->str__adapter);
-    const Py_ssize_t n_rows =
-        adapter == NULL ? -1 : dataset_length(loop->loader, names);
-    int result = -1;
-    if (!PyErr_Occurred() &&
-        ctpy_eval_ranks_init(&loop->ranks, loop->op, loop->loader) == 0 &&
-        read_settings(loop, loss_only, names) == 0 &&
-        ctpy_eval_store_init(&loop->store, loop->op, loop->args, n_rows) == 0 &&
-        (loop->model = ctpy_eval_wrap_model(loop->op, names)) != NULL) {
-        if (loop->ranks.group != NULL && !loop->by_batch) {
-            loop->store.ranks = &loop->ranks;
-        }
-        result = run_wrapped(loop, adapter, description, n_rows, names);
-        result = ctpy_eval_release_model(loop, adapter, names) < 0 ? -1 : result;
-    }
-    Py_XDECREF(adapter);
-    return result;
-}
-
-/* Rows of the data set where it knows, else those that came. */
-static int
-count_samples(const ctpy_eval_loop *loop, const ctpy_state *names, Py_ssize_t *n)
-{
-    *n = dataset_length(loop->loader, names);
-    if (*n < 0 && !PyErr_Occurred() && length_or_unknown(loop->loader) >= 0) {
-        PyObject *answer =
-            PyObject_CallMethodOneArg(loop->op, names->str_num_examples, loop->loader);
-        *n = answer == NULL ? -1 : PyLong_AsSsize_t(answer);
-        Py_XDECREF(answer);
-    }
-    if (*n < 0 && PyErr_Occurred()) {
-        return -1;
-    }
-    if (*n <= 0) {
-        *n = loop->store.n_rows;
-    }
-    return 0;
-}
-
-/* compute_metrics of everything at once, if there is something to compute from. */
-static int
-compute_whole(ctpy_eval_loop *loop, PyObject *const *arrays)
-{
-    PyObject *options, *prediction = NULL;
-    if (loop->compute_metrics == Py_None || loop->by_batch ||
-        arrays[CTPY_EVAL_PREDICTIONS] == Py_None ||
-        arrays[CTPY_EVAL_LABELS] == Py_None) {
-        return 0;
-    }
-    options =
-        Py_BuildValue("{s:O,s:O,s:O,s:O}", "predictions", arrays[CTPY_EVAL_PREDICTIONS],
-                      "label_ids", arrays[CTPY_EVAL_LABELS], "inputs",
-                      arrays[CTPY_EVAL_INPUTS], "losses", arrays[CTPY_EVAL_LOSSES]);
-    if (options != NULL) {
-        prediction = ctpy_eval_utility("EvalPrediction", PyTuple_New(0), options);
-        Py_DECREF(options);
-    }
-    if (prediction != NULL) {
-        Py_XSETREF(loop->metrics,
-                   PyObject_CallOneArg(loop->compute_metrics, prediction));
-        Py_DECREF(prediction);
-    }
-    return prediction == NULL || loop->metrics == NULL ? -1 : 0;
-}
-
-static PyObject *
-finish(ctpy_eval_loop *loop, PyObject *prefix, ctpy_state *names)
-{
-    PyObject *arrays[CTPY_EVAL_KINDS] = {NULL}, *metrics = NULL, *output = NULL;
-    Py_ssize_t n_samples;
-    if (ctpy_eval_store_flush(&loop->store, names) < 0) {
+    if (result < 0 || commit_waiting(loop, names, PyList_GET_SIZE(loop->waiting)) < 0) {
         return NULL;
     }
-    for (int kind = 0; kind < CTPY_EVAL_KINDS; kind++) {
-        if ((arrays[kind] = ctpy_eval_store_take(&loop->store, kind)) == NULL) {
-            goto done;
-        }
-    }
-    if (count_samples(loop, names, &n_samples) < 0 || compute_whole(loop, arrays) < 0 ||
-        (metrics = ctpy_eval_metrics(loop->metrics, &loop->store, prefix)) == NULL) {
-        goto done;
-    }
-    output =
-        ctpy_eval_utility("EvalLoopOutput",
-                          Py_BuildValue("(OOOn)", arrays[CTPY_EVAL_PREDICTIONS],
-                                        arrays[CTPY_EVAL_LABELS], metrics, n_samples),
-                          NULL);
-done:
-    Py_XDECREF(metrics);
-    for (int kind = 0; kind < CTPY_EVAL_KINDS; kind++) {
-        Py_XDECREF(arrays[kind]);
-    }
-    return output;
+    return Py_BuildValue("(nnNN)", loop->n_batches, loop->n_rows,
+                         mean_or_none(loop->has_loss, loop->loss_sum, loop->loss_rows),
+                         mean_or_none(loop->has_loss && loop->by_token, loop->token_sum,
+                                      loop->token_count));
 }
 
+static const char Trainer__evaluate_batches_doc[] =
+    "_evaluate_batches($self, model, batches, sinks, *, loss_only, ignore_keys,\n"
+    "                  default_rows, max_waiting, repeated_after, keeps_values,\n"
+    "                  by_token, keep_input, keep_losses, preprocess, gather,\n"
+    "                  on_batch)\n--\n\n"
+    "Run prediction_step on every batch, whose values go into the sinks: one for\n"
+    "predictions, one for labels and one for inputs, an ArrayAccumulator or a list.\n\n"
+    "Returns (batches run here, rows of all ranks, mean loss by row, mean loss by\n"
+    "target), the means None without a loss. Raises KeyboardInterrupt when a signal\n"
+    "asked the run to end.";
+
 static PyObject *
-evaluation_loop(PyObject *op, PyObject *args, PyObject *kwargs, const char *format)
+Trainer__evaluate_batches(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"dataloader",           "description",
-                               "prediction_loss_only", "ignore_keys",
-                               "metric_key_prefix",    NULL};
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *loader, *description, *loss_only = Py_None, *ignore = Py_None;
-    PyObject *prefix = names->str_eval, *output = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, &loader,
-                                     &description, &loss_only, &ignore, &prefix)) {
+    static char *keywords[] = {
+        "model",        "batches",      "sinks",       "loss_only",
+        "ignore_keys",  "default_rows", "max_waiting", "repeated_after",
+        "keeps_values", "by_token",     "keep_input",  "keep_losses",
+        "preprocess",   "gather",       "on_batch",    NULL};
+    eval_loop loop = {.op = op};
+    PyObject *batches, *result = NULL;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "OOO!$OOnnnppOOOOO:_evaluate_batches", keywords, &loop.model,
+            &batches, &PyTuple_Type, &loop.sinks, &loop.loss_only, &loop.ignore_keys,
+            &loop.default_rows, &loop.max_waiting, &loop.ranks.left, &loop.keeps_values,
+            &loop.by_token, &loop.keep_input, &loop.keep_losses, &loop.preprocess,
+            &loop.gather, &loop.on_batch)) {
         return NULL;
     }
-    ctpy_eval_loop loop = {.op = op,
-                           .loader = Py_NewRef(loader),
-                           .ignore_keys = Py_NewRef(ignore),
-                           .metrics = Py_NewRef(Py_None)};
-    const int predicts =
-        PyUnicode_Check(description) &&
-        PyUnicode_CompareWithASCIIString(description, "Prediction") == 0;
-    loop.is_prediction = predicts;
-    if (run(&loop, description, loss_only, names) == 0) {
-        output = finish(&loop, prefix, names);
-    }
-    loop_fini(&loop);
-    return output;
-}
-
-static const char Trainer_evaluation_loop_doc[] =
-    "evaluation_loop($self, dataloader, description, prediction_loss_only=None,\n"
-    "                ignore_keys=None, metric_key_prefix='eval')\n--\n\n"
-    "Run prediction_step on every batch; return EvalLoopOutput(predictions,\n"
-    "label_ids, metrics, num_samples).\n\n"
-    "Predictions and labels become arrays as the batches come, in no more memory\n"
-    "than they take; where the second dimension differs it is filled with -100.\n"
-    "<prefix>_loss is the mean over rows of their batch's loss. Raises ValueError\n"
-    "when there is no batch.";
-
-static PyObject *
-Trainer_evaluation_loop(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    return evaluation_loop(op, args, kwargs, "OO|OOO:evaluation_loop");
-}
-
-static const char Trainer_prediction_loop_doc[] =
-    "prediction_loop($self, dataloader, description, prediction_loss_only=None,\n"
-    "                ignore_keys=None, metric_key_prefix='eval')\n--\n\n"
-    "Do what evaluation_loop does, by the name it had in older releases.";
-
-static PyObject *
-Trainer_prediction_loop(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    return evaluation_loop(op, args, kwargs, "OO|OOO:prediction_loop");
-}
-
-/* Trainer: the batches of an evaluation, one after the other. */
-
-/* Trainer: prediction_step, one batch without gradients. */
-
-/* What prediction_step knows of its batch. */
-typedef struct eval_step {
-    PyObject *op, *model; /* borrowed */
-    PyObject *inputs;     /* owned: after _prepare_inputs */
-    PyObject *labels;     /* owned: detached, or None */
-    PyObject *ignore;     /* owned: list of keys of outputs that are no predictions */
-    PyObject *loss;       /* owned: detached, or NULL without one */
-    int with_loss;        /* the batch has labels, or the model a loss without */
-    int loss_only;
-} eval_step;
-
-/* None where the batch has no such entry. */
-static PyObject *
-input(PyObject *inputs, PyObject *key)
-{
-    int failed;
-    PyObject *found = ctpy_batch_entry(inputs, key, &failed);
-    return found == NULL && !failed ? Py_NewRef(Py_None) : found;
-}
-
-/* The batch's values for label_names, as a tuple; *all says that each is there. */
-static PyObject *
-take_labels(PyObject *inputs, PyObject *label_names, int *all)
-{
-    PyObject *keys = PySequence_Tuple(label_names), *values = NULL;
-    const Py_ssize_t n = keys == NULL ? 0 : PyTuple_GET_SIZE(keys);
-    *all = n > 0;
-    if (keys != NULL) {
-        values = PyTuple_New(n);
-    }
-    for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
-        PyObject *value = input(inputs, PyTuple_GET_ITEM(keys, i));
-        if (value == NULL) {
-            Py_CLEAR(values);
-            break;
-        }
-        *all = *all && value != Py_None;
-        PyTuple_SET_ITEM(values, i, value);
-    }
-    Py_XDECREF(keys);
-    return values;
-}
-
-/* Does the model return a loss without labels, as CLIP does when asked to? */
-static int
-returns_loss(PyObject *op, PyObject *inputs, const ctpy_state *names)
-{
-    PyObject *said = input(inputs, names->str_return_loss);
-    if (said == Py_None) {
-        Py_SETREF(said, PyObject_GetAttr(op, names->str_can_return_loss));
-    }
-    int result = said == NULL ? -1 : PyObject_IsTrue(said);
-    Py_XDECREF(said);
-    return result;
-}
-
-/* A list: what the caller named, or what the model's configuration says. */
-static PyObject *
-ignored_keys(PyObject *op, PyObject *given, const ctpy_state *names)
-{
-    int failed;
-    PyObject *model, *config, *keys = NULL;
-    if (given != Py_None) {
-        return PySequence_List(given);
-    }
-    if ((model = PyObject_GetAttr(op, names->str_model)) == NULL) {
+    const int n = ctpy_trainer_world_size(op);
+    loop.ranks.gathered = loop.gather != Py_None;
+    if (n < 0 || (loop.waiting = PyList_New(0)) == NULL) {
         return NULL;
     }
-    config = ctpy_get_optional(model, names->str_config, &failed);
-    Py_DECREF(model);
-    if (config == NULL) {
-        return failed ? NULL : PyList_New(0);
-    }
-    keys = ctpy_get_optional(config, names->str_keys_to_ignore_at_inference, &failed);
-    Py_DECREF(config);
-    if (keys == NULL) {
-        return failed ? NULL : Py_BuildValue("[O]", names->str_past_key_values);
-    }
-    Py_SETREF(keys, PySequence_List(keys));
-    return keys;
-}
-
-static void
-step_fini(eval_step *s)
-{
-    Py_CLEAR(s->inputs);
-    Py_CLEAR(s->labels);
-    Py_CLEAR(s->ignore);
-    Py_CLEAR(s->loss);
-}
-
-/* The labels, taken before the loss, which may pop them. A single one stands alone. */
-static PyObject *
-detached_labels(PyObject *inputs, PyObject *label_names, const ctpy_state *names)
-{
-    int all;
-    PyObject *values = take_labels(inputs, label_names, &all), *labels = NULL;
-    if (values != NULL) {
-        labels = ctpy_detach_all(values, names);
-        Py_DECREF(values);
-    }
-    if (labels != NULL && PyTuple_GET_SIZE(labels) == 1) {
-        Py_SETREF(labels, Py_NewRef(PyTuple_GET_ITEM(labels, 0)));
-    }
-    return labels;
-}
-
-/* A batch that is no mapping can be run by an override of compute_loss alone. */
-static int
-decide_loss(eval_step *s, PyObject *inputs, PyObject *label_names,
-            const ctpy_state *names)
-{
-    const int kind = ctpy_kind_of(inputs);
-    if (kind != CTPY_MAPPING) {
-        s->with_loss = 1;
-        return kind < 0 ? -1 : 0;
-    }
-    PyObject *given = take_labels(inputs, label_names, &s->with_loss);
-    if (given == NULL) {
-        return -1;
-    }
-    if (PyTuple_GET_SIZE(given) == 0) {
-        s->with_loss = returns_loss(s->op, inputs, names);
-    }
-    Py_DECREF(given);
-    return s->with_loss < 0 ? -1 : 0;
-}
-
-static int
-step_begin(eval_step *s, PyObject *inputs, PyObject *ignore, const ctpy_state *names)
-{
-    PyObject *label_names = PyObject_GetAttr(s->op, names->str_label_names);
-    int result = -1;
-    if (label_names == NULL || decide_loss(s, inputs, label_names, names) < 0 ||
-        (s->inputs = PyObject_CallMethodOneArg(s->op, names->str__prepare_inputs,
-                                               inputs)) == NULL ||
-        (s->ignore = ignored_keys(s->op, ignore, names)) == NULL) {
-        goto done;
-    }
-    s->labels = s->with_loss ? detached_labels(s->inputs, label_names, names)
-                             : Py_NewRef(Py_None);
-    result = s->labels == NULL ? -1 : 0;
-done:
-    Py_XDECREF(label_names);
-    return result;
-}
-
-/* The hook's count of the batch's targets, which compute_loss is passed. */
-static PyObject *
-count_items(const eval_step *s, const ctpy_state *names)
-{
-    PyObject *count = NULL, *device = NULL, *batches = NULL;
-    PyObject *args = PyObject_GetAttr(s->op, names->str_args);
-    if (args != NULL && (device = PyObject_GetAttr(args, names->str_device)) != NULL &&
-        (batches = Py_BuildValue("[O]", s->inputs)) != NULL) {
-        PyObject *stack[] = {s->op, batches, device};
-        count = PyObject_VectorcallMethod(names->str__get_num_items_in_batch, stack, 3,
-                                          NULL);
-    }
-    Py_XDECREF(batches);
-    Py_XDECREF(device);
-    Py_XDECREF(args);
-    return count;
-}
-
-/* A hook's loss without its graph; of several elements, their mean. */
-static PyObject *
-bare_loss(PyObject *loss, const ctpy_state *names)
-{
-    const int tensor = ctpy_is_tensor(loss);
-    if (tensor <= 0) {
-        return tensor < 0 ? NULL : Py_NewRef(loss);
-    }
-    PyObject *shape = NULL, *bare = PyObject_CallMethodNoArgs(loss, names->str_detach);
-    if (bare != NULL && (shape = PyObject_GetAttr(bare, names->str_shape)) != NULL) {
-        const Py_ssize_t ndim = PyObject_Size(shape);
-        Py_DECREF(shape);
-        if (ndim > 0) {
-            Py_SETREF(bare, PyObject_CallMethodNoArgs(bare, names->str_mean));
-        }
-        if (ndim >= 0) {
-            return bare;
-        }
-    }
-    Py_XDECREF(bare);
-    return NULL;
-}
-
-/* compute_loss(..., return_outputs=True): sets s->loss, returns the outputs. */
-static PyObject *
-loss_and_outputs(eval_step *s, const ctpy_state *names)
-{
-    PyObject *outputs = NULL, *pair = NULL, *keywords = NULL;
-    PyObject *count = count_items(s, names);
-    if (count == NULL ||
-        (keywords = PyTuple_Pack(2, names->str_return_outputs,
-                                 names->str_num_items_in_batch)) == NULL) {
-        goto done;
-    }
-    PyObject *stack[] = {s->model, s->inputs, Py_True, count};
-    pair = ctpy_call_adapted(s->op, names->str_compute_loss, stack, 2, keywords);
-    if (pair == NULL) {
-        goto done;
-    }
-    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-        PyErr_Format(PyExc_TypeError,
-                     "compute_loss(..., return_outputs=True) must return (loss, "
-                     "outputs), got a %.100s; evaluation needs the outputs",
-                     Py_TYPE(pair)->tp_name);
-        goto done;
-    }
-    s->loss = bare_loss(PyTuple_GET_ITEM(pair, 0), names);
-    outputs = s->loss == NULL ? NULL : Py_NewRef(PyTuple_GET_ITEM(pair, 1));
-done:
-    Py_XDECREF(keywords);
-    Py_XDECREF(pair);
-    Py_XDECREF(count);
-    return outputs;
-}
-
-/* model(**inputs), and what an old model wants back with its next batch. */
-static PyObject *
-outputs_alone(eval_step *s, const ctpy_state *names)
-{
-    PyObject *none = PyTuple_New(0), *keywords = PyDict_New(), *outputs = NULL;
-    if (none != NULL && keywords != NULL && PyDict_Update(keywords, s->inputs) == 0) {
-        outputs = PyObject_Call(s->model, none, keywords);
-    }
-    Py_XDECREF(keywords);
-    Py_XDECREF(none);
-    if (outputs != NULL && ctpy_eval_keep_past(s->op, outputs, names) < 0) {
-        Py_CLEAR(outputs);
-    }
-    return outputs;
-}
-
-static PyObject *
-run_forward(eval_step *s, const ctpy_state *names)
-{
-    return s->with_loss ? loss_and_outputs(s, names) : outputs_alone(s, names);
-}
-
-static PyObject *
-run_in_loss_context(eval_step *s, const ctpy_state *names)
-{
-    PyObject *context;
-    if (ctpy_enter_loss_context(s->op, &context) < 0) {
-        return NULL;
-    }
-    return ctpy_leave_context_steal(context, names->str___exit__,
-                                    run_forward(s, names));
-}
-
-static PyObject *
-run_without_gradients(eval_step *s, const ctpy_state *names)
-{
-    PyObject *context, *adapter = PyObject_GetAttr(s->op, names->str__adapter);
-    if (adapter == NULL) {
-        return NULL;
-    }
-    context = ctpy_enter_context_steal(
-        PyObject_CallMethodNoArgs(adapter, names->str_no_grad), names->str___enter__);
-    Py_DECREF(adapter);
-    return context == NULL ? NULL
-                           : ctpy_leave_context_steal(context, names->str___exit__,
-                                                      run_in_loss_context(s, names));
-}
-
-/* Values of the outputs that are predictions, as a tuple. */
-static PyObject *
-predictions_of_mapping(const eval_step *s, PyObject *outputs, const ctpy_state *names)
-{
-    PyObject *keys = NULL, *list = PyList_New(0), *result = NULL;
-    PyObject *values = ctpy_children(outputs, CTPY_MAPPING, &keys);
-    if (values == NULL || list == NULL) {
-        goto done;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); i++) {
-        PyObject *key = PyTuple_GET_ITEM(keys, i);
-        int skip = PySequence_Contains(s->ignore, key);
-        if (skip == 0 && s->with_loss) {
-            skip = PyObject_RichCompareBool(key, names->str_loss, Py_EQ);
-        }
-        if (skip < 0 ||
-            (!skip && PyList_Append(list, PyTuple_GET_ITEM(values, i)) < 0)) {
-            goto done;
-        }
-    }
-    result = PyList_AsTuple(list);
-done:
-    Py_XDECREF(values);
-    Py_XDECREF(keys);
-    Py_XDECREF(list);
-    return result;
-}
-
-/* The predictions among the outputs; a single one stands alone. A bare tensor is one
- * prediction: transformers would take its first row for the loss. */
-static PyObject *
-predictions(const eval_step *s, PyObject *outputs, const ctpy_state *names)
-{
-    PyObject *chosen = NULL, *detached = NULL;
-    const int kind = ctpy_kind_of(outputs);
-    if (kind < 0) {
-        return NULL;
-    }
-    if (kind == CTPY_MAPPING) {
-        chosen = predictions_of_mapping(s, outputs, names);
-    }
-    else if (kind == CTPY_SEQUENCE && s->with_loss) {
-        chosen = PySequence_GetSlice(outputs, 1, PY_SSIZE_T_MAX);
-    }
-    else {
-        chosen = Py_NewRef(outputs);
-    }
-    if (chosen != NULL) {
-        detached = ctpy_detach_all(chosen, names);
-        Py_DECREF(chosen);
-    }
-    if (detached != NULL && ctpy_kind_of(detached) == CTPY_SEQUENCE &&
-        PySequence_Size(detached) == 1) {
-        Py_SETREF(detached, PySequence_GetItem(detached, 0));
-    }
-    return detached;
-}
-
-static const char Trainer_prediction_step_doc[] =
-    "prediction_step($self, model, inputs, prediction_loss_only, ignore_keys=None)\n"
-    "--\n\n"
-    "Run one batch without gradients; return (loss, predictions, labels), detached.\n\n"
-    "The loss is None for a batch without labels; with prediction_loss_only so are\n"
-    "the other two. Predictions are the model's outputs but for the loss and the\n"
-    "ignore_keys (default: model.config.keys_to_ignore_at_inference).";
-
-static PyObject *
-Trainer_prediction_step(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"model", "inputs", "prediction_loss_only", "ignore_keys",
-                               NULL};
-    const ctpy_state *names = ctpy_state_borrow(op);
-    eval_step s = {.op = op};
-    PyObject *inputs, *loss_only, *ignore = Py_None, *result = NULL;
-    PyObject *outputs = NULL, *logits = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|O:prediction_step", keywords,
-                                     &s.model, &inputs, &loss_only, &ignore) ||
-        (s.loss_only = PyObject_IsTrue(loss_only)) < 0 ||
-        step_begin(&s, inputs, ignore, names) < 0 ||
-        (outputs = run_without_gradients(&s, names)) == NULL) {
-        goto done;
-    }
-    PyObject *loss = s.loss == NULL ? Py_None : s.loss;
-    if (s.loss_only) {
-        result = PyTuple_Pack(3, loss, Py_None, Py_None);
-    }
-    else if ((logits = predictions(&s, outputs, names)) != NULL) {
-        result = PyTuple_Pack(3, loss, logits, s.labels);
-    }
-done:
-    Py_XDECREF(logits);
-    Py_XDECREF(outputs);
-    step_fini(&s);
+    loop.ranks.group = n > 1 ? Py_NewRef(((Trainer *)op)->rank_group) : NULL;
+    result = run_loop(&loop, batches, ctpy_state_borrow(op));
+    Py_XDECREF(loop.ranks.group);
+    Py_DECREF(loop.waiting);
     return result;
 }
 
 PyMethodDef Trainer_evaluate_loop_methods[] = {
-    {"evaluation_loop", (PyCFunction)(void (*)(void))Trainer_evaluation_loop,
-     METH_VARARGS | METH_KEYWORDS,                                               Trainer_evaluation_loop_doc},
-    {"prediction_loop", (PyCFunction)(void (*)(void))Trainer_prediction_loop,
-     METH_VARARGS | METH_KEYWORDS,                                               Trainer_prediction_loop_doc},
-    {"prediction_step", (PyCFunction)(void (*)(void))Trainer_prediction_step,
-     METH_VARARGS | METH_KEYWORDS,                                               Trainer_prediction_step_doc},
-    {NULL,              NULL,                                                 0, NULL                       },
+    {"_evaluate_batches", (PyCFunction)(void (*)(void))Trainer__evaluate_batches,
+     METH_VARARGS | METH_KEYWORDS,                                                   Trainer__evaluate_batches_doc},
+    {NULL,                NULL,                                                   0, NULL                         },
 };

@@ -1,12 +1,20 @@
-/* ---- life --------------------------------------------------------------------------
- */
+/* ctrainer._C.FairseqOptimizer: fairseq's interface of an optimizer.
+ *
+ * Learning rates, the norm of the gradients, clipping and the update, over an engine of
+ * ours or any torch.optim.Optimizer.
+ *
+ * Invariant: .grad keeps the sums of autograd. `divisor` holds the loss scale, the
+ * sample size and the clipping, and the engine's pass divides by the product; only for
+ * an optimizer of another package are gradients divided in place before the step.
+ *
+ * Source of the rules: fairseq, optim/fp16_optimizer.py, amp_optimizer.py and
+ * utils.clip_grad_norm_. */
 #include "binding/optim/grads.h"
-#include "binding/engine/adapt.h"
 
 #include <math.h>
 #include <stdbool.h>
 
-/* What is done about a norm that is not finite, and how the norm is clipped. */
+/* The treatment of a norm that is not finite, and the rule of clipping. */
 typedef enum fairseq_rules {
     FAIRSEQ_PLAIN, /* nothing; max / (norm + 1e-6), at most 1 */
     FAIRSEQ_FP16,  /* OverflowError from clip_grad_norm(); max / norm */
@@ -17,31 +25,27 @@ typedef struct FairseqOptimizer {
     PyObject_HEAD
     PyObject *inner;  /* the torch-like optimizer; NULL before __init__ */
     PyObject *scaler; /* LossScaler, or NULL: the loss is not scaled */
+    PyObject *tools;  /* ctrainer.adapters.torch_fairseq, or None */
     fairseq_rules rules;
     bool on_host;          /* every parameter is in host memory */
-    bool in_backward;      /* a backward pass has begun and not come to its end */
+    bool in_backward;      /* a backward pass has begun and not ended */
     bool measured;         /* clip_grad_norm() was called since the last zero_grad() */
-    double divisor;        /* what the gradients are to be divided by; > 0 */
+    double divisor;        /* of the gradients, in the next update; > 0 */
     ct_step_result result; /* of the last measurement */
 } FairseqOptimizer;
 
-static const char FairseqOptimizer_clip_grad_norm_doc[] =
-    "clip_grad_norm($self, max_norm, aggregate_norm_fn=None)\n--\n\n"
-    "Clip the gradients to max_norm (0: do not) and return their norm before that,\n"
-    "a tensor of no dimension.\n\n"
-    "aggregate_norm_fn makes the norm of all processes of that of this one. With\n"
-    "fp16's rules an Inf or NaN lowers the loss scale and raises OverflowError, or\n"
-    "FloatingPointError where the scale cannot fall any more.";
-
 PyDoc_STRVAR(
     FairseqOptimizer_doc,
-    "FairseqOptimizer(optimizer, *, scaler=None, rules='plain', on_host=True)\n--\n\n"
+    "FairseqOptimizer(optimizer, *, scaler=None, rules='plain', on_host=True,\n"
+    "                 tools=None)\n--\n\n"
     "fairseq's interface of an optimizer over a torch.optim.Optimizer or the like.\n"
     "\n"
     "scaler: a LossScaler, whose scale backward() multiplies by, or None.\n"
     "rules: what happens when the norm is Inf or NaN: 'plain', nothing; 'fp16',\n"
     "OverflowError from clip_grad_norm(); 'amp', the next step() is skipped.\n"
-    "on_host: every parameter is in host memory.");
+    "on_host: every parameter is in host memory. tools: has scalar(value), a tensor\n"
+    "of a norm, and for gradients on a device grad_norm(groups) and\n"
+    "divide_grads(groups, by).");
 
 static PyObject *
 FairseqOptimizer_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
@@ -73,14 +77,14 @@ parse_rules(const char *word, fairseq_rules *rules)
 static int
 FairseqOptimizer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"optimizer", "scaler", "rules", "on_host", NULL};
+    static char *names[] = {"optimizer", "scaler", "rules", "on_host", "tools", NULL};
     FairseqOptimizer *self = (FairseqOptimizer *)op;
-    PyObject *inner, *scaler = Py_None;
+    PyObject *inner, *scaler = Py_None, *tools = Py_None;
     const char *word = "plain";
     int on_host = true;
     fairseq_rules rules;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$Osp:FairseqOptimizer", names,
-                                     &inner, &scaler, &word, &on_host) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OspO:FairseqOptimizer", names,
+                                     &inner, &scaler, &word, &on_host, &tools) ||
         parse_rules(word, &rules) < 0) {
         return -1;
     }
@@ -93,6 +97,7 @@ FairseqOptimizer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     Py_XSETREF(self->inner, Py_NewRef(inner));
     Py_XSETREF(self->scaler, scaler == Py_None ? NULL : Py_NewRef(scaler));
+    Py_XSETREF(self->tools, Py_NewRef(tools));
     self->rules = rules;
     self->on_host = on_host;
     self->measured = self->in_backward = false;
@@ -106,6 +111,7 @@ FairseqOptimizer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(((FairseqOptimizer *)op)->inner);
     Py_VISIT(((FairseqOptimizer *)op)->scaler);
+    Py_VISIT(((FairseqOptimizer *)op)->tools);
     return 0;
 }
 
@@ -114,6 +120,7 @@ FairseqOptimizer_clear(PyObject *op)
 {
     Py_CLEAR(((FairseqOptimizer *)op)->inner);
     Py_CLEAR(((FairseqOptimizer *)op)->scaler);
+    Py_CLEAR(((FairseqOptimizer *)op)->tools);
     return 0;
 }
 
@@ -127,7 +134,7 @@ FairseqOptimizer_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* 0, or -1 with a RuntimeError where __init__ was not called. */
+/* 0, or -1 with a RuntimeError before __init__. */
 static int
 fairseq_optimizer_ready(const FairseqOptimizer *self)
 {
@@ -140,7 +147,7 @@ fairseq_optimizer_ready(const FairseqOptimizer *self)
     return -1;
 }
 
-/* What the loss is multiplied by before backward(); 1 without a scaler. */
+/* The factor of the loss before backward(); 1 without a scaler. */
 static int
 fairseq_loss_scale(FairseqOptimizer *self, double *scale)
 {
@@ -152,8 +159,7 @@ fairseq_loss_scale(FairseqOptimizer *self, double *scale)
                            scale);
 }
 
-/* ---- gradients ---------------------------------------------------------------------
- */
+/* ---- gradients ------------------------------------------------------------------- */
 
 PyDoc_STRVAR(backward_doc,
              "backward($self, loss, /)\n--\n\n"
@@ -241,8 +247,7 @@ FairseqOptimizer_all_reduce_grads(PyObject *op, PyObject *module)
     return answer;
 }
 
-/* ---- the learning rate -------------------------------------------------------------
- */
+/* ---- the learning rate ----------------------------------------------------------- */
 
 static PyObject *
 param_groups(PyObject *op)
@@ -278,7 +283,7 @@ FairseqOptimizer_get_lr(PyObject *op, PyObject *Py_UNUSED(unused))
 }
 
 PyDoc_STRVAR(set_lr_doc, "set_lr($self, lr, /)\n--\n\n"
-                         "Set the learning rate of every parameter group.");
+                         "Set the learning rate of every parameter group to lr.");
 
 static PyObject *
 FairseqOptimizer_set_lr(PyObject *op, PyObject *rate)
@@ -294,9 +299,6 @@ FairseqOptimizer_set_lr(PyObject *op, PyObject *rate)
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* ---- what Python sees --------------------------------------------------------------
- */
-
 static PyObject *
 FairseqOptimizer_get_groups(PyObject *op, void *Py_UNUSED(closure))
 {
@@ -309,6 +311,8 @@ FairseqOptimizer_get_inner(PyObject *op, void *Py_UNUSED(closure))
     FairseqOptimizer *self = (FairseqOptimizer *)op;
     return fairseq_optimizer_ready(self) < 0 ? NULL : Py_NewRef(self->inner);
 }
+
+/* ---- the norm of the gradients, and clipping ------------------------------------- */
 
 /* All the same whether a gradient is finite: the rules decide, not the engine. */
 static const ct_step_config AS_TOLD = {.nonfinite = CT_NONFINITE_KEEP};
@@ -325,12 +329,15 @@ measure_grads(FairseqOptimizer *self, ctpy_state *names)
     return failed ? -1 : 0;
 }
 
-/* The norm of gradients in a device's memory, by the hook _device_norm(). */
+/* The norm of gradients in a device's memory. */
 static int
-measure_on_device(FairseqOptimizer *self, ctpy_state *names)
+measure_on_device(FairseqOptimizer *self)
 {
-    PyObject *norm =
-        PyObject_CallMethodNoArgs((PyObject *)self, names->str__device_norm);
+    PyObject *groups = param_groups((PyObject *)self);
+    PyObject *norm = groups == NULL
+                         ? NULL
+                         : PyObject_CallMethod(self->tools, "grad_norm", "O", groups);
+    Py_XDECREF(groups);
     if (norm == NULL) {
         return -1;
     }
@@ -352,8 +359,8 @@ measure(FairseqOptimizer *self)
                                      &self->result) < 0;
     }
     else if (native == 0) {
-        failed = (self->on_host ? measure_grads(self, names)
-                                : measure_on_device(self, names)) < 0;
+        failed =
+            (self->on_host ? measure_grads(self, names) : measure_on_device(self)) < 0;
     }
     Py_XDECREF(engine);
     if (failed) {
@@ -365,18 +372,24 @@ measure(FairseqOptimizer *self)
     return 0;
 }
 
-/* norm = aggregate(norm), where the gradients are spread over processes. */
+/* The norm as a tensor of no dimension. */
+static PyObject *
+norm_tensor(FairseqOptimizer *self)
+{
+    PyObject *name = ctpy_state_borrow((PyObject *)self)->str_scalar;
+    PyObject *norm = PyFloat_FromDouble(self->result.grad_norm);
+    PyObject *tensor =
+        norm == NULL ? NULL : PyObject_CallMethodOneArg(self->tools, name, norm);
+    Py_XDECREF(norm);
+    return tensor;
+}
+
+/* norm = aggregate(norm), for gradients that are sharded over processes. */
 static int
 aggregate_norm(FairseqOptimizer *self, PyObject *aggregate)
 {
-    ctpy_state *names = ctpy_state_borrow((PyObject *)self);
-    PyObject *norm = PyFloat_FromDouble(self->result.grad_norm);
-    PyObject *tensor =
-        norm == NULL
-            ? NULL
-            : PyObject_CallMethodOneArg((PyObject *)self, names->str__scalar, norm);
+    PyObject *tensor = norm_tensor(self);
     PyObject *answer = tensor == NULL ? NULL : PyObject_CallOneArg(aggregate, tensor);
-    Py_XDECREF(norm);
     Py_XDECREF(tensor);
     if (answer == NULL) {
         return -1;
@@ -387,7 +400,7 @@ aggregate_norm(FairseqOptimizer *self, PyObject *aggregate)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Tells the scaler of an overflow; what it raises, if the scale is too low, stands. */
+/* Reports an overflow, or none, to the scaler, which raises if the scale is too low. */
 static PyObject *
 scaler_update(FairseqOptimizer *self, bool overflow)
 {
@@ -424,7 +437,14 @@ clip(FairseqOptimizer *self, double max_norm)
     return 0;
 }
 
-/* binding/fairseq/optimizer.c: the methods that touch gradients. */
+static const char FairseqOptimizer_clip_grad_norm_doc[] =
+    "clip_grad_norm($self, max_norm, aggregate_norm_fn=None)\n--\n\n"
+    "Clip the gradients to max_norm (0: do not) and return their norm before that,\n"
+    "a tensor of no dimension.\n\n"
+    "aggregate_norm_fn makes the norm of all processes of that of this one. With\n"
+    "fp16's rules an Inf or NaN lowers the loss scale and raises OverflowError, or\n"
+    "FloatingPointError where the scale cannot fall any more.";
+
 static PyObject *
 FairseqOptimizer_clip_grad_norm(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -446,16 +466,10 @@ FairseqOptimizer_clip_grad_norm(PyObject *op, PyObject *args, PyObject *kwargs)
         (aggregate != Py_None && aggregate_norm(self, aggregate) < 0)) {
         return NULL;
     }
-    PyObject *norm = PyFloat_FromDouble(self->result.grad_norm);
-    if (norm == NULL || clip(self, max_norm) < 0) {
-        Py_XDECREF(norm);
-        return NULL;
-    }
-    PyObject *tensor =
-        PyObject_CallMethodOneArg(op, ctpy_state_borrow(op)->str__scalar, norm);
-    Py_DECREF(norm);
-    return tensor;
+    return clip(self, max_norm) < 0 ? NULL : norm_tensor(self);
 }
+
+/* ---- the update ------------------------------------------------------------------ */
 
 /* Divides the gradients of another's optimizer in place. */
 static int
@@ -465,12 +479,12 @@ divide_grads(FairseqOptimizer *self, ctpy_state *names)
         return 0;
     }
     if (!self->on_host) {
-        PyObject *by = PyFloat_FromDouble(self->divisor);
-        PyObject *answer =
-            by == NULL ? NULL
-                       : PyObject_CallMethodOneArg((PyObject *)self,
-                                                   names->str__device_divide, by);
-        Py_XDECREF(by);
+        PyObject *groups = param_groups((PyObject *)self);
+        PyObject *answer = groups == NULL
+                               ? NULL
+                               : PyObject_CallMethod(self->tools, "divide_grads", "Od",
+                                                     groups, self->divisor);
+        Py_XDECREF(groups);
         Py_XDECREF(answer);
         return answer == NULL ? -1 : 0;
     }
@@ -539,6 +553,12 @@ step(FairseqOptimizer *self)
     return scale == NULL ? -1 : 0;
 }
 
+static const char FairseqOptimizer_step_doc[] =
+    "step($self, closure=None, scale=1.0, groups=None)\n--\n\n"
+    "Update the parameters with the gradients divided by scale.\n\n"
+    "closure is called first and its result returned. groups has to be None: no\n"
+    "optimizer here updates some of its groups alone.";
+
 static PyObject *
 FairseqOptimizer_step(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -568,20 +588,6 @@ FairseqOptimizer_step(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     return loss;
 }
-
-/* FairseqOptimizer: the norm of the gradients, clipping, and the update.
- *
- * Source of the rules: fairseq, optim/fp16_optimizer.py, amp_optimizer.py and
- * utils.clip_grad_norm_. */
-
-/* ---- the update --------------------------------------------------------------------
- */
-
-static const char FairseqOptimizer_step_doc[] =
-    "step($self, closure=None, scale=1.0, groups=None)\n--\n\n"
-    "Update the parameters with the gradients divided by scale.\n\n"
-    "closure is called first and its result returned. groups has to be None: no\n"
-    "optimizer here updates some of its groups alone.";
 
 static PyGetSetDef FairseqOptimizer_getset[] = {
     {"optimizer",    FairseqOptimizer_get_inner,  NULL,

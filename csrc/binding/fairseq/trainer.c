@@ -1,15 +1,36 @@
-/* ctrainer._C.FairseqTrainer: the type, its lazy attributes and its method table. */
-#include "binding/fairseq/trainer.h"
+/* ctrainer._C.FairseqTrainer: train_step(), one update of fairseq's Trainer.
+ *
+ * The file has the forward and backward pass of the samples, the exchange and the use
+ * of the gradients, and the treatment of failures. Settings, sums over ranks, metrics
+ * and validation are methods of ctrainer/fairseq/_trainer_step.py, called once an
+ * update. All hooks are looked up on the instance, so that overrides win.
+ *
+ * Invariant: .grad, the sample size and the logging outputs belong to the same samples,
+ * also after a sample ran out of memory. An aggregator of the metrics that was entered
+ * is left on every path.
+ *
+ * Source: fairseq, fairseq/trainer.py. */
+#include "binding/comm/communicator.h"
 
-/* The keywords of task.train_step, in the order of fairseq_task_step. */
-static PyObject *
-step_keywords(PyObject *op)
-{
-    ctpy_state *s = ctpy_state_borrow(op);
-    return PyTuple_Pack(7, s->str_sample, s->str_model, s->str_criterion,
-                        s->str_optimizer, s->str_update_num, s->str_ignore_grad,
-                        s->str_ema_model);
-}
+#include "core/base/alloc.h"
+#include "core/comm/comm.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <string.h>
+
+typedef struct FairseqTrainer {
+    PyObject_HEAD
+    PyObject *metrics;  /* the module that the task logs into; NULL without settings */
+    PyObject *keywords; /* names of task.train_step's arguments, ema_model last */
+    double clip_norm;   /* 0: no clipping */
+    long long world_size; /* ranks of the data-parallel group */
+    int amp, bmuf, slowmo, cuda;
+    int original_dummies; /* a dummy in the last place voids the whole update */
+    int criterion_trains; /* the criterion has parameters */
+    int depth;            /* of train_step() within itself, as amp's retries are */
+    bool handled;         /* the exception under way has been reported */
+} FairseqTrainer;
 
 PyDoc_STRVAR(
     FairseqTrainer_doc,
@@ -24,11 +45,16 @@ FairseqTrainer_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
                    PyObject *Py_UNUSED(kw))
 {
     PyObject *op = type->tp_alloc(type, 0);
-    if (op != NULL) {
-        ((FairseqTrainer *)op)->step_keywords = step_keywords(op);
-        if (((FairseqTrainer *)op)->step_keywords == NULL) {
-            Py_CLEAR(op);
-        }
+    if (op == NULL) {
+        return NULL;
+    }
+    ctpy_state *s = ctpy_state_borrow(op);
+    PyObject *keywords =
+        PyTuple_Pack(7, s->str_sample, s->str_model, s->str_criterion, s->str_optimizer,
+                     s->str_update_num, s->str_ignore_grad, s->str_ema_model);
+    ((FairseqTrainer *)op)->keywords = keywords;
+    if (keywords == NULL) {
+        Py_CLEAR(op);
     }
     return op;
 }
@@ -44,14 +70,16 @@ static int
 FairseqTrainer_traverse(PyObject *op, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(op));
-    Py_VISIT(((FairseqTrainer *)op)->step_keywords);
+    Py_VISIT(((FairseqTrainer *)op)->metrics);
+    Py_VISIT(((FairseqTrainer *)op)->keywords);
     return 0;
 }
 
 static int
 FairseqTrainer_clear(PyObject *op)
 {
-    Py_CLEAR(((FairseqTrainer *)op)->step_keywords);
+    Py_CLEAR(((FairseqTrainer *)op)->metrics);
+    Py_CLEAR(((FairseqTrainer *)op)->keywords);
     return 0;
 }
 
@@ -65,19 +93,116 @@ FairseqTrainer_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* ---- what is made on first use -----------------------------------------------------
- */
+/* ---- calls of Python ------------------------------------------------------------- */
 
-/* op.slot, which the hook op.maker() fills while it is None. */
+/* 0, or -1 for a call that failed. */
+static int
+done_steal(PyObject *answer)
+{
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+/* Calls op.name() and drops the result. */
+static int
+call(PyObject *op, PyObject *name)
+{
+    return done_steal(PyObject_CallMethodNoArgs(op, name));
+}
+
+/* The exception that is set, taken away. */
 static PyObject *
-lazily(PyObject *op, PyObject *slot, PyObject *maker)
+take_exception(void)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != NULL) {
+        (void)PyException_SetTraceback(value, trace);
+    }
+    Py_XDECREF(trace);
+    Py_XDECREF(type);
+    return value;
+}
+
+/* Sets an exception again, over any other. */
+static void
+set_exception_steal(PyObject *value)
+{
+    PyObject *trace = PyException_GetTraceback(value);
+    PyErr_Restore(Py_NewRef(Py_TYPE(value)), value, trace);
+}
+
+/* Is a RuntimeError with the text "out of memory" set? The exception stays set. */
+static bool
+is_oom(void)
+{
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        return false;
+    }
+    PyObject *value = take_exception(), *text = PyObject_Str(value);
+    const char *utf8 = text == NULL ? NULL : PyUnicode_AsUTF8(text);
+    const bool found = utf8 != NULL && strstr(utf8, "out of memory") != NULL;
+    Py_XDECREF(text);
+    set_exception_steal(value);
+    return found;
+}
+
+/* Calls op.name(error, *more) with the exception that is set, and sets the exception
+ * again; an exception of the hook is reported as unraisable. */
+static void
+report(PyObject *op, PyObject *name, PyObject *const *more, size_t n)
+{
+    PyObject *value = take_exception(), *stack[CTPY_HOOK_MAX_ARGS] = {value};
+    assert(n < CTPY_HOOK_MAX_ARGS);
+    for (size_t i = 0; i < n; i++) {
+        stack[1 + i] = more[i];
+    }
+    if (done_steal(ctpy_call_hook(op, name, stack, 1 + n)) < 0) {
+        PyErr_WriteUnraisable(op);
+    }
+    set_exception_steal(value);
+}
+
+/* Enters a context, which may be NULL; returns the context, or NULL on failure. */
+static PyObject *
+enter_steal(PyObject *op, PyObject *context)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (context != NULL && call(context, names->str___enter__) < 0) {
+        Py_CLEAR(context);
+    }
+    return context;
+}
+
+/* Leaves a context as after success, also while an exception is set, and keeps the
+ * exception: fairseq's aggregators have no `finally`. */
+static int
+leave_steal(PyObject *op, PyObject *context)
+{
+    PyObject *stack[] = {context, Py_None, Py_None, Py_None};
+    PyObject *failure = PyErr_Occurred() ? take_exception() : NULL;
+    int result = done_steal(
+        PyObject_VectorcallMethod(ctpy_state_borrow(op)->str___exit__, stack, 4, NULL));
+    Py_DECREF(context);
+    if (failure != NULL) {
+        set_exception_steal(failure);
+    }
+    return failure == NULL ? result : -1;
+}
+
+/* ---- attributes that are made on first use --------------------------------------- */
+
+static PyObject *
+lazily(PyObject *op, PyObject *slot, PyObject *maker, PyObject *part)
 {
     PyObject *value = PyObject_GetAttr(op, slot);
-    if (value == NULL || value != Py_None) {
+    if (value != Py_None) {
         return value;
     }
     Py_DECREF(value);
-    if (fairseq_do(op, maker) < 0) {
+    if (done_steal(part == NULL ? PyObject_CallMethodNoArgs(op, maker)
+                                : PyObject_CallMethodOneArg(op, maker, part)) < 0) {
         return NULL;
     }
     value = PyObject_GetAttr(op, slot);
@@ -89,391 +214,591 @@ lazily(PyObject *op, PyObject *slot, PyObject *maker)
     return value;
 }
 
-#define LAZY(name, slot, maker)                                                        \
+/* op.slot; op.maker(part) fills an empty slot first. */
+#define LAZY(name, slot, maker, part)                                                  \
     static PyObject *FairseqTrainer_##name(PyObject *op, void *Py_UNUSED(closure))     \
     {                                                                                  \
         ctpy_state *names = ctpy_state_borrow(op);                                     \
-        return lazily(op, names->str_##slot, names->str_##maker);                      \
+        return lazily(op, names->str_##slot, names->str_##maker, part);                \
     }
-LAZY(model, _wrapped_model, _wrap_model)
-LAZY(criterion, _wrapped_criterion, _wrap_criterion)
-LAZY(optimizer, _optimizer, _build_optimizer)
-LAZY(lr_scheduler, _lr_scheduler, _build_optimizer)
-LAZY(ema, _ema, _build_ema)
+LAZY(model, _wrapped_model, _build_part, names->str_model)
+LAZY(criterion, _wrapped_criterion, _build_part, names->str_criterion)
+LAZY(ema, _ema, _build_part, names->str_ema)
+LAZY(optimizer, _optimizer, _build_optimizer, NULL)
+LAZY(lr_scheduler, _lr_scheduler, _build_optimizer, NULL)
 #undef LAZY
 
-/* FairseqTrainer: the number of updates, the learning rate and plain accessors. */
+/* ---- settings and sums ----------------------------------------------------------- */
 
-static const char FairseqTrainer_get_num_updates_doc[] =
-    "get_num_updates($self, /)\n--\n\nReturn the number of updates made.";
-
-static PyObject *
-FairseqTrainer_get_num_updates(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    return PyObject_GetAttr(op, ctpy_state_borrow(op)->str__num_updates);
-}
-
-static const char FairseqTrainer_set_num_updates_doc[] =
-    "set_num_updates($self, num_updates, /)\n--\n\n"
-    "Set the number of updates, and with it the learning rate and the quantizer.";
+static const char FairseqTrainer__take_settings_doc[] =
+    "_take_settings($self, *, metrics, clip_norm, world_size, amp, bmuf, slowmo,\n"
+    "               cuda, original_dummies, criterion_trains)\n--\n\n"
+    "Set what train_step() needs of the config and the model.\n\n"
+    "metrics: the module that the task logs into. world_size: ranks that exchange\n"
+    "gradients. original_dummies: a dummy in the last place voids the whole update.";
 
 static PyObject *
-FairseqTrainer_set_num_updates(PyObject *op, PyObject *number)
+FairseqTrainer__take_settings(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *quantizer = NULL, *answer = NULL;
-    if (PyObject_SetAttr(op, names->str__num_updates, number) == 0 &&
-        fairseq_do(op, names->str_lr_step_update) == 0 &&
-        (quantizer = PyObject_GetAttr(op, names->str_quantizer)) != NULL) {
-        answer =
-            quantizer == Py_None
-                ? Py_NewRef(Py_None)
-                : PyObject_CallMethodOneArg(quantizer, names->str_step_update, number);
+    static char *names[] = {
+        "metrics", "clip_norm",        "world_size",       "amp", "bmuf", "slowmo",
+        "cuda",    "original_dummies", "criterion_trains", NULL};
+    FairseqTrainer *self = (FairseqTrainer *)op;
+    PyObject *metrics;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "$OdLpppppp:_take_settings", names, &metrics,
+            &self->clip_norm, &self->world_size, &self->amp, &self->bmuf, &self->slowmo,
+            &self->cuda, &self->original_dummies, &self->criterion_trains)) {
+        return NULL;
     }
-    Py_XDECREF(quantizer);
-    if (answer == NULL ||
-        fairseq_metric(op, "log_scalar", "(sOii)", "num_updates", number, 0, 200) < 0) {
-        Py_CLEAR(answer);
-    }
-    Py_XDECREF(answer);
-    return answer == NULL ? NULL : Py_NewRef(Py_None);
+    Py_XSETREF(self->metrics, Py_NewRef(metrics));
+    Py_RETURN_NONE;
 }
 
-/* Logs lr_KEY; *first is the rate called "default", or else the first. */
-static int
-log_rate(PyObject *op, PyObject *key, PyObject *value, PyObject **first)
+static const char FairseqTrainer__sum_numbers_doc[] =
+    "_sum_numbers($self, communicator, step, values, /)\n--\n\n"
+    "Return the sums of a list of floats over all ranks, as a list.\n\n"
+    "step: what this rank is doing, or None. Ranks in different steps all raise a\n"
+    "ValueError that says which rank is in which.";
+
+static PyObject *
+FairseqTrainer__sum_numbers(PyObject *op, PyObject *args)
 {
-    const bool chosen =
-        PyUnicode_Check(key) && PyUnicode_CompareWithASCIIString(key, "default") == 0;
-    if (*first == NULL || chosen) {
-        Py_XSETREF(*first, Py_NewRef(value));
+    PyObject *group, *list, *made = NULL;
+    const char *step;
+    ct_label label = {.is_step = true};
+    if (!PyArg_ParseTuple(args, "OzO!:_sum_numbers", &group, &step, &PyList_Type,
+                          &list)) {
+        return NULL;
     }
-    PyObject *name = PyUnicode_FromFormat("lr_%S", key);
-    int result = name == NULL
-                     ? -1
-                     : fairseq_metric(op, "log_scalar", "(OOii)", name, value, 0, 300);
-    Py_XDECREF(name);
-    return result;
+    const Py_ssize_t n = PyList_GET_SIZE(list);
+    double *values = ct_calloc((size_t)n, sizeof *values);
+    if (values == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        values[i] = PyFloat_AsDouble(PyList_GET_ITEM(list, i));
+    }
+    if (step != NULL) {
+        ct_label_set(&label, step, 0);
+        label.is_step = true;
+    }
+    if (!PyErr_Occurred() &&
+        ctpy_comm_reduce_numbers(ctpy_state_borrow(op), group,
+                                 step == NULL ? NULL : &label, values, (size_t)n,
+                                 CT_REDUCE_SUM) == 0) {
+        made = PyList_New(n);
+    }
+    for (Py_ssize_t i = 0; made != NULL && i < n; i++) {
+        PyObject *number = PyFloat_FromDouble(values[i]);
+        if (number == NULL) {
+            Py_CLEAR(made);
+            break;
+        }
+        PyList_SET_ITEM(made, i, number);
+    }
+    ct_free(values);
+    return made;
+}
+
+/* ---- the samples of an update ---------------------------------------------------- */
+
+/* The state of one train_step(), on the stack. */
+typedef struct update {
+    PyObject *samples;     /* a list */
+    PyObject *start;       /* states of the generators before the update */
+    PyObject *ema_model;   /* for task.train_step, or None */
+    PyObject *outputs;     /* list of the logging outputs of real samples */
+    PyObject *dummies;     /* and of dummy ones */
+    PyObject *sample_size; /* a number or a tensor */
+    PyObject *grad_norm;   /* of clip_grad_norm(), or NULL */
+    Py_ssize_t place;      /* of the sample under way; -1 outside the samples */
+    long ooms;             /* samples dropped for lack of memory */
+    bool last_is_dummy, overflow, raise_oom;
+    bool synced; /* the sums are over all ranks */
+} update;
+
+static void
+update_release(update *u)
+{
+    Py_CLEAR(u->samples);
+    Py_CLEAR(u->start);
+    Py_CLEAR(u->ema_model);
+    Py_CLEAR(u->outputs);
+    Py_CLEAR(u->dummies);
+    Py_CLEAR(u->sample_size);
+    Py_CLEAR(u->grad_norm);
 }
 
 static int
-log_rates(PyObject *op, PyObject *rates, PyObject **first)
+update_open(update *u, PyObject *samples)
 {
-    PyObject *items = PyDict_Items(rates);
-    int failed = items == NULL;
-    for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(items); i++) {
-        PyObject *item = PyList_GET_ITEM(items, i);
-        failed = log_rate(op, PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1),
-                          first) < 0;
+    u->place = -1;
+    u->samples = PySequence_List(samples);
+    u->outputs = PyList_New(0);
+    u->dummies = PyList_New(0);
+    u->sample_size = PyLong_FromLong(0);
+    if (u->samples == NULL || u->outputs == NULL || u->dummies == NULL ||
+        u->sample_size == NULL) {
+        return -1;
     }
-    Py_XDECREF(items);
+    if (PyList_GET_SIZE(u->samples) == 0) {
+        PyErr_SetString(PyExc_ValueError, "train_step() got no samples; expected the "
+                                          "batches of one update");
+        return -1;
+    }
+    return 0;
+}
+
+/* Seeds, clears the gradients and brings the modules into training mode. */
+static int
+begin(PyObject *op, update *u)
+{
+    PyObject *pair =
+        PyObject_CallMethodNoArgs(op, ctpy_state_borrow(op)->str__begin_step);
+    int failed =
+        pair == NULL || !PyArg_ParseTuple(pair, "OO", &u->start, &u->ema_model);
+    if (!failed) {
+        Py_INCREF(u->start);
+        Py_INCREF(u->ema_model);
+    }
+    Py_XDECREF(pair);
     return failed ? -1 : 0;
 }
 
-static const char FairseqTrainer_lr_step_update_doc[] =
-    "lr_step_update($self, /)\n--\n\n"
-    "Set the learning rate for the number of updates, log and return it.";
+static bool
+is_last(const update *u)
+{
+    return u->place == PyList_GET_SIZE(u->samples) - 1;
+}
 
+/* task.train_step(...) of a sample: the tuple (loss, sample_size, output). */
 static PyObject *
-FairseqTrainer_lr_step_update(PyObject *op, PyObject *Py_UNUSED(unused))
+task_step(PyObject *op, update *u, PyObject *sample, PyObject *ignore_grad)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler), *rate = NULL;
-    PyObject *updates = PyObject_CallMethodNoArgs(op, names->str_get_num_updates);
-    PyObject *answer =
-        scheduler == NULL || updates == NULL
-            ? NULL
-            : PyObject_CallMethodOneArg(scheduler, names->str_step_update, updates);
-    Py_XDECREF(updates);
-    Py_XDECREF(scheduler);
+    PyObject *args[] = {PyObject_GetAttr(op, names->str_task),
+                        Py_NewRef(sample),
+                        PyObject_GetAttr(op, names->str_model),
+                        PyObject_GetAttr(op, names->str_criterion),
+                        PyObject_GetAttr(op, names->str_optimizer),
+                        PyObject_CallMethodNoArgs(op, names->str_get_num_updates),
+                        Py_NewRef(ignore_grad),
+                        Py_NewRef(u->ema_model)};
+    PyObject *keywords = PyTuple_GetSlice(((FairseqTrainer *)op)->keywords, 0,
+                                          u->ema_model == Py_None ? 6 : 7);
+    PyObject *result = NULL;
+    if (args[0] && args[2] && args[3] && args[4] && args[5] && keywords) {
+        result = PyObject_VectorcallMethod(names->str_train_step, args, 1, keywords);
+    }
+    for (int i = 0; i < 8; i++) {
+        Py_XDECREF(args[i]);
+    }
+    Py_XDECREF(keywords);
+    if (result != NULL && !(PyTuple_Check(result) && PyTuple_GET_SIZE(result) == 3)) {
+        PyErr_Format(PyExc_TypeError,
+                     "task.train_step() returned a %.100s; expected a tuple of (loss, "
+                     "sample_size, logging_output)",
+                     Py_TYPE(result)->tp_name);
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* task.train_step() of a sample. Gradients are exchanged with the last sample alone;
+ * no_sync() keeps a wrapper such as torch's DDP from an earlier exchange. */
+static PyObject *
+step_in_turn(PyObject *op, update *u, PyObject *prepared, PyObject *dummy)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *model = NULL, *method = NULL, *context = NULL, *result = NULL;
+    int waits = ((FairseqTrainer *)op)->world_size > 1 && !is_last(u);
+    if (waits) {
+        model = PyObject_GetAttr(op, names->str_model);
+        waits = model == NULL ? -1 : ctpy_lookup(model, names->str_no_sync, &method);
+        Py_XDECREF(model);
+    }
+    if (waits > 0) {
+        context = enter_steal(op, PyObject_CallNoArgs(method));
+        Py_DECREF(method);
+        waits = context == NULL ? -1 : 1;
+    }
+    if (waits >= 0) {
+        result = task_step(op, u, prepared, dummy);
+    }
+    if (context != NULL && leave_steal(op, context) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* Adds up the result of task.train_step(). A dummy counts for nothing, unless the
+ * original's arithmetic is wanted. */
+static int
+add_result(PyObject *op, update *u, PyObject *result)
+{
+    PyObject *output = PyTuple_GET_ITEM(result, 2);
+    if (u->last_is_dummy && !((FairseqTrainer *)op)->original_dummies) {
+        return PyList_Append(u->dummies, output);
+    }
+    PyObject *sum = PyNumber_Add(u->sample_size, PyTuple_GET_ITEM(result, 1));
+    if (sum == NULL) {
+        return -1;
+    }
+    Py_SETREF(u->sample_size, sum);
+    return PyList_Append(u->outputs, output);
+}
+
+/* Prepares and runs a sample, and adds up the result. */
+static int
+run_prepared(PyObject *op, update *u, PyObject *sample)
+{
+    PyObject *prepared, *result = NULL;
+    int dummy, failed = -1;
+    PyObject *pair = PyObject_CallMethodOneArg(
+        op, ctpy_state_borrow(op)->str__prepare_sample, sample);
+    if (pair == NULL) {
+        return -1;
+    }
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+        PyErr_Format(PyExc_TypeError,
+                     "_prepare_sample() returned %R; expected (sample, is_dummy)",
+                     pair);
+    }
+    else if (PyArg_ParseTuple(pair, "Op", &prepared, &dummy)) {
+        u->last_is_dummy = dummy;
+        result = step_in_turn(op, u, prepared, dummy ? Py_True : Py_False);
+        failed = result == NULL ? -1 : add_result(op, u, result);
+    }
+    Py_XDECREF(result);
+    Py_DECREF(pair);
+    return failed;
+}
+
+/* Drops the gradients and the sums of the samples before. */
+static int
+forget_sums(PyObject *op, update *u)
+{
+    Py_XSETREF(u->sample_size, PyLong_FromLong(0));
+    return u->sample_size == NULL ||
+                   PyList_SetSlice(u->outputs, 0, PY_SSIZE_T_MAX, NULL) < 0 ||
+                   PyList_SetSlice(u->dummies, 0, PY_SSIZE_T_MAX, NULL) < 0
+               ? -1
+               : call(op, ctpy_state_borrow(op)->str_zero_grad);
+}
+
+/* Continues without a sample that ran out of memory, if _handle_oom() permits. After
+ * the start of the backward pass the samples before are lost, too, since .grad may hold
+ * a part of the sample. A dummy batch joins an exchange in which other ranks wait. */
+static int
+recover(PyObject *op, update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int lost, others_wait;
+    if (u->raise_oom || !is_oom()) {
+        return -1;
+    }
+    PyObject *stack[] = {take_exception(), is_last(u) ? Py_True : Py_False};
+    PyObject *answer = ctpy_call_hook(op, names->str__handle_oom, stack, 2);
     if (answer == NULL) {
-        return NULL;
+        PyErr_WriteUnraisable(op);
     }
-    if (!PyDict_Check(answer)) {
-        rate = Py_NewRef(answer);
+    if (answer == NULL || answer == Py_None) {
+        Py_XDECREF(answer);
+        set_exception_steal(stack[0]);
+        return -1;
     }
-    if (PyDict_Check(answer)
-            ? log_rates(op, answer, &rate) < 0
-            : fairseq_metric(op, "log_scalar", "(sOii)", "lr", rate, 0, 300) < 0) {
-        Py_CLEAR(rate);
-    }
-    else if (rate == NULL) {
-        PyErr_SetString(PyExc_ValueError,
-                        "lr_scheduler.step_update() returned a dict of no rates");
-    }
+    int failed = !PyArg_ParseTuple(answer, "pp", &lost, &others_wait);
     Py_DECREF(answer);
-    return rate;
-}
-
-/* op.lr_scheduler.name(*args), and then the rate by the number of updates. */
-static PyObject *
-step_schedule(PyObject *op, PyObject *name, PyObject *const *args, size_t n)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler);
-    PyObject *answer =
-        scheduler == NULL ? NULL : ctpy_call_hook(scheduler, name, args, n);
-    Py_XDECREF(scheduler);
-    Py_XDECREF(answer);
-    return answer == NULL ? NULL
-                          : PyObject_CallMethodNoArgs(op, names->str_lr_step_update);
-}
-
-static const char FairseqTrainer_lr_step_doc[] =
-    "lr_step($self, epoch, val_loss=None)\n--\n\n"
-    "Set the learning rate at the end of an epoch, log and return it.";
-
-static PyObject *
-FairseqTrainer_lr_step(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"epoch", "val_loss", NULL};
-    PyObject *stack[] = {NULL, Py_None};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:lr_step", names, &stack[0],
-                                     &stack[1])) {
-        return NULL;
-    }
-    return step_schedule(op, ctpy_state_borrow(op)->str_step, stack, 2);
-}
-
-static const char FairseqTrainer_lr_step_begin_epoch_doc[] =
-    "lr_step_begin_epoch($self, epoch, /)\n--\n\n"
-    "Set the learning rate at the beginning of an epoch, log and return it.";
-
-static PyObject *
-FairseqTrainer_lr_step_begin_epoch(PyObject *op, PyObject *epoch)
-{
-    return step_schedule(op, ctpy_state_borrow(op)->str_step_begin_epoch, &epoch, 1);
-}
-
-/* op.owner.name() */
-static PyObject *
-call_of(PyObject *op, PyObject *owner, PyObject *name)
-{
-    PyObject *found = PyObject_GetAttr(op, owner);
-    PyObject *answer = found == NULL ? NULL : PyObject_CallMethodNoArgs(found, name);
-    Py_XDECREF(found);
-    return answer;
-}
-
-static const char FairseqTrainer_get_lr_doc[] =
-    "get_lr($self, /)\n--\n\nReturn the learning rate of the next update.";
-
-static PyObject *
-FairseqTrainer_get_lr(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    return call_of(op, names->str_optimizer, names->str_get_lr);
-}
-
-static const char FairseqTrainer_zero_grad_doc[] =
-    "zero_grad($self, /)\n--\n\nDrop the gradients.";
-
-static PyObject *
-FairseqTrainer_zero_grad(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    return call_of(op, names->str_optimizer, names->str_zero_grad);
-}
-
-static const char FairseqTrainer_get_model_doc[] =
-    "get_model($self, /)\n--\n\nReturn the model without its wrapper.";
-
-static PyObject *
-FairseqTrainer_get_model(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    return PyObject_GetAttr(op, ctpy_state_borrow(op)->str__model);
-}
-
-static const char FairseqTrainer_get_criterion_doc[] =
-    "get_criterion($self, /)\n--\n\nReturn the criterion without its wrapper.";
-
-static PyObject *
-FairseqTrainer_get_criterion(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    return PyObject_GetAttr(op, ctpy_state_borrow(op)->str__criterion);
-}
-
-/* FairseqTrainer: the settings of cfg that every update reads, taken over once.
- *
- * A read through OmegaConf takes 8 microseconds, and an update of fairseq's makes 41.
- */
-
-typedef struct setting {
-    const char *section, *name;
-    bool is_double;
-    size_t offset;
-    double fallback; /* fairseq's default, where cfg has no such key */
-} setting;
-
-#define INT64(section, name, field, fallback)                                          \
-    {section, name, false, offsetof(fairseq_settings, field), fallback}
-
-static const setting SETTINGS[] = {
-    INT64("common", "seed", seed, 1),
-    INT64("common", "empty_cache_freq", empty_cache_freq, 0),
-    INT64("common", "amp_batch_retries", amp_batch_retries, 2),
-    INT64("common", "fp16", fp16, 0),
-    INT64("common", "bf16", bf16, 0),
-    INT64("common", "amp", amp, 0),
-    INT64("common", "on_cpu_convert_precision", converts_on_cpu, 0),
-    INT64("ema", "store_ema", store_ema, 0),
-    INT64("optimization", "use_bmuf", bmuf, 0),
-    {"optimization", "clip_norm", true, offsetof(fairseq_settings, clip_norm), 0.0},
-};
-
-/* owner.name, or NULL without an exception where there is none. */
-static PyObject *
-optional(PyObject *owner, const char *name, int *failed)
-{
-    PyObject *key = PyUnicode_InternFromString(name);
-    *failed = key == NULL;
-    PyObject *found = key == NULL ? NULL : ctpy_get_optional(owner, key, failed);
-    Py_XDECREF(key);
-    return found;
-}
-
-static PyObject *
-setting_of(PyObject *cfg, const char *section, const char *name, int *failed)
-{
-    PyObject *holder = optional(cfg, section, failed);
-    PyObject *found = holder == NULL ? NULL : optional(holder, name, failed);
-    Py_XDECREF(holder);
-    return found;
-}
-
-static int
-take(PyObject *value, const setting *s, fairseq_settings *settings)
-{
-    void *field = (char *)settings + s->offset;
-    double number = s->fallback;
-    if (value != NULL && !s->is_double) {
-        const long long whole = PyLong_AsLongLong(value);
-        *(int64_t *)field = whole;
-        return whole == -1 && PyErr_Occurred() ? -1 : 0;
-    }
-    if (value != NULL) {
-        number = PyFloat_AsDouble(value);
-    }
-    if (s->is_double) {
-        *(double *)field = number;
-    }
-    else {
-        *(int64_t *)field = (int64_t)number;
-    }
-    return number == -1.0 && PyErr_Occurred() ? -1 : 0;
-}
-
-static int
-read_setting(PyObject *cfg, const setting *s, fairseq_settings *settings)
-{
-    int failed;
-    PyObject *value = setting_of(cfg, s->section, s->name, &failed);
-    if (failed) {
+    Py_DECREF(stack[0]); /* and the tensors that the traceback holds */
+    u->ooms++;
+    if (failed || (lost && forget_sums(op, u) < 0) ||
+        (((FairseqTrainer *)op)->cuda && call(op, names->str__empty_cache) < 0)) {
         return -1;
     }
-    if (take(value, s, settings) < 0) {
-        PyErr_Format(PyExc_TypeError, "cfg.%s.%s is %R; expected a number", s->section,
-                     s->name, value);
-        Py_XDECREF(value);
+    return others_wait ? run_prepared(op, u, Py_None) : 0;
+}
+
+/* Replaces the sums by the sums of all ranks. 1: continue; 0: every sample ran out of
+ * memory, and there is no update; -1. */
+static int
+sum_samples(PyObject *op, update *u)
+{
+    int synced;
+    PyObject *outputs, *size, *ooms = PyLong_FromLong(u->ooms), *sums = NULL;
+    if (ooms != NULL) {
+        PyObject *stack[] = {u->outputs,     u->dummies,
+                             u->sample_size, ooms,
+                             u->samples,     u->last_is_dummy ? Py_True : Py_False};
+        sums = ctpy_call_hook(op, ctpy_state_borrow(op)->str__sum_samples, stack, 6);
+        Py_DECREF(ooms);
+    }
+    if (sums == NULL || sums == Py_None) {
+        Py_XDECREF(sums);
+        return sums == NULL ? -1 : 0;
+    }
+    int failed = !PyArg_ParseTuple(sums, "OOp", &outputs, &size, &synced);
+    if (!failed) {
+        Py_SETREF(u->outputs, Py_NewRef(outputs));
+        Py_SETREF(u->sample_size, Py_NewRef(size));
+        u->synced = synced;
+    }
+    Py_DECREF(sums);
+    return failed ? -1 : 1;
+}
+
+/* Forward and backward of every sample, and their sums; returns as sum_samples(). */
+static int
+run_samples(PyObject *op, update *u)
+{
+    const Py_ssize_t n = PyList_GET_SIZE(u->samples);
+    for (u->place = 0; u->place < n; u->place++) {
+        PyObject *sample = Py_NewRef(PyList_GET_ITEM(u->samples, u->place));
+        int failed = run_prepared(op, u, sample) < 0 && recover(op, u) < 0;
+        Py_DECREF(sample);
+        if (failed) {
+            return -1;
+        }
+    }
+    u->place = -1;
+    return sum_samples(op, u);
+}
+
+/* ---- from gradients to parameters ------------------------------------------------ */
+
+/* Adds up the gradients of all ranks for wrappers that leave the sum to the trainer. */
+static int
+all_reduce(PyObject *op, PyObject *optimizer, PyObject *owner)
+{
+    PyObject *name = ctpy_state_borrow(op)->str_all_reduce_grads;
+    PyObject *module = PyObject_GetAttr(op, owner);
+    int failed = module == NULL ||
+                 done_steal(PyObject_CallMethodOneArg(optimizer, name, module)) < 0;
+    Py_XDECREF(module);
+    return failed ? -1 : 0;
+}
+
+/* Multiplies the gradients, means over the ranks, by ranks / sample_size; a sample_size
+ * of 0 counts as 1. With BMUF gradients are of one rank, as is the sample size of an
+ * update without an exchange. */
+static int
+normalise(PyObject *op, PyObject *optimizer, const update *u)
+{
+    const FairseqTrainer *self = (FairseqTrainer *)op;
+    const double ranks = u->synced || !self->bmuf ? (double)self->world_size : 1.0;
+    PyObject *numerator = PyFloat_FromDouble(ranks), *factor = NULL, *answer = NULL;
+    int nonzero = numerator == NULL ? -1 : PyObject_IsTrue(u->sample_size);
+    if (nonzero >= 0) {
+        factor = nonzero ? PyNumber_TrueDivide(numerator, u->sample_size)
+                         : Py_NewRef(numerator);
+    }
+    if (factor != NULL) {
+        answer = PyObject_CallMethodOneArg(
+            optimizer, ctpy_state_borrow(op)->str_multiply_grads, factor);
+    }
+    Py_XDECREF(factor);
+    Py_XDECREF(numerator);
+    return done_steal(answer);
+}
+
+/* Clips and keeps the norm in u; a norm that is not finite is an overflow for amp, and
+ * else an error. */
+static int
+clip(PyObject *op, update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    const FairseqTrainer *self = (FairseqTrainer *)op;
+    PyObject *limit = PyFloat_FromDouble(self->clip_norm);
+    if (limit != NULL) {
+        u->grad_norm = PyObject_CallMethodOneArg(op, names->str_clip_grad_norm, limit);
+        Py_DECREF(limit);
+    }
+    if (u->grad_norm == NULL ||
+        (!self->slowmo && !self->bmuf &&
+         done_steal(PyObject_CallMethodOneArg(op, names->str__check_grad_norms,
+                                              u->grad_norm)) < 0)) {
         return -1;
     }
-    Py_XDECREF(value);
+    const double norm = PyFloat_AsDouble(u->grad_norm);
+    if (norm == -1.0 && PyErr_Occurred()) {
+        return -1;
+    }
+    u->overflow = !isfinite(norm);
+    if (u->overflow && !self->amp) {
+        PyErr_SetString(PyExc_FloatingPointError, "gradients are Nan/Inf");
+        return -1;
+    }
     return 0;
 }
 
 static int
-read_backend(PyObject *cfg, fairseq_settings *settings)
+optimizer_step(PyObject *op, PyObject *optimizer)
 {
-    int failed;
-    PyObject *backend = setting_of(cfg, "distributed_training", "ddp_backend", &failed);
-    settings->slowmo = backend != NULL && PyUnicode_Check(backend) &&
-                       PyUnicode_CompareWithASCIIString(backend, "slowmo") == 0;
-    Py_XDECREF(backend);
-    return failed ? -1 : 0;
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *task = PyObject_GetAttr(op, names->str_task), *answer = NULL;
+    PyObject *model = PyObject_GetAttr(op, names->str_model);
+    PyObject *updates = PyObject_CallMethodNoArgs(op, names->str_get_num_updates);
+    PyObject *keywords = PyTuple_Pack(2, names->str_model, names->str_update_num);
+    if (task != NULL && model != NULL && updates != NULL && keywords != NULL) {
+        PyObject *stack[] = {task, optimizer, model, updates};
+        answer =
+            PyObject_VectorcallMethod(names->str_optimizer_step, stack, 2, keywords);
+    }
+    Py_XDECREF(keywords);
+    Py_XDECREF(updates);
+    Py_XDECREF(model);
+    Py_XDECREF(task);
+    return done_steal(answer);
 }
 
 static int
-check(const fairseq_settings *settings)
+use_gradients(PyObject *op, update *u)
 {
-    if (settings->clip_norm >= 0.0) {
-        return 0;
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *optimizer = PyObject_GetAttr(op, names->str_optimizer);
+    int failed = optimizer == NULL || all_reduce(op, optimizer, names->str_model) < 0 ||
+                 (((FairseqTrainer *)op)->criterion_trains &&
+                  all_reduce(op, optimizer, names->str_criterion) < 0) ||
+                 normalise(op, optimizer, u) < 0 || clip(op, u) < 0 ||
+                 optimizer_step(op, optimizer) < 0;
+    Py_XDECREF(optimizer);
+    return failed ? -1 : 0;
+}
+
+/* _on_overflow(error), error being None for amp: 1: the samples are to be run again,
+ * with a smaller scale; 0: continue without an update; -1. */
+static int
+on_overflow(PyObject *op, PyObject *error)
+{
+    PyObject *again =
+        PyObject_CallMethodOneArg(op, ctpy_state_borrow(op)->str__on_overflow, error);
+    int answer = again == NULL ? -1 : PyObject_IsTrue(again);
+    Py_XDECREF(again);
+    return answer;
+}
+
+/* The update itself. 1: done, u->overflow says how; 0: *repeated is the result of the
+ * repetition that amp asked for; -1. */
+static int
+run_update(PyObject *op, update *u, PyObject **repeated)
+{
+    const FairseqTrainer *self = (FairseqTrainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (use_gradients(op, u) == 0) {
+        /* Ranks with models of their own count on every update of this rank. */
+        const bool apart = self->world_size > 1 && (self->bmuf || self->slowmo);
+        int again = u->overflow && !apart ? on_overflow(op, Py_None) : 0;
+        if (again == 1) {
+            PyObject *stack[] = {u->samples, u->raise_oom ? Py_True : Py_False};
+            *repeated = ctpy_call_hook(op, names->str_train_step, stack, 2);
+        }
+        return again == 1 && *repeated != NULL ? 0 : again == 0 ? 1 : -1;
     }
-    PyErr_SetString(PyExc_ValueError,
-                    "cfg.optimization.clip_norm is below 0 or NaN; expected a norm to "
-                    "clip to, or 0 for none");
+    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyObject *error = take_exception(); /* the scaler's: nothing was updated */
+        u->overflow = true;
+        int failed = on_overflow(op, error) < 0;
+        Py_DECREF(error);
+        return failed ? -1 : 1;
+    }
+    if (is_oom()) {
+        PyObject *stack[] = {Py_True};
+        report(op, names->str__log_oom, stack, 1);
+    }
     return -1;
 }
 
-static const char FairseqTrainer__read_config_doc[] =
-    "_read_config($self, /)\n--\n\n"
-    "Take over what every update reads of cfg. Called by the constructor and by\n"
-    "reinitialize(): a change of cfg after that has no effect on train_step().";
+/* ---- train_step() ---------------------------------------------------------------- */
+
+/* The logging output, or None without an update. */
+static PyObject *
+run(PyObject *op, update *u)
+{
+    PyObject *repeated = NULL;
+    int done = begin(op, u) < 0 ? -1 : run_samples(op, u);
+    if (done < 1) {
+        return done < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    done = run_update(op, u, &repeated);
+    if (done < 1) {
+        return repeated;
+    }
+    PyObject *stack[] = {u->outputs, u->sample_size,
+                         u->grad_norm == NULL ? Py_None : u->grad_norm,
+                         u->overflow ? Py_True : Py_False};
+    return ctpy_call_hook(op, ctpy_state_borrow(op)->str__finish_update, stack, 4);
+}
+
+/* Calls _report_failure() once for an exception and keeps the exception set. The hook
+ * writes crash.pt and searches for the source of numbers that are not finite. */
+static void
+report_failure(PyObject *op, update *u)
+{
+    FairseqTrainer *self = (FairseqTrainer *)op;
+    if (self->handled || u->samples == NULL ||
+        !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return;
+    }
+    self->handled = true;
+    PyObject *failure = take_exception();
+    PyObject *place = u->place < 0 ? Py_NewRef(Py_None) : PyLong_FromSsize_t(u->place);
+    PyErr_Clear();
+    set_exception_steal(failure);
+    PyObject *more[] = {u->samples, place == NULL ? Py_None : place,
+                        u->start == NULL ? Py_None : u->start};
+    report(op, ctpy_state_borrow(op)->str__report_failure, more, 3);
+    Py_XDECREF(place);
+}
+
+static const char FairseqTrainer_train_step_doc[] =
+    "train_step($self, samples, raise_oom=False)\n--\n\n"
+    "Do forward and backward of each of samples, and one update of the parameters.\n"
+    "\n"
+    "Returns the logging output, a dict; None where the update was not made, after an\n"
+    "overflow or with no memory for any sample. A sample that runs out of memory is\n"
+    "dropped and counted as 'oom', unless raise_oom. Any exception leaves crash.pt in\n"
+    "cfg.checkpoint.save_dir, for `python -m ctrainer replay`.\n"
+    "\n"
+    "Raises FloatingPointError where the norm of the gradients is Inf or NaN; a "
+    "second\n"
+    "run of the samples says which module and tensor was the first.";
 
 static PyObject *
-FairseqTrainer__read_config(PyObject *op, PyObject *Py_UNUSED(unused))
+FairseqTrainer_train_step(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    ctpy_state *names = ctpy_state_borrow(op);
-    fairseq_settings made = {0};
-    int cuda, original, trains, failed;
-    PyObject *cfg = PyObject_GetAttr(op, names->str_cfg);
-    failed =
-        cfg == NULL || ctpy_get_bool(op, names->str_cuda, &cuda) < 0 ||
-        ctpy_get_bool(op, names->str_original_dummies, &original) < 0 ||
-        ctpy_get_bool(op, names->str__criterion_trains, &trains) < 0 ||
-        ctpy_get_int64(op, names->str_data_parallel_world_size, &made.world_size) < 0 ||
-        read_backend(cfg, &made) < 0;
-    for (size_t i = 0; !failed && i < sizeof(SETTINGS) / sizeof(SETTINGS[0]); i++) {
-        failed = read_setting(cfg, &SETTINGS[i], &made) < 0;
-    }
-    Py_XDECREF(cfg);
-    if (failed || check(&made) < 0) {
+    static char *names[] = {"samples", "raise_oom", NULL};
+    FairseqTrainer *self = (FairseqTrainer *)op;
+    update u = {0};
+    PyObject *samples, *output = NULL;
+    int raise_oom = false;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p:train_step", names, &samples,
+                                     &raise_oom)) {
         return NULL;
     }
-    made.cuda = cuda;
-    made.original_dummies = original;
-    made.criterion_trains = trains;
-    ((FairseqTrainer *)op)->settings = made;
-    Py_RETURN_NONE;
-}
-
-static const char FairseqTrainer_reinitialize_doc[] =
-    "reinitialize($self, /)\n--\n\n"
-    "Forget schedule, optimizer and wrappers, as after a change of the parameters,\n"
-    "and read cfg again.";
-
-static PyObject *
-FairseqTrainer_reinitialize(PyObject *op, PyObject *unused)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *slots[] = {names->str__lr_scheduler, names->str__optimizer,
-                         names->str__wrapped_criterion, names->str__wrapped_model};
-    for (size_t i = 0; i < sizeof(slots) / sizeof(slots[0]); i++) {
-        if (PyObject_SetAttr(op, slots[i], Py_None) < 0) {
-            return NULL;
-        }
+    if (self->metrics == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "__init__ of this trainer was not called");
+        return NULL;
     }
-    return FairseqTrainer__read_config(op, unused);
-}
-
-static const char FairseqTrainer__set_seed_doc[] =
-    "_set_seed($self, /)\n--\n\n"
-    "Seed torch with cfg.common.seed plus the number of updates, so that a resumed\n"
-    "run draws what one that was not stopped would.";
-
-static PyObject *
-FairseqTrainer__set_seed(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *updates = PyObject_CallMethodNoArgs(op, names->str_get_num_updates);
-    PyObject *seed = PyLong_FromLongLong(((FairseqTrainer *)op)->settings.seed);
-    PyObject *sum =
-        updates == NULL || seed == NULL ? NULL : PyNumber_Add(seed, updates);
-    PyObject *answer =
-        sum == NULL ? NULL : PyObject_CallMethodOneArg(op, names->str__seed_torch, sum);
-    Py_XDECREF(sum);
-    Py_XDECREF(seed);
-    Py_XDECREF(updates);
-    return answer;
+    PyObject *context =
+        enter_steal(op, PyObject_CallMethod(self->metrics, "aggregate", "s", "train"));
+    if (context == NULL) {
+        return NULL;
+    }
+    u.raise_oom = raise_oom;
+    self->depth++;
+    if (update_open(&u, samples) == 0) {
+        output = run(op, &u);
+    }
+    if (output == NULL) {
+        report_failure(op, &u);
+    }
+    self->depth--;
+    self->handled = self->handled && self->depth > 0;
+    update_release(&u);
+    if (leave_steal(op, context) < 0) {
+        Py_CLEAR(output);
+    }
+    return output;
 }
 
 static PyGetSetDef FairseqTrainer_getset[] = {
@@ -490,27 +815,13 @@ static PyGetSetDef FairseqTrainer_getset[] = {
 };
 
 static PyMethodDef FairseqTrainer_methods[] = {
-    {"_read_config",        FairseqTrainer__read_config,                         METH_NOARGS,
-     FairseqTrainer__read_config_doc                                                                                      },
-    {"_set_seed",           FairseqTrainer__set_seed,                            METH_NOARGS, FairseqTrainer__set_seed_doc},
-    {"reinitialize",        FairseqTrainer_reinitialize,                         METH_NOARGS,
-     FairseqTrainer_reinitialize_doc                                                                                      },
-    {"get_criterion",       FairseqTrainer_get_criterion,                        METH_NOARGS,
-     FairseqTrainer_get_criterion_doc                                                                                     },
-    {"get_lr",              FairseqTrainer_get_lr,                               METH_NOARGS, FairseqTrainer_get_lr_doc   },
-    {"get_model",           FairseqTrainer_get_model,                            METH_NOARGS, FairseqTrainer_get_model_doc},
-    {"get_num_updates",     FairseqTrainer_get_num_updates,                      METH_NOARGS,
-     FairseqTrainer_get_num_updates_doc                                                                                   },
-    {"lr_step",             (PyCFunction)(void (*)(void))FairseqTrainer_lr_step,
-     METH_VARARGS | METH_KEYWORDS,                                                            FairseqTrainer_lr_step_doc  },
-    {"lr_step_begin_epoch", FairseqTrainer_lr_step_begin_epoch,                  METH_O,
-     FairseqTrainer_lr_step_begin_epoch_doc                                                                               },
-    {"lr_step_update",      FairseqTrainer_lr_step_update,                       METH_NOARGS,
-     FairseqTrainer_lr_step_update_doc                                                                                    },
-    {"set_num_updates",     FairseqTrainer_set_num_updates,                      METH_O,
-     FairseqTrainer_set_num_updates_doc                                                                                   },
-    {"zero_grad",           FairseqTrainer_zero_grad,                            METH_NOARGS, FairseqTrainer_zero_grad_doc},
-    {NULL,                  NULL,                                                0,           NULL                        },
+    {"_sum_numbers",   FairseqTrainer__sum_numbers,                                METH_VARARGS,
+     FairseqTrainer__sum_numbers_doc                                                                                              },
+    {"_take_settings", (PyCFunction)(void (*)(void))FairseqTrainer__take_settings,
+     METH_VARARGS | METH_KEYWORDS,                                                               FairseqTrainer__take_settings_doc},
+    {"train_step",     (PyCFunction)(void (*)(void))FairseqTrainer_train_step,
+     METH_VARARGS | METH_KEYWORDS,                                                               FairseqTrainer_train_step_doc    },
+    {NULL,             NULL,                                                       0,            NULL                             },
 };
 
 static PyType_Slot FairseqTrainer_slots[] = {

@@ -1,4 +1,9 @@
-/* A unit's collectives: its parameters together, its gradients to their owners. */
+/* A unit's collectives: the gather of parameters, its prefetch, and the reduction of
+ * gradients to the ranks that own them.
+ *
+ * While the GIL is released the communicator counts as busy, so that close() raises,
+ * and the shards' tensors are owned. Every error leaves the unit without a prefetch
+ * and without gathered parameters of its own making. */
 #include "binding/comm/memory.h"
 #include "binding/fsdp/unit.h"
 #include "binding/optim/grads.h"
@@ -8,14 +13,7 @@
 #include "core/base/mapping.h"
 #include "core/base/region.h"
 
-/* ---- gathering ---------------------------------------------------------------------
- */
-
-static bool
-is_on_cuda(const FSDPUnit *self)
-{
-    return self->core.device->dlpack == CTPY_DL_CUDA;
-}
+/* ---- the unit, its root and its state -------------------------------------------- */
 
 ctpy_state *
 fsdp_state_borrow(FSDPUnit *self)
@@ -23,12 +21,55 @@ fsdp_state_borrow(FSDPUnit *self)
     return ctpy_state_borrow((PyObject *)self);
 }
 
-int
-fsdp_shard_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
-                ct_span *span)
+FSDPUnit *
+fsdp_root_borrow(FSDPUnit *self)
 {
+    return self->root == NULL ? self : (FSDPUnit *)self->root;
+}
+
+int
+fsdp_expect(FSDPUnit *self, unsigned states)
+{
+    const bool known = self->state >= FSDP_IDLE && self->state <= FSDP_BACKWARD_POST;
+    if (known && (states >> self->state & 1) != 0) {
+        return 0;
+    }
+    PyObject *wanted = PyList_New(0);
+    for (int s = FSDP_IDLE; wanted != NULL && s <= FSDP_BACKWARD_POST; s++) {
+        PyObject *number = (states >> s & 1) != 0 ? PyLong_FromLong(s) : NULL;
+        if (number != NULL && PyList_Append(wanted, number) < 0) {
+            Py_CLEAR(wanted);
+        }
+        Py_XDECREF(number);
+    }
+    PyObject *answer =
+        wanted == NULL
+            ? NULL
+            : ctpy_call_hook((PyObject *)self,
+                             fsdp_state_borrow(self)->str_assert_state, &wanted, 1);
+    if (answer != NULL) {
+        PyErr_Format(PyExc_ValueError, "the unit is in state %d", self->state);
+    }
+    Py_XDECREF(answer);
+    Py_XDECREF(wanted);
+    return -1;
+}
+
+/* ---- the device ------------------------------------------------------------------ */
+
+static bool
+is_on_cuda(const FSDPUnit *self)
+{
+    return self->core.device->dlpack == CTPY_DL_CUDA;
+}
+
+int
+fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
+               bool of_shard, ct_span *span)
+{
+    const bool on_host = of_shard && self->core.config.offload;
     return ctpy_span_on(fsdp_state_borrow(self), op, what, writable,
-                        is_on_cuda(self) && !self->core.config.offload, span);
+                        is_on_cuda(self) && !on_host, span);
 }
 
 int
@@ -40,28 +81,141 @@ fsdp_use_stream(FSDPUnit *self)
     }
     if (api == NULL || api->current_work_stream == NULL) {
         PyErr_SetString(PyExc_RuntimeError,
-                        "this torch does not tell its current stream: sharding on a "
-                        "GPU needs torch 2.10 or newer");
+                        "this torch has no function for its current stream: sharding "
+                        "on a GPU needs torch 2.10 or newer");
         return -1;
     }
     const int ordinal = ((MappedMemory *)self->full)->pages.ordinal;
     return api->current_work_stream(CTPY_DL_CUDA, ordinal, &self->core.stream);
 }
 
+PyObject *
+fsdp_new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int watched)
+{
+    const ctpy_state *state = fsdp_state_borrow(self);
+    PyObject *args = Py_BuildValue("(n)", (Py_ssize_t)bytes);
+    PyObject *kwargs = Py_BuildValue("{s:i,s:O}", "watched", watched, "plugin", plugin);
+    PyObject *memory =
+        args == NULL || kwargs == NULL
+            ? NULL
+            : PyObject_Call((PyObject *)state->MappedMemory, args, kwargs);
+    Py_XDECREF(kwargs);
+    Py_XDECREF(args);
+    return memory;
+}
+
+/* New host memory is zero; device memory is undefined. */
+PyObject *
+fsdp_new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes)
+{
+    ct_error err;
+    PyObject *memory = fsdp_new_memory(self, plugin, bytes, 0);
+    if (memory == NULL || fsdp_use_stream(self) < 0) {
+        Py_XDECREF(memory);
+        return NULL;
+    }
+    ct_mapping *pages = &((MappedMemory *)memory)->pages;
+    const ct_span all = {pages->data, pages->bytes, CT_U8};
+    pages->stream = self->core.stream;
+    ct_status status = ct_mapping_obtain(pages, pages->bytes, NULL, &err);
+    if (status == CT_OK && pages->ops != NULL) {
+        status = self->core.device->zero(self->core.stream, &all, 1, &err);
+    }
+    if (status != CT_OK) {
+        Py_DECREF(memory);
+        return ctpy_raise(&err);
+    }
+    return memory;
+}
+
+/* ---- checks ---------------------------------------------------------------------- */
+
+/* Neither the user of released parameters nor the consequences are known: the next use
+ * of the unit raises the error, once. */
+int
+fsdp_check_unused(FSDPUnit *self)
+{
+    PyObject *path = NULL;
+    if (self->core.gathered || self->core.begun ||
+        !ct_mapping_touched(self->core.full)) {
+        return 0;
+    }
+    ct_mapping_release(self->core.full, NULL);
+    if (ctpy_lookup((PyObject *)self, fsdp_state_borrow(self)->str_path, &path) < 0) {
+        return -1;
+    }
+    const bool is_root = path == NULL || PyObject_Size(path) <= 0;
+    PyObject *name = is_root ? PyUnicode_FromString("the root") : PyObject_Repr(path);
+    if (name != NULL) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "parameters of the sharded module %U were read or written while they were "
+            "released, when they are zeros: results and gradients of the last pass may "
+            "be wrong. They are gathered in the forward and backward of that module "
+            "alone. Return no views of parameters from it, return the tensors that a "
+            "loss is made of rather than keeping them as attributes, wrap a module "
+            "that uses its parameters together with it, and change values in "
+            "summon_full_params()",
+            name);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(path);
+    return -1;
+}
+
+int
+fsdp_check_all_unused(FSDPUnit *root)
+{
+    PyObject *units = Py_XNewRef(root->units);
+    const Py_ssize_t n = fsdp_count_units(root);
+    int result = units == NULL ? fsdp_check_unused(root) : 0;
+    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
+        result = fsdp_check_unused((FSDPUnit *)PyList_GET_ITEM(units, i));
+    }
+    Py_XDECREF(units);
+    return result;
+}
+
+/* Compares with the other ranks which unit does what, where such comparison is on and
+ * the backend, NCCL, makes none. Collective then; 0, or -1 with the ValueError of
+ * _check_order. */
+static int
+check_order(FSDPUnit *self, const char *what)
+{
+    const ct_comm *comm = ((const Communicator *)self->communicator)->comm;
+    const int compares = comm != NULL && comm->ops->takes_device_memory
+                             ? ctpy_comm_wants_comparison()
+                             : 0;
+    if (compares < 1) {
+        return compares;
+    }
+    PyObject *text = PyUnicode_FromString(what);
+    PyObject *answer =
+        text == NULL
+            ? NULL
+            : ctpy_call_hook((PyObject *)self,
+                             fsdp_state_borrow(self)->str__check_order, &text, 1);
+    Py_XDECREF(answer);
+    Py_XDECREF(text);
+    return answer == NULL ? -1 : 0;
+}
+
+/* ---- gathering ------------------------------------------------------------------- */
+
+typedef ct_status
+gather_fn(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err);
+
 static int
 read_shards(FSDPUnit *self, ct_span *spans)
 {
     for (size_t i = 0; i < self->core.n_groups; i++) {
-        if (fsdp_shard_from(self, PyTuple_GET_ITEM(self->shards, (Py_ssize_t)i),
-                            "the shard of a parameter", 0, &spans[i]) < 0) {
+        if (fsdp_span_from(self, PyTuple_GET_ITEM(self->shards, (Py_ssize_t)i),
+                           "the shard of a parameter", 0, true, &spans[i]) < 0) {
             return -1;
         }
     }
     return fsdp_use_stream(self);
 }
-
-typedef ct_status
-gather_fn(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err);
 
 static int
 gather_from(FSDPUnit *self, const ct_span *spans, gather_fn *gather)
@@ -83,66 +237,10 @@ gather_from(FSDPUnit *self, const ct_span *spans, gather_fn *gather)
     return comm == NULL ? -1 : status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-/* Nobody can tell who it was, or what came of it, so the error is for the next to use
- * the unit; it is told once. */
-int
-fsdp_check_unused(FSDPUnit *self)
-{
-    PyObject *path = NULL;
-    if (self->core.gathered || self->core.begun ||
-        !ct_mapping_touched(self->core.full)) {
-        return 0;
-    }
-    ct_mapping_release(self->core.full, NULL);
-    if (ctpy_lookup((PyObject *)self, fsdp_state_borrow(self)->str_path, &path) < 0) {
-        return -1;
-    }
-    const bool is_root = path == NULL || PyObject_Size(path) <= 0;
-    PyObject *name = is_root ? PyUnicode_FromString("the root") : PyObject_Repr(path);
-    if (name != NULL) {
-        PyErr_Format(
-            PyExc_RuntimeError,
-            "parameters of the sharded module %U were read or written while they were "
-            "released, when they are zeros: results and gradients of the last pass may "
-            "be wrong. They are there in the forward and backward of that module "
-            "alone. Return no views of parameters from it, return the tensors that a "
-            "loss is made of rather than keeping them as attributes, wrap a module "
-            "that uses its parameters together with it, and change values in "
-            "summon_full_params()",
-            name);
-    }
-    Py_XDECREF(name);
-    Py_XDECREF(path);
-    return -1;
-}
-
-/* binding/fsdp/collectives.c: compares with the other ranks which unit does what, if
- * that is wished for. Collective then; 0, or -1 with the ValueError of _check_order. */
-static int
-fsdp_check_order(FSDPUnit *self, const char *what)
-{
-    const ct_comm *comm = ((const Communicator *)self->communicator)->comm;
-    const int compares = comm != NULL && comm->ops->takes_device_memory
-                             ? ctpy_comm_wants_comparison()
-                             : 0;
-    if (compares < 1) {
-        return compares;
-    }
-    PyObject *text = PyUnicode_FromString(what);
-    PyObject *answer =
-        text == NULL
-            ? NULL
-            : ctpy_call_hook((PyObject *)self,
-                             fsdp_state_borrow(self)->str__check_order, &text, 1);
-    Py_XDECREF(answer);
-    Py_XDECREF(text);
-    return answer == NULL ? -1 : 0;
-}
-
 static int
 gather_by(FSDPUnit *self, gather_fn *gather)
 {
-    if (fsdp_check_unused(self) < 0 || fsdp_check_order(self, "gathers") < 0) {
+    if (fsdp_check_unused(self) < 0 || check_order(self, "gathers") < 0) {
         return -1;
     }
     ct_span *spans = PyMem_New(ct_span, self->core.n_groups);
@@ -156,27 +254,8 @@ gather_by(FSDPUnit *self, gather_fn *gather)
     return result;
 }
 
-int
-fsdp_check_all_unused(FSDPUnit *root)
-{
-    PyObject *units = Py_XNewRef(root->units);
-    int result = units == NULL ? fsdp_check_unused(root) : 0;
-    const Py_ssize_t n = units == NULL ? 0 : PyList_GET_SIZE(units);
-    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
-        result = fsdp_check_unused((FSDPUnit *)PyList_GET_ITEM(units, i));
-    }
-    Py_XDECREF(units);
-    return result;
-}
-
 static int
-fsdp_begin_gather(FSDPUnit *self)
-{
-    return gather_by(self, ct_fsdp_begin_gather);
-}
-
-static int
-fsdp_end_prefetch(FSDPUnit *self)
+end_prefetch(FSDPUnit *self)
 {
     Communicator *communicator = (Communicator *)self->communicator;
     ct_status status;
@@ -195,7 +274,7 @@ fsdp_gather(FSDPUnit *self)
         return 0;
     }
     if (self->core.begun) {
-        return fsdp_end_prefetch(self);
+        return end_prefetch(self);
     }
     if (self->shards == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the unit has no shards: set shards first");
@@ -245,9 +324,9 @@ fsdp_return_memory(FSDPUnit *root)
     }
 }
 
-/* What the forward kept goes now, but in pieces that malloc may not give back. They may
- * lie idle while there is room for the next unit's gradients below what the process had
- * when the backward began: of what units have at once about half are gradients. */
+/* The backward frees the activations, but in pieces that malloc may keep. Free pieces
+ * are harmless while the next unit's gradients fit below the size of the process at the
+ * start of the backward: about half of the units' peak are gradients. */
 void
 fsdp_return_growth(FSDPUnit *root)
 {
@@ -270,7 +349,7 @@ FSDPUnit_gather(PyObject *op, PyObject *Py_UNUSED(unused))
 
 const char FSDPUnit_release_doc[] =
     "release($self, /)\n--\n\n"
-    "Give back the memory of what was gathered; it reads as zeros from then on.";
+    "Release the memory of the gathered parameters, which then read as zeros.";
 
 PyObject *
 FSDPUnit_release(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -279,18 +358,92 @@ FSDPUnit_release(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* ---- reducing ----------------------------------------------------------------------
- */
+/* ---- prefetching ----------------------------------------------------------------- */
 
-bool
-fsdp_has_grads(const FSDPUnit *self)
+void
+fsdp_order_begin(fsdp_order *order)
 {
-    bool found = false;
-    for (size_t i = 0; !found && i < self->n_leaves; i++) {
-        found = self->leaves[i].filled;
-    }
-    return found;
+    Py_XSETREF(order->before, order->now);
+    order->now = NULL;
 }
+
+void
+fsdp_order_forget(fsdp_order *order)
+{
+    Py_CLEAR(order->before);
+    Py_CLEAR(order->now);
+}
+
+static PyObject *
+last_borrow(PyObject *list)
+{
+    const Py_ssize_t n = list == NULL ? 0 : PyList_GET_SIZE(list);
+    return n == 0 ? NULL : PyList_GET_ITEM(list, n - 1);
+}
+
+void
+fsdp_drop_prefetches(FSDPUnit *root)
+{
+    PyObject *units = Py_XNewRef(root->units);
+    const Py_ssize_t n = root->ledger.begun == 0 ? 0 : fsdp_count_units(root);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        fsdp_drop_prefetch((FSDPUnit *)PyList_GET_ITEM(units, i));
+    }
+    Py_XDECREF(units);
+}
+
+int
+fsdp_order_reach(FSDPUnit *self, fsdp_order *order)
+{
+    if (last_borrow(order->now) == (PyObject *)self) {
+        return 0;
+    }
+    if (!self->core.begun) {
+        fsdp_drop_prefetches(fsdp_root_borrow(self));
+    }
+    if (order->now == NULL) {
+        order->now = PyList_New(0);
+    }
+    return order->now == NULL ? -1 : PyList_Append(order->now, (PyObject *)self);
+}
+
+/* NULL where the last pass ended here or was at another unit. */
+static FSDPUnit *
+next_borrow(const fsdp_order *order)
+{
+    const Py_ssize_t n = order->now == NULL ? 0 : PyList_GET_SIZE(order->now);
+    const bool repeats =
+        n != 0 && order->before != NULL && n < PyList_GET_SIZE(order->before) &&
+        PyList_GET_ITEM(order->before, n - 1) == PyList_GET_ITEM(order->now, n - 1);
+    return repeats ? (FSDPUnit *)PyList_GET_ITEM(order->before, n) : NULL;
+}
+
+/* Quantized gathers cannot be begun; a lone gather has nobody to wait for. A unit of
+ * another root, or without shards, is gathered when needed, or raises then. */
+static bool
+can_begin(FSDPUnit *self, FSDPUnit *root)
+{
+    const ct_fsdp_config *config = &self->core.config;
+    return !self->core.gathered && config->gather_bits == 0 && !config->lone_gather &&
+           self->core.n_groups != 0 && self->shards != NULL &&
+           fsdp_root_borrow(self) == root;
+}
+
+int
+fsdp_prefetch(FSDPUnit *self, const fsdp_order *order)
+{
+    FSDPUnit *root = fsdp_root_borrow(self);
+    FSDPUnit *next = next_borrow(order);
+    if (next == NULL || root->ledger.begun != 0 || !can_begin(next, root)) {
+        return 0;
+    }
+    Py_INCREF((PyObject *)next);
+    const int result = gather_by(next, ct_fsdp_begin_gather);
+    Py_DECREF((PyObject *)next);
+    return result;
+}
+
+/* ---- reducing -------------------------------------------------------------------- */
 
 static bool
 group_has_grads(const FSDPUnit *self, size_t group)
@@ -298,6 +451,16 @@ group_has_grads(const FSDPUnit *self, size_t group)
     bool found = false;
     for (size_t i = 0; !found && i < self->n_leaves; i++) {
         found = self->leaves[i].filled && self->leaves[i].group == group;
+    }
+    return found;
+}
+
+bool
+fsdp_has_grads(const FSDPUnit *self)
+{
+    bool found = false;
+    for (size_t g = 0; !found && g < self->core.n_groups; g++) {
+        found = group_has_grads(self, g);
     }
     return found;
 }
@@ -311,7 +474,7 @@ fsdp_drop_grads(FSDPUnit *self)
     ct_fsdp_drop_grads(&self->core);
 }
 
-/* The gradient of a shard, made where there is none; *add where there is one. */
+/* The gradient of a shard, made if there is none; *add if there is one. */
 static PyObject *
 shard_grad(FSDPUnit *self, PyObject *owner, size_t group, int *add)
 {
@@ -330,61 +493,45 @@ shard_grad(FSDPUnit *self, PyObject *owner, size_t group, int *add)
     return grad;
 }
 
-/* binding/fsdp/collectives.c: the group of replicas is the core's until it is returned,
- * and stays open. 0, or -1 with an exception and nothing pinned. */
-static int
-fsdp_pin_replicas(FSDPUnit *self)
-{
-    if (self->replicas == NULL) {
-        return 0;
-    }
-    ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), self->replicas);
-    if (comm == NULL) {
-        return -1;
-    }
-    ((Communicator *)self->replicas)->busy++;
-    self->core.replicas = comm;
-    return 0;
-}
-
-static void
-fsdp_return_replicas(FSDPUnit *self)
-{
-    if (self->core.replicas != NULL) {
-        ((Communicator *)self->replicas)->busy--;
-        self->core.replicas = NULL;
-    }
-}
-
 static int
 reduce_into(FSDPUnit *self, size_t group, ct_fsdp_presence *presence, PyObject *grad,
             int add)
 {
     ctpy_state *state = fsdp_state_borrow(self);
-    PyObject *communicator = Py_NewRef(self->communicator);
-    ct_comm *comm = ctpy_comm_borrow(state, communicator);
+    Communicator *communicator = (Communicator *)Py_NewRef(self->communicator);
+    Communicator *replicas = (Communicator *)self->replicas;
+    ct_comm *comm = ctpy_comm_borrow(state, (PyObject *)communicator);
+    ct_comm *others = NULL;
     ct_span span;
     ct_status status = CT_OK;
     ct_error err;
     const bool ready =
         comm != NULL &&
-        fsdp_shard_from(self, grad, "the gradient of a shard", 1, &span) == 0 &&
-        fsdp_pin_replicas(self) == 0;
+        fsdp_span_from(self, grad, "the gradient of a shard", 1, true, &span) == 0 &&
+        (replicas == NULL ||
+         (others = ctpy_comm_borrow(state, (PyObject *)replicas)) != NULL);
     if (ready) {
-        ((Communicator *)communicator)->busy++;
+        self->core.replicas = others;
+        communicator->busy++;
+        if (replicas != NULL) {
+            replicas->busy++;
+        }
         Py_BEGIN_ALLOW_THREADS
         status =
             ct_fsdp_reduce(&self->core, comm, group, presence, &span, add != 0, &err);
-        Py_END_ALLOW_THREADS((Communicator *)communicator)
-        ->busy--;
-        fsdp_return_replicas(self);
+        Py_END_ALLOW_THREADS
+        if (replicas != NULL) {
+            replicas->busy--;
+        }
+        communicator->busy--;
+        self->core.replicas = NULL;
     }
-    Py_DECREF(communicator);
+    Py_DECREF((PyObject *)communicator);
     return !ready ? -1 : status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-/* Parameters without a gradient, and the padding: what lies there is another unit's.
- * Parameters are in the order of their places. */
+/* Clears missing gradients and the padding: these pages were another unit's. Parameters
+ * are in the order of their places. */
 static ct_status
 clear_gaps(FSDPUnit *self, size_t group, ct_error *err)
 {
@@ -402,8 +549,8 @@ clear_gaps(FSDPUnit *self, size_t group, ct_error *err)
                            : status;
 }
 
-/* Views of parameters tell those without a gradient, as plain modules do. A parameter
- * alone in its group is not reduced without a gradient. NULL with an exception. */
+/* The group's parameters, with the gradients that this rank has. NULL with an
+ * exception. */
 static ct_fsdp_param *
 new_params(const FSDPUnit *self, size_t group, size_t *n)
 {
@@ -421,8 +568,8 @@ new_params(const FSDPUnit *self, size_t group, size_t *n)
     return params;
 }
 
-/* A list of the group's parameters, by number, of which no rank has a gradient. One
- * that has nothing on this rank goes by the gradient that came here. */
+/* The numbers of the group's parameters of which no rank has a gradient, as a list. For
+ * a parameter without elements on this rank only this rank's gradient counts. */
 static PyObject *
 missing_numbers(const ct_fsdp_presence *presence)
 {
@@ -439,6 +586,8 @@ missing_numbers(const ct_fsdp_presence *presence)
     return missing;
 }
 
+/* Views of parameters keep None for a missing gradient, as plain modules do. A group of
+ * a single parameter is reduced only with a gradient. */
 static int
 accumulate(FSDPUnit *self, PyObject *owner, const ct_fsdp_presence *presence,
            PyObject *grad, int add)
@@ -484,192 +633,10 @@ fsdp_reduce(FSDPUnit *self)
     int result = 0;
     for (size_t g = 0; result == 0 && g < self->core.n_groups; g++) {
         if (group_has_grads(self, g)) {
-            result = fsdp_check_order(self, "reduces");
+            result = check_order(self, "reduces");
             result = result < 0 ? result : reduce_group(self, g);
         }
     }
     fsdp_drop_grads(self);
     return result;
-}
-
-/* What a unit does on its device: memory there, tensors of it, and torch's stream. */
-
-int
-fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
-               ct_span *span)
-{
-    return ctpy_span_on(fsdp_state_borrow(self), op, what, writable, is_on_cuda(self),
-                        span);
-}
-
-PyObject *
-fsdp_new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int watched)
-{
-    const ctpy_state *state = fsdp_state_borrow(self);
-    PyObject *args = Py_BuildValue("(n)", (Py_ssize_t)bytes);
-    PyObject *kwargs = Py_BuildValue("{s:i,s:O}", "watched", watched, "plugin", plugin);
-    PyObject *memory =
-        args == NULL || kwargs == NULL
-            ? NULL
-            : PyObject_Call((PyObject *)state->MappedMemory, args, kwargs);
-    Py_XDECREF(kwargs);
-    Py_XDECREF(args);
-    return memory;
-}
-
-/* New memory of the host is zeros; a device's is what it was. */
-static ct_status
-clear(FSDPUnit *self, ct_mapping *pages, ct_error *err)
-{
-    const ct_span all = {pages->data, pages->bytes, CT_U8};
-    pages->stream = self->core.stream;
-    const ct_status status = ct_mapping_obtain(pages, pages->bytes, NULL, err);
-    return status != CT_OK || pages->ops == NULL
-               ? status
-               : self->core.device->zero(self->core.stream, &all, 1, err);
-}
-
-PyObject *
-fsdp_new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes)
-{
-    ct_error err;
-    PyObject *memory = fsdp_new_memory(self, plugin, bytes, 0);
-    if (memory == NULL || fsdp_use_stream(self) < 0) {
-        Py_XDECREF(memory);
-        return NULL;
-    }
-    if (clear(self, &((MappedMemory *)memory)->pages, &err) != CT_OK) {
-        Py_DECREF(memory);
-        return ctpy_raise(&err);
-    }
-    return memory;
-}
-
-/* Units whose shards other groups of ranks have too: hybrid sharding. */
-
-/* ---- the order ---------------------------------------------------------------------
- */
-
-void
-fsdp_order_begin(fsdp_order *order)
-{
-    Py_XSETREF(order->before, order->now);
-    order->now = NULL;
-}
-
-void
-fsdp_order_forget(fsdp_order *order)
-{
-    Py_CLEAR(order->before);
-    Py_CLEAR(order->now);
-}
-
-static PyObject *
-last_borrow(PyObject *list)
-{
-    const Py_ssize_t n = list == NULL ? 0 : PyList_GET_SIZE(list);
-    return n == 0 ? NULL : PyList_GET_ITEM(list, n - 1);
-}
-
-void
-fsdp_drop_prefetches(FSDPUnit *root)
-{
-    PyObject *units = root->ledger.begun == 0 ? NULL : Py_XNewRef(root->units);
-    const Py_ssize_t n = units == NULL ? 0 : PyList_GET_SIZE(units);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        fsdp_drop_prefetch((FSDPUnit *)PyList_GET_ITEM(units, i));
-    }
-    Py_XDECREF(units);
-}
-
-FSDPUnit *
-fsdp_root_borrow(FSDPUnit *self)
-{
-    return self->root == NULL ? self : (FSDPUnit *)self->root;
-}
-
-int
-fsdp_order_reach(FSDPUnit *self, fsdp_order *order)
-{
-    if (last_borrow(order->now) == (PyObject *)self) {
-        return 0;
-    }
-    if (!self->core.begun) {
-        fsdp_drop_prefetches(fsdp_root_borrow(self));
-    }
-    if (order->now == NULL) {
-        order->now = PyList_New(0);
-    }
-    return order->now == NULL ? -1 : PyList_Append(order->now, (PyObject *)self);
-}
-
-/* NULL where the pass before ended here, or was at another unit. */
-static FSDPUnit *
-next_borrow(const fsdp_order *order)
-{
-    const Py_ssize_t n = order->now == NULL ? 0 : PyList_GET_SIZE(order->now);
-    const bool goes_on =
-        n != 0 && order->before != NULL && n < PyList_GET_SIZE(order->before) &&
-        PyList_GET_ITEM(order->before, n - 1) == PyList_GET_ITEM(order->now, n - 1);
-    return goes_on ? (FSDPUnit *)PyList_GET_ITEM(order->before, n) : NULL;
-}
-
-/* ---- gathers that have begun -------------------------------------------------------
- */
-
-/* Codes are no collective that could be begun; without the other ranks there is nothing
- * to wait for. A unit that has gone to another root, or has no shards, is gathered when
- * it is needed, or says then what is wrong. */
-static bool
-can_begin(FSDPUnit *self, FSDPUnit *root)
-{
-    const ct_fsdp_config *config = &self->core.config;
-    return !self->core.gathered && config->gather_bits == 0 && !config->lone_gather &&
-           self->core.n_groups != 0 && self->shards != NULL &&
-           fsdp_root_borrow(self) == root;
-}
-
-int
-fsdp_prefetch(FSDPUnit *self, const fsdp_order *order)
-{
-    FSDPUnit *root = fsdp_root_borrow(self);
-    FSDPUnit *next = next_borrow(order);
-    if (next == NULL || root->ledger.begun != 0 || !can_begin(next, root)) {
-        return 0;
-    }
-    Py_INCREF((PyObject *)next);
-    const int result = fsdp_begin_gather(next);
-    Py_DECREF((PyObject *)next);
-    return result;
-}
-
-/* Whether all ranks come to the same unit: asked where collectives are compared, and
- * the backend, NCCL, does not do so itself. */
-
-int
-fsdp_expect(FSDPUnit *self, unsigned states)
-{
-    const bool known = self->state >= FSDP_IDLE && self->state <= FSDP_BACKWARD_POST;
-    if (known && (states >> self->state & 1) != 0) {
-        return 0;
-    }
-    PyObject *wanted = PyList_New(0);
-    for (int s = FSDP_IDLE; wanted != NULL && s <= FSDP_BACKWARD_POST; s++) {
-        PyObject *number = (states >> s & 1) != 0 ? PyLong_FromLong(s) : NULL;
-        if (number != NULL && PyList_Append(wanted, number) < 0) {
-            Py_CLEAR(wanted);
-        }
-        Py_XDECREF(number);
-    }
-    PyObject *answer =
-        wanted == NULL
-            ? NULL
-            : ctpy_call_hook((PyObject *)self,
-                             fsdp_state_borrow(self)->str_assert_state, &wanted, 1);
-    if (answer != NULL) {
-        PyErr_Format(PyExc_ValueError, "the unit is in state %d", self->state);
-    }
-    Py_XDECREF(answer);
-    Py_XDECREF(wanted);
-    return -1;
 }

@@ -1,14 +1,20 @@
-/* ---- roots -------------------------------------------------------------------------
- */
+/* A unit's forward and backward passes: when its parameters are gathered and released,
+ * and when its gradients are reduced.
+ *
+ * A unit's parameters stay gathered until autograd has run every node that reads them;
+ * a unit's gradients are reduced once, when the last of them has arrived or the
+ * backward ends. A pass that raises leaves every unit of the root idle and released. */
 #include "binding/fsdp/unit.h"
 #include "binding/optim/grads.h"
 #include "binding/runtime/buffer.h"
+
+/* ---- roots ----------------------------------------------------------------------- */
 
 static void
 take_root(FSDPUnit *self, FSDPUnit *root)
 {
     Py_XSETREF(self->root, self == root ? NULL : Py_NewRef((PyObject *)root));
-    ct_fsdp_move_account(&self->core, &root->ledger);
+    ct_fsdp_set_ledger(&self->core, &root->ledger);
 }
 
 const char FSDPUnit_set_units_doc[] =
@@ -56,37 +62,42 @@ FSDPUnit_forget_root(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* ---- a backward that did not end ---------------------------------------------------
- */
+/* ---- a backward that did not end ------------------------------------------------- */
 
 static void
-abandon_unit(FSDPUnit *self)
+forget_seen(FSDPUnit *self)
 {
-    fsdp_release(self);
-    fsdp_drop_grads(self);
     for (size_t i = 0; i < self->n_leaves; i++) {
         self->leaves[i].seen = false;
     }
     self->n_seen = 0;
+}
+
+static void
+make_idle(FSDPUnit *self)
+{
+    forget_seen(self);
     self->first_node = FSDP_NO_SEQUENCE;
     self->entered = self->complete = false;
     self->state = FSDP_IDLE;
 }
 
-/* Everything below a root as if no backward had begun; keeps the exception. */
+/* Makes all units of a root idle, as if no backward had begun. Keeps the exception. */
 static void
-fsdp_abandon(FSDPUnit *root)
+abandon(FSDPUnit *root)
 {
-    const Py_ssize_t n = root->units == NULL ? 0 : PyList_GET_SIZE(root->units);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        abandon_unit((FSDPUnit *)PyList_GET_ITEM(root->units, i));
+    for (Py_ssize_t i = 0; i < fsdp_count_units(root); i++) {
+        FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->units, i);
+        fsdp_release(unit);
+        fsdp_drop_grads(unit);
+        make_idle(unit);
     }
     Py_CLEAR(root->in_use);
     root->queued = root->several_threads = false;
 }
 
-/* Where no task of autograd is known to this thread: a thread that a module has started
- * in order to compute anew belongs to the backward, too. */
+/* For a thread without a task of autograd: a thread that a module has started for
+ * recomputation belongs to the backward, too. */
 static int
 is_under_way(const FSDPUnit *root)
 {
@@ -96,112 +107,330 @@ is_under_way(const FSDPUnit *root)
     return alive;
 }
 
-/* The number of autograd's task that is running: later ones have higher numbers.
- * FSDP_NO_TASK outside of a backward. 0, or -1 with an exception. */
+/* The number of autograd's running task, FSDP_NO_TASK outside of a backward. Later
+ * tasks have higher numbers. 0, or -1 with an exception. */
 static int
-fsdp_current_task(FSDPUnit *self, long *task)
+current_task(FSDPUnit *self, long *task)
 {
-    PyObject *id = ctpy_call_hook((PyObject *)self,
-                                  fsdp_state_borrow(self)->str__graph_task, NULL, 0);
+    PyObject *id = ctpy_call_hook(
+        (PyObject *)self, fsdp_state_borrow(self)->str__current_graph_task_id, NULL, 0);
     *task = id == NULL ? FSDP_NO_TASK : PyLong_AsLong(id);
     Py_XDECREF(id);
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* 1 while a backward of this root is under way, 0, or -1. One that has ended with an
- * exception is abandoned. */
+/* 1 while a backward of this root is under way, 0, or -1. Abandons a backward that has
+ * ended with an exception. */
 static int
-fsdp_in_backward(FSDPUnit *root)
+in_backward_of(FSDPUnit *root)
 {
     long task;
     if (!root->queued) {
         return 0;
     }
-    if (fsdp_current_task(root, &task) < 0) {
+    if (current_task(root, &task) < 0) {
         return -1;
     }
     const int alive = task < 0 ? is_under_way(root) : 1;
     if (alive == 0) {
-        fsdp_abandon(root);
+        abandon(root);
     }
     return alive;
 }
 
 const char FSDPUnit_recover_doc[] =
     "recover($self, /)\n--\n\n"
-    "Forget a backward that ended with an exception: what was gathered is released, "
-    "and\ngradients that had not been reduced are dropped.";
+    "Forget a backward that ended with an exception: release gathered parameters, "
+    "and\ndrop gradients that have not been reduced.";
 
 PyObject *
 FSDPUnit_recover(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    return fsdp_in_backward(fsdp_root_borrow((FSDPUnit *)op)) < 0 ? NULL
-                                                                  : Py_NewRef(Py_None);
+    return in_backward_of(fsdp_root_borrow((FSDPUnit *)op)) < 0 ? NULL
+                                                                : Py_NewRef(Py_None);
 }
 
-/* ---- the forward -------------------------------------------------------------------
- */
+/* ---- release in the backward -----------------------------------------------------
+ *
+ * autograd numbers its nodes as they are made and runs ready nodes from the highest
+ * number down. A node's gradient comes from nodes made after it, so each node of a
+ * thread runs after all nodes with higher numbers. The nodes that read a unit's
+ * parameters are made in the unit's forward, whatever gradient they are for: of its own
+ * parameters, of inner units, of tensors from outside, or of recomputed activations.
+ * When a node older than the forward runs, all of them have run.
+ *
+ * Each thread numbers its own nodes, and numbers of two threads cannot be compared. A
+ * unit is therefore compared with nodes of its forward's thread only; a unit with
+ * forwards in several threads stays gathered to the end of the backward. A reentrant
+ * checkpoint on a device makes its nodes in a thread of autograd's, and runs them in a
+ * graph task of its own, within the checkpoint's node. The units of that task can be
+ * released when a task with a lower number runs.
+ *
+ * The nodes of leaves run as soon as they are ready and say nothing about others. */
 
-/* What an evaluation or an update has left behind is old: shards may have changed. Only
- * while gradients wait for the others nobody has updated anything. */
-static void
-release_old(FSDPUnit *root)
+/* A number that no earlier thread had. */
+static uint64_t
+this_thread(void)
 {
-    const Py_ssize_t n = root->units == NULL ? 0 : PyList_GET_SIZE(root->units);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->units, i);
-        if (!fsdp_has_grads(unit)) {
+    return PyThreadState_GetID(PyThreadState_Get());
+}
+
+/* Notes the thread in which autograd numbers the nodes of the forwards below a root.
+ */
+static void
+note_thread(FSDPUnit *root)
+{
+    const uint64_t thread = this_thread();
+    const uint64_t before = root->forward_thread;
+    root->forward_thread = thread;
+    root->several_threads |= before != FSDP_NO_THREAD && before != thread;
+}
+
+/* The thread of the root's forwards, FSDP_NO_THREAD where there are several. */
+static uint64_t
+forward_thread_of(const FSDPUnit *root)
+{
+    return root->several_threads ? FSDP_NO_THREAD : root->forward_thread;
+}
+
+/* op.name() as a number. 0 or -1. */
+static int
+call_number(PyObject *op, PyObject *name, uint64_t *number)
+{
+    PyObject *answer = ctpy_call_hook(op, name, NULL, 0);
+    *number = answer == NULL ? 0 : PyLong_AsUnsignedLongLong(answer);
+    Py_XDECREF(answer);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* The number of the next node that autograd makes on this thread. */
+static int
+next_node(FSDPUnit *self, uint64_t *number)
+{
+    return call_number((PyObject *)self, fsdp_state_borrow(self)->str__get_sequence_nr,
+                       number);
+}
+
+/* The number of the running node, FSDP_NO_SEQUENCE outside of a backward. */
+static int
+current_node(FSDPUnit *self, uint64_t *number)
+{
+    ctpy_state *state = fsdp_state_borrow(self);
+    PyObject *node =
+        ctpy_call_hook((PyObject *)self, state->str__current_autograd_node, NULL, 0);
+    int result = node == NULL ? -1 : 0;
+    *number = FSDP_NO_SEQUENCE;
+    if (node != NULL && !Py_IsNone(node)) {
+        result = call_number(node, state->str__sequence_nr, number);
+    }
+    Py_XDECREF(node);
+    return result;
+}
+
+/* Missing gradients belong to another forward, and a release would only bring another
+ * gather. Without a reduction parameters stay if they stay after the forward. */
+static bool
+may_release(const FSDPUnit *self)
+{
+    return (self->complete || self->n_leaves == self->n_frozen) &&
+           (self->require_sync || self->reshard_after_forward);
+}
+
+/* Whether the running node, `number` of this thread, comes after all nodes that read
+ * the unit's parameters. 1, 0, or -1 with an exception. */
+static int
+has_run(FSDPUnit *self, uint64_t number, uint64_t thread)
+{
+    long task = FSDP_NO_TASK;
+    if (self->thread == thread) {
+        return number < self->first_node;
+    }
+    if (self->task == FSDP_NO_TASK) {
+        return 0;
+    }
+    return current_task(self, &task) < 0 ? -1 : task < self->task;
+}
+
+/* 1 where a release leaves room for a prefetch, 0, or -1. Without a reduction ranks may
+ * come here in different orders, or not at all: no collective may begin then. */
+static int
+fsdp_release_done(FSDPUnit *root, uint64_t thread)
+{
+    uint64_t number = 0;
+    bool known = false; /* to ask takes longer than all else here */
+    int released = 0;
+    Py_ssize_t i = root->in_use == NULL ? 0 : PyList_GET_SIZE(root->in_use);
+    if (thread == FSDP_NO_THREAD) {
+        return 0;
+    }
+    while (i-- > 0) {
+        FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->in_use, i);
+        if (!may_release(unit)) {
+            continue;
+        }
+        if (!known && current_node(root, &number) < 0) {
+            return -1;
+        }
+        known = true;
+        const int over = has_run(unit, number, thread);
+        if (over == 1) {
+            released = released || (unit->require_sync && unit->backward_post);
+            unit->first_node = FSDP_NO_SEQUENCE;
             fsdp_release(unit);
         }
+        if (over < 0 ||
+            (over == 1 && PyList_SetSlice(root->in_use, i, i + 1, NULL) < 0)) {
+            return -1;
+        }
     }
+    return released;
+}
+
+const char FSDPUnit_input_done_doc[] =
+    "input_done($self, grad, /)\n--\n\n"
+    "The hook of inputs: release the parameters that no node will read.";
+
+PyObject *
+FSDPUnit_input_done(PyObject *op, PyObject *Py_UNUSED(grad))
+{
+    FSDPUnit *self = (FSDPUnit *)op, *root = fsdp_root_borrow(self);
+    const int released = fsdp_release_done(root, forward_thread_of(root));
+    const bool failed =
+        released < 0 || (released > 0 && fsdp_prefetch(self, &root->backwards) < 0);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- the backward pass reaches a unit -------------------------------------------- */
+
+enum {
+    IN_BACKWARD = 1 << FSDP_BACKWARD_PRE | 1 << FSDP_BACKWARD_POST
+};
+
+/* Asks torch, once, to call finish() at the end of the backward. The memory that the
+ * forward keeps is at its largest now. */
+static int
+queue_finish(FSDPUnit *root)
+{
+    if (root->queued) {
+        return 0;
+    }
+    PyObject *done =
+        ctpy_call_hook((PyObject *)root, fsdp_state_borrow(root)->str__queue, NULL, 0);
+    root->queued = done != NULL;
+    Py_XSETREF(root->ending, done);
+    if (root->queued) {
+        fsdp_order_begin(&root->backwards);
+        fsdp_return_memory(root);
+    }
+    return done == NULL ? -1 : 0;
+}
+
+/* Notes the unit as gathered, until fsdp_release_done() releases it. */
+static int
+use(FSDPUnit *self, FSDPUnit *root, uint64_t first_node, uint64_t thread)
+{
+    const bool known = self->first_node != FSDP_NO_SEQUENCE;
+    const bool several = known && thread != self->thread;
+    long task = FSDP_NO_TASK;
+    if ((root->in_use == NULL && (root->in_use = PyList_New(0)) == NULL) ||
+        (thread != root->forward_thread && current_task(self, &task) < 0) ||
+        (!known && PyList_Append(root->in_use, (PyObject *)self) < 0)) {
+        return -1;
+    }
+    self->first_node = first_node < self->first_node ? first_node : self->first_node;
+    self->thread = several ? FSDP_NO_THREAD : thread;
+    self->task = several ? FSDP_NO_TASK : task;
+    return 0;
 }
 
 static int
-grad_enabled(FSDPUnit *self)
+enter(FSDPUnit *self, uint64_t first_node, uint64_t thread)
 {
-    PyObject *answer = ctpy_call_hook(
-        (PyObject *)self, fsdp_state_borrow(self)->str__grad_enabled, NULL, 0);
-    const int enabled = answer == NULL ? -1 : answer == Py_True;
-    Py_XDECREF(answer);
-    return enabled;
+    FSDPUnit *root = fsdp_root_borrow(self);
+    fsdp_order *order = &root->backwards;
+    const bool is_first = !self->entered;
+    if (queue_finish(root) < 0 || (is_first && fsdp_order_reach(self, order) < 0)) {
+        return -1;
+    }
+    const int released = fsdp_release_done(root, thread);
+    const bool prefetches = released > 0 || (is_first && self->backward_pre);
+    if (released < 0 || fsdp_gather(self) < 0 ||
+        use(self, root, first_node, thread) < 0 ||
+        (prefetches && fsdp_prefetch(self, order) < 0) ||
+        (is_first && fsdp_expect(self, 1 << FSDP_IDLE | 1 << FSDP_BACKWARD_PRE) < 0)) {
+        return -1;
+    }
+    self->entered = true;
+    if (self->state == FSDP_IDLE) {
+        self->state = FSDP_BACKWARD_PRE;
+    }
+    return fsdp_expect(self, IN_BACKWARD);
 }
+
+/* given: the unit, its forward's first node and thread. */
+static PyObject *
+enter_backward(PyObject *given, PyObject *Py_UNUSED(grad))
+{
+    FSDPUnit *self = (FSDPUnit *)PyTuple_GET_ITEM(given, 0);
+    const uint64_t first_node = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, 1));
+    const uint64_t thread = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, 2));
+    return enter(self, first_node, thread) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyMethodDef enter_backward_def = {"enter_backward", enter_backward, METH_O,
+                                         NULL};
+
+/* The hook of the outputs of a forward that began at node first_node: gathers the
+ * parameters for the backward. */
+static PyObject *
+fsdp_output_hook(FSDPUnit *self, uint64_t first_node)
+{
+    PyObject *given = Py_BuildValue("OKK", self, (unsigned long long)first_node,
+                                    (unsigned long long)this_thread());
+    PyObject *hook = given == NULL ? NULL : PyCFunction_New(&enter_backward_def, given);
+    Py_XDECREF(given);
+    return hook;
+}
+
+/* ---- the tensors of inputs and outputs ------------------------------------------- */
 
 typedef struct visit {
     ctpy_state *state;
     PyObject *hook;
-    PyObject *met; /* a set of the ids that have their hook */
-    Py_ssize_t n;
+    PyObject *met; /* the set of the ids of hooked tensors */
 } visit;
 
-/* A tensor that is returned twice is met once. */
+/* A tensor that is returned twice gets one hook. */
 static int
 is_new(const visit *v, PyObject *tensor)
 {
+    const Py_ssize_t before = PySet_GET_SIZE(v->met);
     PyObject *id = PyLong_FromVoidPtr(tensor);
-    int known = id == NULL ? -1 : PySet_Contains(v->met, id);
-    if (known == 0 && PySet_Add(v->met, id) < 0) {
-        known = -1;
-    }
+    const int added = id == NULL ? -1 : PySet_Add(v->met, id);
     Py_XDECREF(id);
-    return known < 0 ? -1 : !known;
+    return added < 0 ? -1 : PySet_GET_SIZE(v->met) > before;
+}
+
+/* 1, 0, or -1 with an exception. */
+static int
+requires_grad(const ctpy_state *state, PyObject *tensor)
+{
+    PyObject *answer = PyObject_GetAttr(tensor, state->str_requires_grad);
+    const int result = answer == NULL ? -1 : answer == Py_True;
+    Py_XDECREF(answer);
+    return result;
 }
 
 static int
 visit_tensor(visit *v, PyObject *tensor)
 {
-    PyObject *wanted = PyObject_GetAttr(tensor, v->state->str_requires_grad);
-    if (wanted == NULL) {
-        return -1;
-    }
-    const bool hooked = wanted == Py_True;
-    Py_DECREF(wanted);
-    const int fresh = hooked ? is_new(v, tensor) : 0;
+    const int wanted = requires_grad(v->state, tensor);
+    const int fresh = wanted == 1 ? is_new(v, tensor) : wanted;
     if (fresh < 1) {
         return fresh;
     }
     PyObject *handle = ctpy_call_hook(tensor, v->state->str_register_hook, &v->hook, 1);
     Py_XDECREF(handle);
-    v->n++;
     return handle == NULL ? -1 : 0;
 }
 
@@ -221,7 +450,7 @@ visit_items(visit *v, PyObject *items_steal)
     return result;
 }
 
-/* The fields of a dataclass; what has none is no container. */
+/* The fields of a dataclass; another object is no container. */
 static int
 visit_fields(visit *v, PyObject *op)
 {
@@ -271,160 +500,28 @@ visit_object(visit *v, PyObject *op)
     return result;
 }
 
-/* binding/fsdp/passes.c: calls tensor.register_hook(hook) for every tensor in op that
- * requires a gradient, each once, and counts them. -1 with an exception. */
-static Py_ssize_t
-fsdp_hook_tensors(ctpy_state *state, PyObject *op, PyObject *hook)
+/* Calls tensor.register_hook(hook) once for every tensor that requires a gradient. */
+static int
+hook_tensors(FSDPUnit *self, PyObject *tensors, PyObject *hook_steal)
 {
-    visit v = {.state = state, .hook = hook, .met = PySet_New(NULL)};
-    const int result = v.met == NULL ? -1 : visit_object(&v, op);
+    visit v = {fsdp_state_borrow(self), hook_steal, PySet_New(NULL)};
+    const int result =
+        hook_steal == NULL || v.met == NULL ? -1 : visit_object(&v, tensors);
     Py_XDECREF(v.met);
-    return result < 0 ? -1 : v.n;
-}
-
-static int
-hook_each(FSDPUnit *self, PyObject *tensors, PyObject *hook_steal)
-{
-    const Py_ssize_t n = hook_steal == NULL ? -1
-                                            : fsdp_hook_tensors(fsdp_state_borrow(self),
-                                                                tensors, hook_steal);
     Py_XDECREF(hook_steal);
-    return n < 0 ? -1 : 0;
+    return result;
 }
 
 static int
-hook_inputs(FSDPUnit *self, PyObject *args, PyObject *kwargs)
+hook_inputs(FSDPUnit *self, PyObject *inputs)
 {
     PyObject *name = fsdp_state_borrow(self)->str_input_done;
-    if (hook_each(self, args, PyObject_GetAttr((PyObject *)self, name)) < 0) {
-        return -1;
-    }
-    return kwargs == NULL
+    return inputs == NULL
                ? 0
-               : hook_each(self, kwargs, PyObject_GetAttr((PyObject *)self, name));
+               : hook_tensors(self, inputs, PyObject_GetAttr((PyObject *)self, name));
 }
 
-/* After the last inner unit, as it was in the forward before, come the outputs and the
- * loss, on top of what all units keep for the backward. */
-static void
-note_end(const FSDPUnit *self, FSDPUnit *root)
-{
-    if (self != root) {
-        root->last_inner = self;
-        if (self == root->last_before) {
-            fsdp_return_memory(root);
-        }
-    }
-}
-
-static uint64_t
-fsdp_forward_thread(const FSDPUnit *root)
-{
-    return root->several_threads ? FSDP_NO_THREAD : root->forward_thread;
-}
-
-/* The number of the node that is running. */
-static int
-current_node(FSDPUnit *self, uint64_t *number)
-{
-    ctpy_state *state = fsdp_state_borrow(self);
-    PyObject *node =
-        ctpy_call_hook((PyObject *)self, state->str__current_node, NULL, 0);
-    PyObject *answer = NULL;
-    *number = FSDP_NO_SEQUENCE;
-    if (node != NULL && !Py_IsNone(node)) {
-        answer = ctpy_call_hook(node, state->str__sequence_nr, NULL, 0);
-        *number = answer == NULL ? 0 : PyLong_AsUnsignedLongLong(answer);
-    }
-    Py_XDECREF(answer);
-    Py_XDECREF(node);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* Gradients that are still missing come from another forward, which gathers again: the
- * parameters may as well stay. Without a reduction to come they stay anyway where they
- * do after the forward. */
-static bool
-may_go(const FSDPUnit *self)
-{
-    return (self->complete || self->n_leaves == self->n_frozen) &&
-           (self->require_sync || self->reshard_after_forward);
-}
-
-/* Whether the node with that number, which this thread has made, comes after all that
- * read the unit's parameters. 1, 0, or -1 with an exception. */
-static int
-is_over(FSDPUnit *self, uint64_t number, uint64_t thread)
-{
-    long task = FSDP_NO_TASK;
-    if (self->thread == thread) {
-        return number < self->first_node;
-    }
-    if (self->task == FSDP_NO_TASK) {
-        return 0;
-    }
-    return fsdp_current_task(self, &task) < 0 ? -1 : task < self->task;
-}
-
-/* Without a reduction to come ranks need not reach this in the same order, nor all of
- * them: nothing collective may begin then. */
-static int
-fsdp_release_done(FSDPUnit *root, uint64_t thread)
-{
-    uint64_t number = 0;
-    bool known = false; /* to ask takes longer than all else here */
-    int freed = 0;
-    Py_ssize_t i = root->in_use == NULL ? 0 : PyList_GET_SIZE(root->in_use);
-    if (thread == FSDP_NO_THREAD) {
-        return 0;
-    }
-    while (i-- > 0) {
-        FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->in_use, i);
-        if (!may_go(unit)) {
-            continue;
-        }
-        if (!known && current_node(root, &number) < 0) {
-            return -1;
-        }
-        known = true;
-        const int over = is_over(unit, number, thread);
-        if (over < 0) {
-            return -1;
-        }
-        if (!over) {
-            continue;
-        }
-        freed = freed || (unit->require_sync && unit->backward_post);
-        unit->first_node = FSDP_NO_SEQUENCE;
-        fsdp_release(unit);
-        if (PyList_SetSlice(root->in_use, i, i + 1, NULL) < 0) {
-            return -1;
-        }
-    }
-    return freed;
-}
-
-/* Gathers the parameters, and begins with those of the next unit. Outside of a root's
- * forward or backward nobody would say when that is over. */
-static int
-take_turn(FSDPUnit *self, FSDPUnit *root, int in_backward)
-{
-    fsdp_order *order = in_backward ? &root->backwards : &root->forwards;
-    if (!in_backward && root->state != FSDP_FORWARD) {
-        return fsdp_gather(self);
-    }
-    const int freed =
-        in_backward ? fsdp_release_done(root, fsdp_forward_thread(root)) : 0;
-    const bool ahead =
-        freed > 0 || (in_backward ? self->backward_pre : self->forward_prefetch);
-    if (freed < 0 || fsdp_order_reach(self, order) < 0 || fsdp_gather(self) < 0) {
-        return -1;
-    }
-    return ahead ? fsdp_prefetch(self, order) : 0;
-}
-
-/* ---- what is trained ---------------------------------------------------------------
- */
+/* ---- frozen parameters ----------------------------------------------------------- */
 
 static int
 take_frozen(FSDPUnit *self, PyObject *frozen)
@@ -442,154 +539,92 @@ take_frozen(FSDPUnit *self, PyObject *frozen)
     return 0;
 }
 
-/* Whether a parameter requires a gradient may change between forwards, of what
- * optimizers have of it or of what the forward computes with. Two tensors a parameter,
- * those that are trained first. */
+/* requires_grad may change between forwards, of the optimizer's parameter or of its
+ * view in the module. `tensors` has both for each parameter, trained parameters first.
+ */
 static int
 note_frozen(FSDPUnit *self, PyObject *tensors)
 {
-    PyObject *name = fsdp_state_borrow(self)->str_requires_grad;
+    ctpy_state *state = fsdp_state_borrow(self);
     bool known = true;
     for (Py_ssize_t i = 0; known && i < PyTuple_GET_SIZE(tensors); i++) {
         const size_t leaf = (size_t)i / 2;
-        const bool trains = leaf < self->n_leaves && !self->leaves[leaf].frozen;
-        PyObject *wanted = PyObject_GetAttr(PyTuple_GET_ITEM(tensors, i), name);
-        if (wanted == NULL) {
+        const int trains = leaf < self->n_leaves && !self->leaves[leaf].frozen;
+        const int wanted = requires_grad(state, PyTuple_GET_ITEM(tensors, i));
+        if (wanted < 0) {
             return -1;
         }
-        known = (wanted == Py_True) == trains;
-        Py_DECREF(wanted);
+        known = wanted == trains;
     }
     if (known) {
         return 0;
     }
-    PyObject *frozen = ctpy_call_hook(
-        (PyObject *)self, fsdp_state_borrow(self)->str__settle_trained, NULL, 0);
+    PyObject *frozen =
+        ctpy_call_hook((PyObject *)self, state->str__settle_trained, NULL, 0);
     const int result = frozen == NULL ? -1 : take_frozen(self, frozen);
     Py_XDECREF(frozen);
     return result;
 }
 
-/* The thread that runs, by a number that no thread before it had; and that of the
- * root's forward, or FSDP_NO_THREAD. */
-static uint64_t
-fsdp_thread(void)
-{
-    return PyThreadState_GetID(PyThreadState_Get());
-}
+/* ---- the forward ----------------------------------------------------------------- */
 
-/* In which thread autograd numbers the nodes of the forwards below a root. */
+/* Releases the parameters that an evaluation or an update has left gathered: shards may
+ * have changed since. Gradients that wait for a reduction prove that they have not. */
 static void
-note_thread(FSDPUnit *root)
+release_old(FSDPUnit *root)
 {
-    const uint64_t thread = fsdp_thread();
-    const uint64_t before = root->forward_thread;
-    root->forward_thread = thread;
-    root->several_threads |= before != FSDP_NO_THREAD && before != thread;
+    for (Py_ssize_t i = 0; i < fsdp_count_units(root); i++) {
+        FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->units, i);
+        if (!fsdp_has_grads(unit)) {
+            fsdp_release(unit);
+        }
+    }
 }
 
-/* The number of the node that autograd will make next on this thread. 0 or -1. */
 static int
-fsdp_next_node(FSDPUnit *self, uint64_t *number)
+grad_enabled(FSDPUnit *self)
 {
     PyObject *answer = ctpy_call_hook(
-        (PyObject *)self, fsdp_state_borrow(self)->str__next_sequence_nr, NULL, 0);
-    *number = answer == NULL ? 0 : PyLong_AsUnsignedLongLong(answer);
+        (PyObject *)self, fsdp_state_borrow(self)->str_is_grad_enabled, NULL, 0);
+    const int enabled = answer == NULL ? -1 : answer == Py_True;
     Py_XDECREF(answer);
-    return PyErr_Occurred() ? -1 : 0;
+    return enabled;
 }
 
-enum {
-    IN_BACKWARD = 1 << FSDP_BACKWARD_PRE | 1 << FSDP_BACKWARD_POST
-};
-
-/* Asks torch to call finish when the backward has ended, once. What the forward keeps
- * is all there now. */
+/* Gathers the parameters and prefetches the next unit's. Outside of a root's forward or
+ * backward nothing would end a prefetch. */
 static int
-queue_finish(FSDPUnit *root)
+take_turn(FSDPUnit *self, FSDPUnit *root, int in_backward)
 {
-    if (root->queued) {
-        return 0;
+    fsdp_order *order = in_backward ? &root->backwards : &root->forwards;
+    if (!in_backward && root->state != FSDP_FORWARD) {
+        return fsdp_gather(self);
     }
-    PyObject *done =
-        ctpy_call_hook((PyObject *)root, fsdp_state_borrow(root)->str__queue, NULL, 0);
-    root->queued = done != NULL;
-    Py_XSETREF(root->ending, done);
-    if (root->queued) {
-        fsdp_order_begin(&root->backwards);
-        fsdp_return_memory(root);
-    }
-    return done == NULL ? -1 : 0;
-}
-
-/* Until fsdp_release_done() finds that it is over. */
-static int
-use(FSDPUnit *self, FSDPUnit *root, uint64_t first_node, uint64_t thread)
-{
-    const bool known = self->first_node != FSDP_NO_SEQUENCE;
-    const bool several = known && thread != self->thread;
-    long task = FSDP_NO_TASK;
-    if ((root->in_use == NULL && (root->in_use = PyList_New(0)) == NULL) ||
-        (thread != root->forward_thread && fsdp_current_task(self, &task) < 0) ||
-        (!known && PyList_Append(root->in_use, (PyObject *)self) < 0)) {
+    const int released =
+        in_backward ? fsdp_release_done(root, forward_thread_of(root)) : 0;
+    const bool prefetches =
+        released > 0 || (in_backward ? self->backward_pre : self->forward_prefetch);
+    if (released < 0 || fsdp_order_reach(self, order) < 0 || fsdp_gather(self) < 0) {
         return -1;
     }
-    self->first_node = first_node < self->first_node ? first_node : self->first_node;
-    self->thread = several ? FSDP_NO_THREAD : thread;
-    self->task = several ? FSDP_NO_TASK : task;
-    return 0;
+    return prefetches ? fsdp_prefetch(self, order) : 0;
 }
 
-static int
-enter(FSDPUnit *self, uint64_t first_node, uint64_t thread)
+/* The outputs and the loss follow the last inner unit, on top of all that the units
+ * keep for the backward. The last unit is known from the forward before. */
+static void
+note_end(const FSDPUnit *self, FSDPUnit *root)
 {
-    FSDPUnit *root = fsdp_root_borrow(self);
-    fsdp_order *order = &root->backwards;
-    const bool is_first = !self->entered;
-    if (queue_finish(root) < 0 || (is_first && fsdp_order_reach(self, order) < 0)) {
-        return -1;
+    if (self != root) {
+        root->last_inner = self;
+        if (self == root->last_before) {
+            fsdp_return_memory(root);
+        }
     }
-    const int freed = fsdp_release_done(root, thread);
-    const bool ahead = freed > 0 || (is_first && self->backward_pre);
-    if (freed < 0 || fsdp_gather(self) < 0 || use(self, root, first_node, thread) < 0 ||
-        (ahead && fsdp_prefetch(self, order) < 0) ||
-        (is_first && fsdp_expect(self, 1 << FSDP_IDLE | 1 << FSDP_BACKWARD_PRE) < 0)) {
-        return -1;
-    }
-    self->entered = true;
-    if (self->state == FSDP_IDLE) {
-        self->state = FSDP_BACKWARD_PRE;
-    }
-    return fsdp_expect(self, IN_BACKWARD);
 }
 
-/* Of a unit, the number of its forward's first node, and the thread of it. */
-static PyObject *
-enter_backward(PyObject *given, PyObject *Py_UNUSED(grad))
-{
-    FSDPUnit *self = (FSDPUnit *)PyTuple_GET_ITEM(given, 0);
-    const uint64_t first_node = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, 1));
-    const uint64_t thread = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, 2));
-    return enter(self, first_node, thread) < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-static PyMethodDef enter_backward_def = {"enter_backward", enter_backward, METH_O,
-                                         NULL};
-
-/* A hook of the outputs of a forward that began at that number: gathers the parameters
- * for the backward. */
-static PyObject *
-fsdp_output_hook(FSDPUnit *self, uint64_t first_node)
-{
-    PyObject *given = Py_BuildValue("OKK", self, (unsigned long long)first_node,
-                                    (unsigned long long)fsdp_thread());
-    PyObject *hook = given == NULL ? NULL : PyCFunction_New(&enter_backward_def, given);
-    Py_XDECREF(given);
-    return hook;
-}
-
-/* Runs the module with the parameters there. Within a backward, that is when an
- * activation checkpoint computes anew, they are needed right afterwards. */
+/* Runs the module with gathered parameters. In a backward, for an activation
+ * checkpoint, they stay gathered: the gradients of this module come next. */
 static PyObject *
 run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwargs,
     int in_backward)
@@ -601,8 +636,9 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
         note_thread(root);
     }
     if (grads >= 0 && take_turn(self, root, in_backward) == 0 &&
-        (!grads || fsdp_next_node(self, &first_node) == 0) &&
-        (!grads || in_backward || hook_inputs(self, args, kwargs) == 0)) {
+        (!grads || next_node(self, &first_node) == 0) &&
+        (!grads || in_backward ||
+         (hook_inputs(self, args) == 0 && hook_inputs(self, kwargs) == 0))) {
         out = PyObject_Call(fn, args, kwargs);
     }
     if (!in_backward && (out == NULL || self->reshard_after_forward)) {
@@ -616,7 +652,7 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
         Py_CLEAR(out); /* no backward will find it */
     }
     if (out != NULL && grads &&
-        hook_each(self, out, fsdp_output_hook(self, first_node)) < 0) {
+        hook_tensors(self, out, fsdp_output_hook(self, first_node)) < 0) {
         Py_CLEAR(out);
     }
     return out;
@@ -642,7 +678,7 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
         return NULL;
     }
     PyObject *root = Py_NewRef((PyObject *)fsdp_root_borrow(self));
-    const int in_backward = fsdp_in_backward((FSDPUnit *)root);
+    const int in_backward = in_backward_of((FSDPUnit *)root);
     PyObject *out = NULL;
     const bool settled =
         in_backward != 0 || tensors == NULL || note_frozen(self, tensors) == 0;
@@ -654,7 +690,7 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
         }
         const int before = in_backward ? self->state : FSDP_IDLE;
         self->state = FSDP_FORWARD;
-        self->core.label.call += !in_backward; /* ranks tell a skipped batch by it */
+        self->core.label.call += !in_backward; /* shows other ranks a skipped batch */
         out = run(self, (FSDPUnit *)root, fn, inputs, kwargs, in_backward);
         self->state = before;
         if (!in_backward && root == op) {
@@ -665,51 +701,12 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
     return out;
 }
 
-/* A unit's backward: what torch's hooks on outputs, parameters and inputs call. */
-
-/* ---- when autograd asks for nothing more -------------------------------------------
- *
- * autograd numbers its nodes as they are made, and runs those that are ready by their
- * numbers, the highest first. A node's gradient comes from nodes that were made after
- * it, so of one thread's nodes each runs after all that have higher numbers. A unit's
- * parameters are read by nodes that were made in its forward, whatever these are for:
- * gradients of its own parameters, of units inside, of tensors that came by another
- * way, activations that are computed anew. When a node runs that is older than the
- * forward, all of them have run.
- *
- * Each thread numbers its own nodes. Numbers of two threads say nothing about each
- * other, so a unit is only compared with nodes of the thread that its forward ran in. A
- * unit whose forwards ran in several threads stays to the end of the backward. A
- * reentrant checkpoint on a device makes its nodes in a thread of autograd's, and runs
- * them in a graph task of its own, within the node of the checkpoint. The units of that
- * task are done when a task runs that began earlier.
- *
- * The nodes of leaves run as soon as they can, and tell nothing. */
-
-const char FSDPUnit_input_done_doc[] =
-    "input_done($self, grad, /)\n--\n\n"
-    "The hook of inputs: release the parameters that nobody needs any more.";
-
-PyObject *
-FSDPUnit_input_done(PyObject *op, PyObject *Py_UNUSED(grad))
-{
-    FSDPUnit *self = (FSDPUnit *)op, *root = fsdp_root_borrow(self);
-    const int freed = fsdp_release_done(root, fsdp_forward_thread(root));
-    const bool failed =
-        freed < 0 || (freed > 0 && fsdp_prefetch(self, &root->backwards) < 0);
-    return failed ? NULL : Py_NewRef(Py_None);
-}
-
-/* ---- the gradients -----------------------------------------------------------------
- */
+/* ---- the gradients --------------------------------------------------------------- */
 
 static int
 complete(FSDPUnit *self)
 {
-    for (size_t i = 0; i < self->n_leaves; i++) {
-        self->leaves[i].seen = false;
-    }
-    self->n_seen = 0;
+    forget_seen(self);
     self->complete = true;
     const int result = self->require_sync ? fsdp_reduce(self) : 0;
     fsdp_return_growth(fsdp_root_borrow(self));
@@ -719,17 +716,15 @@ complete(FSDPUnit *self)
 static int
 reject_second_order(const ctpy_state *state, PyObject *grad)
 {
-    PyObject *wanted = PyObject_GetAttr(grad, state->str_requires_grad);
-    const int rejected = wanted == NULL || wanted == Py_True;
-    if (wanted == Py_True) {
+    const int wanted = requires_grad(state, grad);
+    if (wanted == 1) {
         PyErr_SetString(PyExc_RuntimeError,
                         "FSDP only works with gradients that don't require gradients");
     }
-    Py_XDECREF(wanted);
-    return rejected ? -1 : 0;
+    return wanted == 0 ? 0 : -1;
 }
 
-/* Into the flat gradient; autograd's own tensor can go then. */
+/* Copies a gradient to the flat gradient, so that autograd's tensor can be freed. */
 static int
 store(FSDPUnit *self, fsdp_leaf *leaf, PyObject *grad)
 {
@@ -738,7 +733,7 @@ store(FSDPUnit *self, fsdp_leaf *leaf, PyObject *grad)
     ct_status status;
     ct_error err;
     if (reject_second_order(state, grad) < 0 ||
-        fsdp_span_from(self, grad, "a gradient", 0, &span) < 0 ||
+        fsdp_span_from(self, grad, "a gradient", 0, false, &span) < 0 ||
         fsdp_use_stream(self) < 0) {
         return -1;
     }
@@ -755,7 +750,7 @@ store(FSDPUnit *self, fsdp_leaf *leaf, PyObject *grad)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-/* A gradient that was rejected must not be added to by the next backward. */
+/* The next backward must not add to a rejected gradient. */
 static int
 drop(PyObject *param, PyObject *name, int result)
 {
@@ -818,19 +813,12 @@ FSDPUnit_take_grad(PyObject *op, PyObject *const *args, Py_ssize_t n)
     return all && complete(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* ---- the end -----------------------------------------------------------------------
- */
+/* ---- the end of the backward ----------------------------------------------------- */
 
 static int
 finish_unit(FSDPUnit *self)
 {
-    for (size_t i = 0; i < self->n_leaves; i++) {
-        self->leaves[i].seen = false;
-    }
-    self->n_seen = 0;
-    self->first_node = FSDP_NO_SEQUENCE;
-    self->entered = self->complete = false;
-    self->state = FSDP_IDLE;
+    make_idle(self);
     if (self->require_sync || self->reshard_after_forward) {
         fsdp_release(self);
     }
@@ -856,7 +844,7 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
     }
     Py_XDECREF(units);
     if (result < 0) {
-        fsdp_abandon(root);
+        abandon(root);
         return NULL;
     }
     Py_CLEAR(root->in_use);
@@ -866,7 +854,3 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
     }
     Py_RETURN_NONE;
 }
-
-/* The tensors in what a module takes and returns, and hooks on them. */
-
-static int visit_object(visit *v, PyObject *op);

@@ -1,4 +1,7 @@
-/* ctrainer._C.FSDPUnit: parameters that are sharded, gathered and reduced together. */
+/* ctrainer._C.FSDPUnit: parameters that are sharded, gathered and reduced together.
+ *
+ * The unit owns the mapped memory, the communicators and the shards that the core's
+ * tables point to, until dealloc: a unit in a collected cycle may still be released. */
 #include "binding/fsdp/unit.h"
 
 #include "binding/comm/backends.h"
@@ -13,8 +16,7 @@
 #include <math.h>
 #include <string.h>
 
-/* ---- lifetime ----------------------------------------------------------------------
- */
+/* ---- lifetime -------------------------------------------------------------------- */
 
 PyDoc_STRVAR(
     FSDPUnit_doc,
@@ -23,24 +25,24 @@ PyDoc_STRVAR(
     "         lone_reduce=False, replicas=None, gather_bits=0,\n"
     "         reduce_bits=0, error_feedback=True, plugin=None,\n"
     "         offload=False, poisoned=False)\n--\n\n"
-    "Parameters that are sharded over the ranks of a group, gathered and reduced\n"
-    "together; ctrainer.fsdp.FullyShardedDataParallel has one for a module.\n\n"
-    "groups: a tuple of (elements with padding, trainable). watched: parameters that\n"
-    "are used while they are not there end the process; poisoned: or are NaN, rather\n"
-    "than reading zeros, which RuntimeError tells afterwards.\n"
-    "lone_gather, lone_reduce: leave the other ranks out, to measure without.\n"
-    "replicas: a group of ranks that have the same shards in other groups, over which\n"
-    "gradients are averaged. gather_bits, reduce_bits: parameters and gradients "
-    "travel\n"
-    "quantized to so many bits. error_feedback: what these miss of a gradient is "
-    "added\n"
-    "to the next, which takes a float32 for each of all ranks' elements. plugin: of a\n"
-    "device, in whose memory all of it is, which the communicators have to take.\n"
-    "offload: shards and their gradients are in the host's all the same.\n\n"
-    "Its hooks: _grad_enabled(), _graph_task(), _current_node(), _next_sequence_nr(),\n"
-    "_new_gradient(group), _check_order(what), _settle_trained(),\n"
-    "assert_state(states), and _queue(), which returns a weak reference to what ends\n"
-    "the backward: dead when that has ended.");
+    "Parameters that are sharded over a group of ranks, gathered and reduced\n"
+    "together; ctrainer.fsdp.FullyShardedDataParallel has one for each module.\n\n"
+    "groups: a tuple of (elements with padding, trainable).\n"
+    "watched: a use of released parameters ends the process. poisoned: released\n"
+    "parameters are NaN. With neither they read as zeros, and RuntimeError reports\n"
+    "the use afterwards.\n"
+    "lone_gather, lone_reduce: without the other ranks, for measurements.\n"
+    "replicas: the replicate group, over which gradients are averaged.\n"
+    "gather_bits, reduce_bits: the bits of quantized parameters and gradients, 8 or\n"
+    "4; 0: not quantized. error_feedback: add the rounding error of a gradient to\n"
+    "the next, for a float32 for each element of all ranks.\n"
+    "plugin: the device for all memory, which the communicators have to support.\n"
+    "offload: shards and their gradients are in host memory nevertheless.\n\n"
+    "Its hooks: torch's is_grad_enabled(), _current_graph_task_id(),\n"
+    "_current_autograd_node() and _get_sequence_nr(); _new_gradient(group),\n"
+    "_check_order(what), _settle_trained(),\n"
+    "assert_state(states), and _queue(), which returns a weak reference to the\n"
+    "callback that ends the backward: dead when the backward has ended.");
 
 static PyObject *
 FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
@@ -81,12 +83,12 @@ FSDPUnit_traverse(PyObject *op, visitproc visit, void *arg)
     return 0;
 }
 
-/* The memory stays until dealloc: the core's tables point at it. */
+/* The memory stays until dealloc: the core points to it. */
 static int
 FSDPUnit_clear(PyObject *op)
 {
     FSDPUnit *self = (FSDPUnit *)op;
-    ct_fsdp_move_account(&self->core, &self->ledger);
+    ct_fsdp_set_ledger(&self->core, &self->ledger);
     Py_CLEAR(self->shards);
     Py_CLEAR(self->grad_owners);
     Py_CLEAR(self->root);
@@ -114,8 +116,7 @@ FSDPUnit_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* ---- construction ------------------------------------------------------------------
- */
+/* ---- construction ---------------------------------------------------------------- */
 
 static int
 dtype_of(const char *name, ct_dtype *dtype)
@@ -153,7 +154,7 @@ read_groups(PyObject *groups, size_t *sizes, bool *trainable)
 }
 
 static int
-lay_out(FSDPUnit *self, PyObject *plugin, PyObject *groups, int world_size)
+make_groups(FSDPUnit *self, PyObject *plugin, PyObject *groups, int world_size)
 {
     const ct_device *device = ctpy_device_borrow(plugin);
     const size_t n = (size_t)PyTuple_GET_SIZE(groups);
@@ -201,22 +202,10 @@ map_memory(FSDPUnit *self, PyObject *plugin, ct_dtype compute, int watched,
     return 0;
 }
 
-/* What codes miss has to stay from one update to the next. */
-static int
-map_residual(FSDPUnit *self, PyObject *plugin)
-{
-    self->residual = fsdp_new_zeros(self, plugin, ct_fsdp_grad_bytes(&self->core));
-    if (self->residual == NULL) {
-        return -1;
-    }
-    self->core.residual = ((MappedMemory *)self->residual)->pages.data;
-    return 0;
-}
-
 static int
 check_bits(const char *name, int bits)
 {
-    if (bits == 0 || ct_fsdp_bits_known(bits)) {
+    if (bits == 0 || bits == 4 || bits == 8) {
         return 0;
     }
     PyErr_Format(PyExc_ValueError, "%s is %d; expected 8 or 4, or 0 for whole elements",
@@ -256,10 +245,16 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (comm == NULL ||
         (!Py_IsNone(replicas) &&
          ctpy_comm_borrow(fsdp_state_borrow(self), replicas) == NULL) ||
-        lay_out(self, plugin, groups, comm->world_size) < 0 ||
-        map_memory(self, plugin, config.compute, watched, poisoned) < 0 ||
-        (config.reduce_bits != 0 && feedback && map_residual(self, plugin) < 0)) {
+        make_groups(self, plugin, groups, comm->world_size) < 0 ||
+        map_memory(self, plugin, config.compute, watched, poisoned) < 0) {
         return -1;
+    }
+    if (config.reduce_bits != 0 && feedback) { /* kept between updates */
+        self->residual = fsdp_new_zeros(self, plugin, ct_fsdp_grad_bytes(&self->core));
+        if (self->residual == NULL) {
+            return -1;
+        }
+        self->core.residual = ((MappedMemory *)self->residual)->pages.data;
     }
     config.postdivide = (double)comm->world_size;
     config.lone_gather = lone_gather != 0;
@@ -274,7 +269,7 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
 PyDoc_STRVAR(add_parameter_doc,
              "add_parameter($self, group, at, numel, /)\n--\n\n"
              "Name a trainable parameter, elements [at, at + numel) of a group; return "
-             "its index.\n\nThey are named in the order in which they lie there.");
+             "its index.\n\nParameters are named in the order of their places.");
 
 static PyObject *
 FSDPUnit_add_parameter(PyObject *op, PyObject *args)
@@ -313,100 +308,28 @@ FSDPUnit_add_parameter(PyObject *op, PyObject *args)
     return PyLong_FromSize_t(self->n_leaves++);
 }
 
-/* ---- states ------------------------------------------------------------------------
- */
+/* ---- attributes ------------------------------------------------------------------ */
 
-#define METHOD(name, flags)                                                            \
-    {#name, (PyCFunction)(void (*)(void))FSDPUnit_##name, flags, FSDPUnit_##name##_doc}
-
-typedef struct clip_job {
-    ct_span *spans;
-    size_t n;
-    double p, max_norm, total;
-    int alone;  /* of this rank's shards */
-    bool ready; /* else an exception is kept, and the others are only told */
-    const ct_device *device;
-    void *stream;
-} clip_job;
-
-/* The sum of this rank's powers. */
-static ct_status
-own_sum(const clip_job *job, double *sum, ct_error *err)
+/* Sets a field with one object for each group. */
+static int
+set_tuple(FSDPUnit *self, PyObject *value, const char *what, PyObject **field)
 {
-    const ct_device *device = job->device;
-    ct_scratch scratch = {NULL, 0}, made = {NULL, 0};
-    *sum = 0.0;
-    if (job->n == 0) {
-        return CT_OK;
+    PyObject *each = value == NULL ? NULL : PySequence_Tuple(value);
+    if (value == NULL) {
+        PyErr_Format(PyExc_TypeError, "%s cannot be deleted", what);
     }
-    ct_status status = device->scratch_grow(&made, sizeof *sum, err);
-    if (status == CT_OK) {
-        status = device->norm(job->stream, &scratch, job->p, job->spans, job->n,
-                              made.data, err);
+    if (each == NULL) {
+        return -1;
     }
-    if (status == CT_OK) {
-        status = device->read(job->stream, made.data, sum, err);
+    if ((size_t)PyTuple_GET_SIZE(each) != self->core.n_groups) {
+        PyErr_Format(PyExc_ValueError, "expected %zu %s, one a group, got %zd",
+                     self->core.n_groups, what, PyTuple_GET_SIZE(each));
+        Py_DECREF(each);
+        return -1;
     }
-    device->scratch_release(&made);
-    device->scratch_release(&scratch);
-    return status;
+    Py_XSETREF(*field, each);
+    return 0;
 }
-
-/* A rank that fails joins the others all the same: they would wait for it. */
-static ct_status
-norm_over_ranks(clip_job *job, ct_comm *comm, ct_error *err)
-{
-    enum {
-        SUM,
-        FAILED,
-        WHO,
-        N
-    };
-    double told[N] = {0.0};
-    ct_error others;
-    const ct_status own = job->ready
-                              ? own_sum(job, &told[SUM], err)
-                              : ct_fail(err, CT_EHOST, "no gradients to measure");
-    if (own != CT_OK) {
-        told[FAILED] = 1.0;
-        told[WHO] = comm->rank;
-    }
-    const ct_status status =
-        job->alone
-            ? CT_OK
-            : ct_comm_reduce_numbers(comm, told, N,
-                                     isinf(job->p) ? CT_REDUCE_MAX : CT_REDUCE_SUM,
-                                     own == CT_OK ? err : &others);
-    job->total = isinf(job->p) ? told[SUM] : pow(told[SUM], 1.0 / job->p);
-    if (own != CT_OK || status != CT_OK) {
-        return own != CT_OK ? own : status;
-    }
-    return told[FAILED] == 0.0 ? CT_OK
-           : told[FAILED] == 1.0
-               ? ct_fail(err, CT_ECOMM,
-                         "rank %d of %d failed to measure its gradients, so that there "
-                         "is no norm; its own error says why",
-                         ct_rank_called(&comm->names, (int)told[WHO]), comm->names.of)
-               : ct_fail(err, CT_ECOMM,
-                         "%.0f of %d ranks failed to measure their gradients, so that "
-                         "there is no norm; their own errors say why",
-                         told[FAILED], comm->names.of);
-}
-
-/* NaN in any gradient makes all of them NaN, as a multiplication does. */
-static ct_status
-clip(clip_job *job, ct_comm *comm, ct_error *err)
-{
-    ct_status status = norm_over_ranks(job, comm, err);
-    const double factor = job->max_norm / (job->total + 1e-6);
-    if (status != CT_OK || job->n == 0 || factor >= 1.0) {
-        return status;
-    }
-    return job->device->scale(job->stream, factor, (double)INFINITY, job->spans, job->n,
-                              err);
-}
-
-/* What can be read and set of an FSDPUnit. */
 
 static PyObject *
 FSDPUnit_get_shards(PyObject *op, void *Py_UNUSED(closure))
@@ -415,31 +338,10 @@ FSDPUnit_get_shards(PyObject *op, void *Py_UNUSED(closure))
     return shards == NULL ? PyTuple_New(0) : Py_NewRef(shards);
 }
 
-/* A tuple of something for each group; NULL with an exception. */
-static PyObject *
-one_a_group(FSDPUnit *self, PyObject *value, const char *what)
-{
-    PyObject *each = value == NULL ? NULL : PySequence_Tuple(value);
-    if (value == NULL) {
-        PyErr_Format(PyExc_TypeError, "%s cannot be deleted", what);
-    }
-    if (each != NULL && (size_t)PyTuple_GET_SIZE(each) != self->core.n_groups) {
-        PyErr_Format(PyExc_ValueError, "expected %zu %s, one a group, got %zd",
-                     self->core.n_groups, what, PyTuple_GET_SIZE(each));
-        Py_CLEAR(each);
-    }
-    return each;
-}
-
 static int
 FSDPUnit_set_shards(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
 {
-    PyObject *shards = one_a_group((FSDPUnit *)op, value, "shards");
-    if (shards == NULL) {
-        return -1;
-    }
-    Py_XSETREF(((FSDPUnit *)op)->shards, shards);
-    return 0;
+    return set_tuple((FSDPUnit *)op, value, "shards", &((FSDPUnit *)op)->shards);
 }
 
 static PyObject *
@@ -452,12 +354,8 @@ FSDPUnit_get_grad_owners(PyObject *op, void *closure)
 static int
 FSDPUnit_set_grad_owners(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
 {
-    PyObject *owners = one_a_group((FSDPUnit *)op, value, "grad_owners");
-    if (owners == NULL) {
-        return -1;
-    }
-    Py_XSETREF(((FSDPUnit *)op)->grad_owners, owners);
-    return 0;
+    return set_tuple((FSDPUnit *)op, value, "grad_owners",
+                     &((FSDPUnit *)op)->grad_owners);
 }
 
 static PyObject *
@@ -468,7 +366,7 @@ FSDPUnit_get_label(PyObject *op, void *Py_UNUSED(closure))
                                 "replace");
 }
 
-/* The unit's lengths are part of it: another model may have a module of this name. */
+/* The sizes of the groups count too: another model may have a module of this name. */
 static int
 FSDPUnit_set_label(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
 {
@@ -488,12 +386,6 @@ FSDPUnit_set_label(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
     ct_label_set(&core->label, name, shape);
     core->label.call = calls;
     return 0;
-}
-
-static PyObject *
-FSDPUnit_get_gathered(PyObject *op, void *Py_UNUSED(closure))
-{
-    return PyBool_FromLong(((FSDPUnit *)op)->core.gathered);
 }
 
 static PyObject *
@@ -560,15 +452,145 @@ FSDPUnit_set_peak(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
     return 0;
 }
 
-static PyObject *
-FSDPUnit_get_live(PyObject *op, void *Py_UNUSED(closure))
+static PyGetSetDef FSDPUnit_getset[] = {
+    {"divide_factors", FSDPUnit_get_factors,     FSDPUnit_set_factors,
+     "What gradients are divided by, before and after their sum; both above 0.",         NULL},
+    {"grad_owners",    FSDPUnit_get_grad_owners, FSDPUnit_set_grad_owners,
+     "An object for each group whose grad is that of the shard; by default the shards.", NULL},
+    {"label",          FSDPUnit_get_label,       FSDPUnit_set_label,
+     "The unit's name in the model, by which ranks compare whose collective it is.",     NULL},
+    {"offsets",        FSDPUnit_get_offsets,     NULL,
+     "Where each group begins in full, in elements.",                                    NULL},
+    {"peak_bytes",     FSDPUnit_get_peak,        FSDPUnit_set_peak,
+     "Of a root: the most that live_bytes has been; set it to 0 to count anew.",         NULL},
+    {"shards",         FSDPUnit_get_shards,      FSDPUnit_set_shards,
+     "A parameter for each group: this rank's part of it.",                              NULL},
+    {NULL,             NULL,                     NULL,                     NULL,         NULL},
+};
+
+static PyMemberDef FSDPUnit_members[] = {
+    {"communicator", T_OBJECT, offsetof(FSDPUnit, communicator), READONLY,
+     "The communicator of the sharding group."},
+    {"residual", T_OBJECT, offsetof(FSDPUnit, residual), READONLY,
+     "The error-feedback residual, float32 in a MappedMemory, or None."},
+    {"replicas", T_OBJECT, offsetof(FSDPUnit, replicas), READONLY,
+     "The communicator of the replicate group, or None."},
+    {"gathered", T_BOOL, offsetof(FSDPUnit, core.gathered), READONLY,
+     "Whether the parameters are gathered."},
+    {"live_bytes", T_PYSSIZET, offsetof(FSDPUnit, ledger.live), READONLY,
+     "Of a root: bytes of gathered parameters and of gradients before their "
+     "reduction."},
+    {"full", T_OBJECT, offsetof(FSDPUnit, full), READONLY,
+     "The memory of the gathered parameters."},
+    {"require_sync", T_BOOL, offsetof(FSDPUnit, require_sync), 0,
+     "Whether gradients are reduced, or kept for a later backward."},
+    {"reshard_after_forward", T_BOOL, offsetof(FSDPUnit, reshard_after_forward), 0,
+     "Whether the parameters are released after the forward."},
+    {"forward_prefetch", T_BOOL, offsetof(FSDPUnit, forward_prefetch), 0,
+     "Whether the gather of the next unit begins before this one's forward."},
+    {"backward_pre", T_BOOL, offsetof(FSDPUnit, backward_pre), 0,
+     "Whether the gather of the next unit begins before this one's backward."},
+    {"backward_post", T_BOOL, offsetof(FSDPUnit, backward_post), 0,
+     "Whether the gather of the next unit begins after this one's backward."},
+    {"return_memory", T_BOOL, offsetof(FSDPUnit, return_memory), 0,
+     "Of a root: whether memory that is free goes back to the system before most of it "
+     "is needed: when the last inner unit has run, and when the backward begins."},
+    {"state", T_INT, offsetof(FSDPUnit, state), 0,
+     "Where it is: a value of TrainingState."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+/* ---- clipping -------------------------------------------------------------------- */
+
+typedef struct clip_job {
+    ct_span *spans;
+    size_t n;
+    double p, max_norm, total;
+    int alone;  /* without the other ranks */
+    bool ready; /* else an exception is set, and this rank only reports its failure */
+    const ct_device *device;
+    void *stream;
+} clip_job;
+
+/* The sum of the powers of this rank's gradients. */
+static ct_status
+own_sum(const clip_job *job, double *sum, ct_error *err)
 {
-    return PyLong_FromSize_t(((FSDPUnit *)op)->ledger.live);
+    const ct_device *device = job->device;
+    ct_scratch scratch = {NULL, 0}, made = {NULL, 0};
+    *sum = 0.0;
+    if (job->n == 0) {
+        return CT_OK;
+    }
+    ct_status status = device->scratch_grow(&made, sizeof *sum, err);
+    if (status == CT_OK) {
+        status = device->norm(job->stream, &scratch, job->p, job->spans, job->n,
+                              made.data, err);
+    }
+    if (status == CT_OK) {
+        status = device->read(job->stream, made.data, sum, err);
+    }
+    device->scratch_release(&made);
+    device->scratch_release(&scratch);
+    return status;
 }
 
-/* The norm of gradients that are spread over ranks, and clipping by it. */
+/* A rank that fails still takes part in the collective: the others would wait for it.
+ */
+static ct_status
+norm_over_ranks(clip_job *job, ct_comm *comm, ct_error *err)
+{
+    enum {
+        SUM,
+        FAILED,
+        WHO,
+        N
+    };
+    double sent[N] = {0.0};
+    ct_error others;
+    const ct_status own = job->ready
+                              ? own_sum(job, &sent[SUM], err)
+                              : ct_fail(err, CT_EHOST, "no gradients to measure");
+    if (own != CT_OK) {
+        sent[FAILED] = 1.0;
+        sent[WHO] = comm->rank;
+    }
+    const ct_status status =
+        job->alone
+            ? CT_OK
+            : ct_comm_reduce_numbers(comm, sent, N,
+                                     isinf(job->p) ? CT_REDUCE_MAX : CT_REDUCE_SUM,
+                                     own == CT_OK ? err : &others);
+    job->total = isinf(job->p) ? sent[SUM] : pow(sent[SUM], 1.0 / job->p);
+    if (own != CT_OK || status != CT_OK) {
+        return own != CT_OK ? own : status;
+    }
+    return sent[FAILED] == 0.0 ? CT_OK
+           : sent[FAILED] == 1.0
+               ? ct_fail(err, CT_ECOMM,
+                         "rank %d of %d failed to measure its gradients, so that there "
+                         "is no norm; its own error says why",
+                         ct_rank_called(&comm->names, (int)sent[WHO]), comm->names.of)
+               : ct_fail(err, CT_ECOMM,
+                         "%.0f of %d ranks failed to measure their gradients, so that "
+                         "there is no norm; their own errors say why",
+                         sent[FAILED], comm->names.of);
+}
 
-/* The gradients that are there; *owners keeps them. */
+/* A NaN makes all gradients NaN, as the multiplication by the factor would. */
+static ct_status
+clip(clip_job *job, ct_comm *comm, ct_error *err)
+{
+    ct_status status = norm_over_ranks(job, comm, err);
+    const double factor = job->max_norm / (job->total + 1e-6);
+    if (status != CT_OK || job->n == 0 || factor >= 1.0) {
+        return status;
+    }
+    return job->device->scale(job->stream, factor, (double)INFINITY, job->spans, job->n,
+                              err);
+}
+
+/* Reads the gradients that exist; *owners owns them. */
 static int
 read_grads(FSDPUnit *self, PyObject *params, clip_job *job, PyObject *owners)
 {
@@ -577,7 +599,8 @@ read_grads(FSDPUnit *self, PyObject *params, clip_job *job, PyObject *owners)
         PyObject *grad = PyObject_GetAttr(PyList_GET_ITEM(params, i), name);
         int result = grad == NULL ? -1 : 0;
         if (result == 0 && !Py_IsNone(grad)) {
-            result = fsdp_shard_from(self, grad, "a gradient", 1, &job->spans[job->n]);
+            result =
+                fsdp_span_from(self, grad, "a gradient", 1, true, &job->spans[job->n]);
             job->n += result == 0;
             result = result < 0 ? -1 : PyList_Append(owners, grad);
         }
@@ -639,13 +662,13 @@ run(PyObject *op, PyObject *params, clip_job *job)
 
 static const char FSDPUnit_clip_doc[] =
     "clip($self, params, max_norm, norm_type, alone=False, /)\n--\n\n"
-    "Scale the gradients of a list of parameters, whose shards lie on all ranks, so\n"
+    "Scale the gradients of a list of parameters, sharded over all ranks, so\n"
     "that their norm together is at most max_norm; return what it was. Collective.\n\n"
     "norm_type: p > 0, or inf. Powers are added in double. alone: the norm is that of\n"
     "this rank's shards, and nobody else is asked. Where one rank fails all raise,\n"
     "the others a RuntimeError that names it, and no gradient has changed.";
 
-PyObject *
+static PyObject *
 FSDPUnit_clip(PyObject *op, PyObject *args)
 {
     PyObject *params;
@@ -659,6 +682,11 @@ FSDPUnit_clip(PyObject *op, PyObject *args)
     }
     return run(op, params, &job) < 0 ? NULL : PyFloat_FromDouble(job.total);
 }
+
+/* ---- the type -------------------------------------------------------------------- */
+
+#define METHOD(name, flags)                                                            \
+    {#name, (PyCFunction)(void (*)(void))FSDPUnit_##name, flags, FSDPUnit_##name##_doc}
 
 static PyMethodDef FSDPUnit_methods[] = {
     {"add_parameter", FSDPUnit_add_parameter, METH_VARARGS, add_parameter_doc},
@@ -683,8 +711,8 @@ static PyType_Slot FSDPUnit_slots[] = {
     {Py_tp_clear,    FSDPUnit_clear      },
     {Py_tp_dealloc,  FSDPUnit_dealloc    },
     {Py_tp_methods,  FSDPUnit_methods    },
-    {Py_tp_members,  fsdp_members        },
-    {Py_tp_getset,   fsdp_getset         },
+    {Py_tp_members,  FSDPUnit_members    },
+    {Py_tp_getset,   FSDPUnit_getset     },
     {0,              NULL                },
 };
 
@@ -693,51 +721,4 @@ PyType_Spec FSDPUnit_spec = {
     .basicsize = sizeof(FSDPUnit),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = FSDPUnit_slots,
-};
-
-PyGetSetDef fsdp_getset[] = {
-    {"divide_factors", FSDPUnit_get_factors,     FSDPUnit_set_factors,
-     "What gradients are divided by, before and after their sum; both above 0.",                                NULL},
-    {"gathered",       FSDPUnit_get_gathered,    NULL,                     "Whether the parameters are there.",
-     NULL                                                                                                           },
-    {"grad_owners",    FSDPUnit_get_grad_owners, FSDPUnit_set_grad_owners,
-     "An object for each group whose grad is that of the shard; by default the shards.",                        NULL},
-    {"label",          FSDPUnit_get_label,       FSDPUnit_set_label,
-     "The unit's name in the model, by which ranks compare whose collective it is.",                            NULL},
-    {"live_bytes",     FSDPUnit_get_live,        NULL,
-     "Of a root: bytes of gathered parameters and of gradients not yet reduced.",                               NULL},
-    {"offsets",        FSDPUnit_get_offsets,     NULL,
-     "Where each group begins in full, in elements.",                                                           NULL},
-    {"peak_bytes",     FSDPUnit_get_peak,        FSDPUnit_set_peak,
-     "Of a root: the most that live_bytes has been; set it to 0 to count anew.",                                NULL},
-    {"shards",         FSDPUnit_get_shards,      FSDPUnit_set_shards,
-     "A parameter for each group: this rank's part of it.",                                                     NULL},
-    {NULL,             NULL,                     NULL,                     NULL,                                NULL},
-};
-
-PyMemberDef fsdp_members[] = {
-    {"communicator", T_OBJECT, offsetof(FSDPUnit, communicator), READONLY,
-     "The group of ranks that share."},
-    {"residual", T_OBJECT, offsetof(FSDPUnit, residual), READONLY,
-     "What codes have missed of the gradients, float32 in a MappedMemory, or None."},
-    {"replicas", T_OBJECT, offsetof(FSDPUnit, replicas), READONLY,
-     "The group of ranks that have the same shards, or None."},
-    {"full", T_OBJECT, offsetof(FSDPUnit, full), READONLY,
-     "The memory of the gathered parameters."},
-    {"require_sync", T_BOOL, offsetof(FSDPUnit, require_sync), 0,
-     "Whether gradients are reduced, or kept for a later backward."},
-    {"reshard_after_forward", T_BOOL, offsetof(FSDPUnit, reshard_after_forward), 0,
-     "Whether the parameters are released after the forward."},
-    {"forward_prefetch", T_BOOL, offsetof(FSDPUnit, forward_prefetch), 0,
-     "Whether the gather of the next unit begins before this one's forward."},
-    {"backward_pre", T_BOOL, offsetof(FSDPUnit, backward_pre), 0,
-     "Whether the gather of the next unit begins before this one's backward."},
-    {"backward_post", T_BOOL, offsetof(FSDPUnit, backward_post), 0,
-     "Whether the gather of the next unit begins after this one's backward."},
-    {"return_memory", T_BOOL, offsetof(FSDPUnit, return_memory), 0,
-     "Of a root: whether memory that is free goes back to the system before most of it "
-     "is needed: when the last inner unit has run, and when the backward begins."},
-    {"state", T_INT, offsetof(FSDPUnit, state), 0,
-     "Where it is: a value of TrainingState."},
-    {NULL, 0, 0, 0, NULL},
 };

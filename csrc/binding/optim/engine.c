@@ -1,8 +1,9 @@
-/* ctrainer._C.OptimEngine: what ctrainer.optim's wrappers update their parameters with.
+/* ctrainer._C.OptimEngine: the update behind the wrappers of ctrainer.optim.
  *
  * A wrapper is a torch.optim.Optimizer, or an object with param_groups, state and
- * _new_state(param, group); the engine belongs to it and keeps nothing that the
- * wrapper's dicts do not hold, but for what saves time. */
+ * _new_state(param, group). The engine belongs to one wrapper and keeps nothing that is
+ * not in the wrapper's dicts, but for caches: users, schedulers and load_state_dict()
+ * may change the dicts between two updates, and the next update sees the change. */
 #include "binding/optim/engine.h"
 
 #include "binding/optim/weight_average.h"
@@ -11,8 +12,7 @@
 
 #include <string.h>
 
-/* ---- life --------------------------------------------------------------------------
- */
+/* ---- life ------------------------------------------------------------------------ */
 
 static PyObject *
 reject_kind(const char *name)
@@ -100,9 +100,9 @@ slot_clear(optim_slot *slot)
     slot->average_known = false;
 }
 
-/* Drops slots from the n-th on. */
+/* Drops the slots from the n-th on. */
 static void
-optim_drop_slots(OptimEngine *self, size_t n)
+drop_slots(OptimEngine *self, size_t n)
 {
     while (self->n_slots > n) {
         self->n_slots--;
@@ -113,7 +113,7 @@ optim_drop_slots(OptimEngine *self, size_t n)
 static int
 OptimEngine_clear(PyObject *op)
 {
-    optim_drop_slots((OptimEngine *)op, 0);
+    drop_slots((OptimEngine *)op, 0);
     Py_CLEAR(((OptimEngine *)op)->average);
     return 0;
 }
@@ -132,70 +132,7 @@ OptimEngine_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* ---- one update --------------------------------------------------------------------
- */
-
-/* "what is under way" as a RuntimeError, or 0. */
-static int
-optim_check_idle(const OptimEngine *self, const char *what)
-{
-    if (self->busy == 0) {
-        return 0;
-    }
-    PyErr_Format(PyExc_RuntimeError,
-                 "%s while another thread, or this one further up, is in step() of the "
-                 "same optimizer: wait until it has returned",
-                 what);
-    return -1;
-}
-
-static void
-end(OptimEngine *self)
-{
-    for (size_t k = 0; k < self->n_slots; k++) {
-        Py_CLEAR(self->slots[k].grad);
-    }
-    self->busy--;
-}
-
-static int
-measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
-{
-    ct_status status;
-    ct_error err;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_step_measure(self->core, NULL, config, loss_scale, &self->result, &err);
-    Py_END_ALLOW_THREADS
-    self->measured = status == CT_OK;
-    return status == CT_OK ? 0 : ctpy_raise_int(&err);
-}
-
-static int
-apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
-{
-    ct_status status;
-    ct_error err;
-    optim_hold_groups(self, true);
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_step_apply(self->core, NULL, config, loss_scale, &self->result, &err);
-    Py_END_ALLOW_THREADS
-    optim_hold_groups(self, false);
-    if (status != CT_OK) {
-        return ctpy_raise_int(&err);
-    }
-    if (self->result.updated) {
-        return optim_count_steps(self);
-    }
-    return 0;
-}
-
-/* torch's schedulers warn when they are stepped before their optimizer; they learn of
- * a step from this attribute, which their wrapper of step() sets. */
-static int
-note_step(OptimEngine *self, PyObject *wrapper)
-{
-    return PyObject_SetAttr(wrapper, self->state->str__opt_called, Py_True);
-}
+/* ---- slots: one for each parameter of the live param_groups ---------------------- */
 
 static int
 resize(OptimEngine *self, size_t n_groups, size_t n_params)
@@ -207,7 +144,7 @@ resize(OptimEngine *self, size_t n_groups, size_t n_params)
         return ctpy_raise_int(&err);
     }
     self->slots = block;
-    optim_drop_slots(self, n_params);
+    drop_slots(self, n_params);
     if (ct_optim_resize(self->core, n_groups, n_params, &err) != CT_OK) {
         return ctpy_raise_int(&err);
     }
@@ -328,7 +265,7 @@ plan_slots(OptimEngine *self, PyObject *groups)
 
 /* Makes slots agree with the wrapper's live param_groups. */
 static int
-optim_plan_params(OptimEngine *self, PyObject *wrapper)
+plan_params(OptimEngine *self, PyObject *wrapper)
 {
     ctpy_state *state = self->state;
     PyObject *groups = PyObject_GetAttr(wrapper, state->str_param_groups);
@@ -346,12 +283,14 @@ optim_plan_params(OptimEngine *self, PyObject *wrapper)
         self->parts_asked = result == 0;
     }
     if (result < 0) {
-        optim_drop_slots(self, 0);
+        drop_slots(self, 0);
     }
     return result;
 }
 
-/* Views slot->grad and copies its place in memory into the core's parameter. */
+/* ---- gradients ------------------------------------------------------------------- */
+
+/* Views slot->grad and copies its address into the core's parameter. */
 static int
 view_grad(OptimEngine *self, optim_slot *slot, ct_optim_param *param)
 {
@@ -361,13 +300,12 @@ view_grad(OptimEngine *self, optim_slot *slot, ct_optim_param *param)
         return -1;
     }
     if (!ct_dtype_is_float(span->dtype)) {
-        PyErr_Format(PyExc_TypeError,
-                     "param_groups[%u]['params'][%zd].grad has dtype %s; expected "
-                     "float32, float64, bfloat16 or float16",
-                     slot->group, slot->index, ct_dtype_name(span->dtype));
-        return -1;
+        return optim_fail(
+            PyExc_TypeError, slot, ".grad",
+            "has dtype %s; expected float32, float64, bfloat16 or float16",
+            ct_dtype_name(span->dtype));
     }
-    /* What is empty lies nowhere, and is a gradient all the same where it is a part. */
+    /* The gradient of an empty part has no address, and is a gradient all the same. */
     param->grad = slot->part.whole != 0 && span->n == 0 ? (void *)slot : span->data;
     param->n = span->n;
     param->grad_dtype = span->dtype;
@@ -376,10 +314,10 @@ view_grad(OptimEngine *self, optim_slot *slot, ct_optim_param *param)
 
 /* Reads every parameter's .grad into its slot and the core. */
 static int
-optim_plan_grads(OptimEngine *self)
+plan_grads(OptimEngine *self)
 {
     ct_optim_param *params = ct_optim_params_borrow(self->core);
-    if (optim_share_presence(self) < 0) {
+    if (optim_agree_on_grads(self) < 0) {
         return -1;
     }
     for (size_t k = 0; k < self->n_slots; k++) {
@@ -399,44 +337,7 @@ optim_plan_grads(OptimEngine *self)
     return 0;
 }
 
-/* Reads what both phases need and marks the engine busy; -1 leaves it idle. */
-static int
-begin(OptimEngine *self, PyObject *wrapper)
-{
-    if (optim_check_idle(self, "a second step began") < 0) {
-        return -1;
-    }
-    self->busy++;
-    if (optim_plan_params(self, wrapper) < 0 || optim_plan_grads(self) < 0) {
-        end(self);
-        return -1;
-    }
-    return 0;
-}
-
-/* Has the update of slots[k] write its average too, where it has one. */
-static int
-optim_plan_average(OptimEngine *self, size_t k, ct_optim_param *param,
-                   const ctpy_view *view)
-{
-    optim_slot *slot = &self->slots[k];
-    ctpy_view average;
-    if (!slot->average_known) {
-        const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average + 1;
-        slot->average = ctpy_average_find(self->average, slot->data, hint);
-        slot->average_known = true;
-    }
-    if (slot->average < 0) {
-        return 0;
-    }
-    if (ctpy_average_view(self->average, slot->average, view, &average) < 0) {
-        return -1;
-    }
-    param->ema = average.span.data;
-    param->ema_dtype = average.span.dtype;
-    ctpy_average_mark(self->average, slot->average);
-    return 0;
-}
+/* ---- parameters and state of every slot with a gradient -------------------------- */
 
 /* A torch parameter is its own data; a NumPy parameter has an array in .data. */
 static int
@@ -467,19 +368,39 @@ view_param(OptimEngine *self, optim_slot *slot, ctpy_view *view)
         return -1;
     }
     if (view->readonly) {
-        PyErr_Format(PyExc_ValueError,
-                     "param_groups[%u]['params'][%zd] is a read-only array; expected "
-                     "one that can be written",
-                     slot->group, slot->index);
-        return -1;
+        return optim_fail(PyExc_ValueError, slot, "",
+                          "is a read-only array; expected one that can be written");
     }
     return 0;
 }
 
-/* Reads parameters, gradients and state of every slot with a gradient, making state
- * by wrapper._new_state(param, group) where there is none. */
+/* Has the update of slots[k] write the average too, where the slot is averaged. */
 static int
-optim_plan_operands(OptimEngine *self, PyObject *wrapper)
+plan_average(OptimEngine *self, size_t k, ct_optim_param *param, const ctpy_view *view)
+{
+    optim_slot *slot = &self->slots[k];
+    ctpy_view average;
+    if (!slot->average_known) {
+        const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average + 1;
+        slot->average = ctpy_average_find(self->average, slot->data, hint);
+        slot->average_known = true;
+    }
+    if (slot->average < 0) {
+        return 0;
+    }
+    if (ctpy_average_view(self->average, slot->average, view, &average) < 0) {
+        return -1;
+    }
+    param->ema = average.span.data;
+    param->ema_dtype = average.span.dtype;
+    ctpy_average_mark(self->average, slot->average);
+    return 0;
+}
+
+/* Reads parameters and state of every slot with a gradient; missing state is made by
+ * wrapper._new_state(param, group). */
+static int
+plan_operands(OptimEngine *self, PyObject *wrapper)
 {
     ct_optim_param *params = ct_optim_params_borrow(self->core);
     if (optim_sync_state(self, wrapper) < 0) {
@@ -501,11 +422,90 @@ optim_plan_operands(OptimEngine *self, PyObject *wrapper)
             return -1;
         }
         if (optim_plan_state(self, wrapper, slot, &params[k], &view) < 0 ||
-            (self->averages && optim_plan_average(self, k, &params[k], &view) < 0)) {
+            (self->averages && plan_average(self, k, &params[k], &view) < 0)) {
             return -1;
         }
     }
     return optim_remember_state(self, wrapper);
+}
+
+/* ---- one update, in two phases --------------------------------------------------- */
+
+/* RuntimeError with `what` while a step is under way. */
+static int
+check_idle(const OptimEngine *self, const char *what)
+{
+    if (self->busy == 0) {
+        return 0;
+    }
+    PyErr_Format(PyExc_RuntimeError,
+                 "%s while another thread, or this one further up, is in step() of the "
+                 "same optimizer: wait until it has returned",
+                 what);
+    return -1;
+}
+
+static void
+end(OptimEngine *self)
+{
+    for (size_t k = 0; k < self->n_slots; k++) {
+        Py_CLEAR(self->slots[k].grad);
+    }
+    self->busy--;
+}
+
+/* Reads parameters and gradients and marks the engine busy; -1 leaves it idle. */
+static int
+begin(OptimEngine *self, PyObject *wrapper)
+{
+    if (check_idle(self, "a second step began") < 0) {
+        return -1;
+    }
+    self->busy++;
+    if (plan_params(self, wrapper) < 0 || plan_grads(self) < 0) {
+        end(self);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
+{
+    ct_status status;
+    ct_error err;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_step_measure(self->core, NULL, config, loss_scale, &self->result, &err);
+    Py_END_ALLOW_THREADS
+    self->measured = status == CT_OK;
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+static int
+apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
+{
+    ct_status status;
+    ct_error err;
+    optim_hold_groups(self, true);
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_step_apply(self->core, NULL, config, loss_scale, &self->result, &err);
+    Py_END_ALLOW_THREADS
+    optim_hold_groups(self, false);
+    if (status != CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    if (self->result.updated) {
+        return optim_count_steps(self);
+    }
+    return 0;
+}
+
+/* torch's schedulers warn when they are stepped before their optimizer; this attribute,
+ * which their wrapper of step() sets, tells of the optimizer's step. */
+static int
+note_step(OptimEngine *self, PyObject *wrapper)
+{
+    return PyObject_SetAttr(wrapper, self->state->str__opt_called, Py_True);
 }
 
 /* The second phase, with the gradients in their slots. */
@@ -514,7 +514,7 @@ finish(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
        double loss_scale)
 {
     int skip = !self->result.finite && config->nonfinite != CT_NONFINITE_KEEP;
-    return (!skip && optim_plan_operands(self, wrapper) < 0) ||
+    return (!skip && plan_operands(self, wrapper) < 0) ||
                    apply(self, config, loss_scale) < 0 ||
                    (self->result.updated && optim_write_groups(self, wrapper) < 0) ||
                    note_step(self, wrapper) < 0
@@ -552,7 +552,27 @@ ctpy_engine_apply(PyObject *engine, PyObject *op, const ct_step_config *config,
     return failed;
 }
 
-/* Does anything ask for the norm? */
+int
+ctpy_engine_attach(PyObject *engine, PyObject *average)
+{
+    OptimEngine *self = (OptimEngine *)engine;
+    if (check_idle(self, "an average was attached") < 0) {
+        return -1;
+    }
+    self->averages = average != NULL;
+    if (average == NULL || average == self->average) {
+        return 0;
+    }
+    Py_XSETREF(self->average, Py_NewRef(average));
+    for (size_t k = 0; k < self->n_slots; k++) {
+        self->slots[k].average_known = false;
+    }
+    return 0;
+}
+
+/* ---- step() ---------------------------------------------------------------------- */
+
+/* Does an option need the norm? */
 static bool
 norm_wanted(const OptimEngine *self, const ct_step_config *config)
 {
@@ -564,7 +584,7 @@ norm_wanted(const OptimEngine *self, const ct_step_config *config)
     return wanted;
 }
 
-/* Both phases at once: nothing is read twice. */
+/* Both phases at once: gradients are read once. */
 static int
 update(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
        double loss_scale)
@@ -579,20 +599,6 @@ update(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
     end(self);
     return failed ? -1 : 0;
 }
-
-PyDoc_STRVAR(
-    step_doc,
-    "step($self, wrapper, max_norm, loss_scale, nonfinite, zero_grads, norm_type,\n"
-    "     clip_value, clip_by_group, /)\n--\n\n"
-    "Unscale, clip, update and zero the gradients of wrapper.\n\n"
-    "max_norm clips to that norm, None does not; norm_type is its p, > 0 or\n"
-    "inf; clip_by_group clips each group by its own norm, as groups with a\n"
-    "'max_grad_norm' are in any case; clip_value then clips each element,\n"
-    "None does not. loss_scale is what the loss was multiplied by; nonfinite\n"
-    "('skip', 'stop' or 'keep') says what to do when a gradient is Inf or\n"
-    "NaN. The norm is worked out only if one of them asks for it. Raises\n"
-    "FloatingPointError for 'stop', nothing changed; ValueError and\n"
-    "TypeError name the parameter at fault.");
 
 static int
 parse_policy(PyObject *arg, ct_nonfinite *policy)
@@ -642,10 +648,10 @@ parse_flag(PyObject *arg, bool *value)
     return truth < 0 ? -1 : 0;
 }
 
-/* What step() is told, from max_norm on, seven arguments. 0, or -1 with an exception
- * that names the one at fault. */
+/* The arguments of step() from max_norm on, seven. -1 with an exception that names the
+ * argument at fault. */
 static int
-optim_parse_options(PyObject *const *args, ct_step_config *config, double *loss_scale)
+parse_options(PyObject *const *args, ct_step_config *config, double *loss_scale)
 {
     *config = (ct_step_config){.zero_grads = false};
     return parse_limit(args[0], "max_norm", &config->clip.max_norm) < 0 ||
@@ -659,6 +665,20 @@ optim_parse_options(PyObject *const *args, ct_step_config *config, double *loss_
                : 0;
 }
 
+PyDoc_STRVAR(
+    step_doc,
+    "step($self, wrapper, max_norm, loss_scale, nonfinite, zero_grads, norm_type,\n"
+    "     clip_value, clip_by_group, /)\n--\n\n"
+    "Unscale, clip, update and zero the gradients of wrapper.\n\n"
+    "max_norm clips to that norm, None does not; norm_type is its p, > 0 or\n"
+    "inf; clip_by_group clips each group by its own norm, as groups with a\n"
+    "'max_grad_norm' are in any case; clip_value then clips each element,\n"
+    "None does not. loss_scale is the factor of the loss; nonfinite ('skip',\n"
+    "'stop' or 'keep') is the policy for a gradient that is Inf or NaN. The\n"
+    "norm is worked out only if an option needs it. Raises\n"
+    "FloatingPointError for 'stop', nothing changed; ValueError and\n"
+    "TypeError name the parameter at fault.");
+
 static PyObject *
 OptimEngine_step(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -668,7 +688,7 @@ OptimEngine_step(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
         return PyErr_Format(PyExc_TypeError, "step() takes 8 arguments, got %zd",
                             nargs);
     }
-    if (optim_parse_options(args + 1, &config, &loss_scale) < 0 ||
+    if (parse_options(args + 1, &config, &loss_scale) < 0 ||
         update((OptimEngine *)op, args[0], &config, loss_scale) < 0) {
         return NULL;
     }
@@ -676,21 +696,18 @@ OptimEngine_step(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
 }
 
 PyDoc_STRVAR(check_idle_doc, "check_idle($self, what, /)\n--\n\n"
-                             "Raise RuntimeError if a step is under way. what says "
-                             "what cannot be done meanwhile.");
+                             "Raise RuntimeError if a step is under way; what is the\n"
+                             "subject of the message.");
 
 static PyObject *
 OptimEngine_check_idle(PyObject *op, PyObject *arg)
 {
     const char *what = PyUnicode_AsUTF8(arg);
-    if (what == NULL || optim_check_idle((OptimEngine *)op, what) < 0) {
+    if (what == NULL || check_idle((OptimEngine *)op, what) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
 }
-
-/* ---- what the last update found ----------------------------------------------------
- */
 
 static PyObject *
 OptimEngine_get_grad_norm(PyObject *op, void *Py_UNUSED(closure))
@@ -702,38 +719,7 @@ OptimEngine_get_grad_norm(PyObject *op, void *Py_UNUSED(closure))
     return PyFloat_FromDouble(self->result.grad_norm);
 }
 
-/* What OptimEngine.step is told, as the core takes it. */
-
-/* Whether the slots' places among the averaged are known is kept by place: -1 they are
- * not averaged; UNKNOWN, as a new slot has it. */
-
-int
-ctpy_engine_attach(PyObject *engine, PyObject *average)
-{
-    OptimEngine *self = (OptimEngine *)engine;
-    if (optim_check_idle(self, "an average was attached") < 0) {
-        return -1;
-    }
-    self->averages = average != NULL;
-    if (average == NULL || average == self->average) {
-        return 0;
-    }
-    Py_XSETREF(self->average, Py_NewRef(average));
-    for (size_t k = 0; k < self->n_slots; k++) {
-        self->slots[k].average_known = false;
-    }
-    return 0;
-}
-
-/* Which memory an update works on: parameters, gradients and state of a wrapper.
- *
- * Identities are cached and addresses are not. The lists of param_groups and the
- * entries of `state` are compared by pointer with what they were, a few nanoseconds
- * each; every tensor is asked for its address each time, since x.data = y and .to()
- * move memory without a trace. */
-
-/* ---- operands: parameters and state of every slot with a gradient -----------------
- */
+/* ---- tables ---------------------------------------------------------------------- */
 
 static PyGetSetDef OptimEngine_getset[] = {
     {"grad_norm", OptimEngine_get_grad_norm, NULL,

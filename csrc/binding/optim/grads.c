@@ -1,4 +1,6 @@
-/* Gradients of any optimizer's parameters, and whether an optimizer is ours. */
+/* Gradients of any optimizer's parameters, torch's or another package's, and whether an
+ * optimizer is one of ctrainer.optim. A list of owners keeps each gradient alive while
+ * a pass without the GIL works on its memory. */
 #include "binding/runtime/buffer.h"
 #include "binding/optim/grads.h"
 #include "binding/optim/engine.h"
@@ -7,8 +9,7 @@
 
 #include <math.h>
 
-/* ---- is it ours? -------------------------------------------------------------------
- */
+/* ---- is it ours? ----------------------------------------------------------------- */
 
 /* 1 when op.name is a dict with entries; a missing attribute is none. */
 static int
@@ -79,8 +80,7 @@ ctpy_optimizer_engine(ctpy_state *state, PyObject *op, PyObject **engine)
     return ours;
 }
 
-/* ---- gradients of a foreign optimizer ----------------------------------------------
- */
+/* ---- gradients of a foreign optimizer -------------------------------------------- */
 
 /* Calls visit(state, param, place, arg) for every parameter of every group. */
 typedef int
@@ -132,8 +132,12 @@ visit_groups(ctpy_state *state, PyObject *groups, visit_fn *visit, void *arg)
     return result;
 }
 
+/* What is called for a parameter and its .grad, which may be None. */
+typedef int grad_function(ctpy_state *state, PyObject *param, PyObject *grad,
+                          const ctpy_place *place, void *arg);
+
 typedef struct grad_visit {
-    ctpy_grad_visit *visit;
+    grad_function *visit;
     void *arg;
     PyObject *owners;
 } grad_visit;
@@ -154,8 +158,9 @@ visit_grad(ctpy_state *state, PyObject *param, const ctpy_place *place, void *ar
     return result;
 }
 
+/* Returns a list that keeps the gradients alive; NULL when a visit fails. */
 static PyObject *
-visit_grads(ctpy_state *state, PyObject *groups, ctpy_grad_visit *visit, void *arg)
+visit_grads(ctpy_state *state, PyObject *groups, grad_function *visit, void *arg)
 {
     grad_visit v = {visit, arg, PyList_New(0)};
     if (v.owners != NULL && visit_groups(state, groups, visit_grad, &v) < 0) {
@@ -164,9 +169,8 @@ visit_grads(ctpy_state *state, PyObject *groups, ctpy_grad_visit *visit, void *a
     return v.owners;
 }
 
-PyObject *
-ctpy_grads_visit(ctpy_state *state, PyObject *optimizer, ctpy_grad_visit *visit,
-                 void *arg)
+static PyObject *
+visit_all(ctpy_state *state, PyObject *optimizer, grad_function *visit, void *arg)
 {
     PyObject *groups = get_groups(state, optimizer);
     PyObject *owners = groups == NULL ? NULL : visit_grads(state, groups, visit, arg);
@@ -314,9 +318,8 @@ PyObject *
 ctpy_grads_params(ctpy_state *state, PyObject *optimizer)
 {
     PyObject *params = PyList_New(0);
-    PyObject *owners = params == NULL
-                           ? NULL
-                           : ctpy_grads_visit(state, optimizer, collect_param, params);
+    PyObject *owners =
+        params == NULL ? NULL : visit_all(state, optimizer, collect_param, params);
     if (owners == NULL) {
         Py_CLEAR(params);
     }

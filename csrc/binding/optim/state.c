@@ -1,4 +1,10 @@
-/* The values of state[param]: the count of steps, and arrays of several shapes. */
+/* The memory of parameters and of their state: the shape of each parameter or of this
+ * rank's part, and the dict state[param] in torch's own layout, so that state_dict() of
+ * either side loads into the other.
+ *
+ * Identities are cached, addresses are not: the entries of `state` are compared by
+ * pointer, a few nanoseconds each, while every tensor reports its address at each
+ * update, since x.data = y and .to() move memory without a trace. */
 #include "binding/comm/communicator.h"
 #include "binding/optim/engine.h"
 
@@ -6,59 +12,37 @@
 
 #include <math.h>
 
-/* Which values of state[param] a parameter has, and their memory. */
+/* ---- views of a slot's arrays ---------------------------------------------------- */
 
-/* What the slot's kind keeps in state[param], and which of it: bit i says values[i]. */
-typedef struct optim_value_list {
-    const optim_spec *spec;
-    unsigned kept;
-    bool counts; /* values[0] is the count of steps */
-} optim_value_list;
-
-static inline bool
-optim_keeps(const optim_value_list *list, size_t i)
-{
-    return i < list->spec->n_values && (list->kept >> i & 1) != 0;
-}
-
-static inline bool
-optim_is_half(ct_dtype dtype)
+static bool
+is_half(ct_dtype dtype)
 {
     return dtype == CT_BF16 || dtype == CT_F16;
 }
 
-/* The count of steps in slot->values[0]: a tensor or array of one number, or an int. */
-static int
-optim_read_step(OptimEngine *self, optim_slot *slot, uint64_t *count)
+int
+optim_fail(PyObject *type, const optim_slot *slot, const char *what, const char *format,
+           ...)
 {
-    const ctpy_place place = {" state 'step'", slot->group, slot->index};
-    ctpy_view view;
-    double step = NAN;
-    slot->step = NULL;
-    if (PyLong_Check(slot->values[0])) {
-        *count = PyLong_AsUnsignedLongLong(slot->values[0]);
-        return *count == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
+    va_list args;
+    va_start(args, format);
+    PyObject *text = PyUnicode_FromFormatV(format, args);
+    va_end(args);
+    if (text != NULL) {
+        PyErr_Format(type, "param_groups[%u]['params'][%zd]%s %U", slot->group,
+                     slot->index, what, text);
+        Py_DECREF(text);
     }
-    if (ctpy_view_of(self->state, slot->values[0], &place, &view) < 0) {
-        return -1;
-    }
-    if (view.span.n == 1 && !view.readonly) {
-        step = view.span.dtype == CT_F32   ? *(float *)view.span.data
-               : view.span.dtype == CT_F64 ? *(double *)view.span.data
-               : view.span.dtype == CT_I64 ? (double)*(int64_t *)view.span.data
-                                           : NAN;
-    }
-    if (!(step >= 0.0 && step < 9007199254740992.0)) {
-        PyErr_Format(PyExc_ValueError,
-                     "state of param_groups[%u]['params'][%zd] has 'step' %R; expected "
-                     "one float32, float64 or int64 number >= 0",
-                     slot->group, slot->index, slot->values[0]);
-        return -1;
-    }
-    slot->step = view.span.data;
-    slot->step_dtype = view.span.dtype;
-    *count = (uint64_t)step;
-    return 0;
+    return -1;
+}
+
+/* Views op, which is `what` of the slot in messages. */
+static int
+view_at(OptimEngine *self, const optim_slot *slot, const char *what, PyObject *op,
+        ctpy_view *view)
+{
+    const ctpy_place place = {what, slot->group, slot->index};
+    return ctpy_view_of(self->state, op, &place, view);
 }
 
 /* n integers as a tuple; () where there are none to show. */
@@ -94,7 +78,6 @@ describe(const ctpy_view *view)
     return text;
 }
 
-/* Checks that `what` of the slot, seen as view, is like its parameter. */
 int
 optim_check_like(const optim_slot *slot, const ctpy_view *param, const ctpy_view *view,
                  const char *what)
@@ -105,330 +88,305 @@ optim_check_like(const optim_slot *slot, const ctpy_view *param, const ctpy_view
     PyObject *got = describe(view);
     PyObject *expected = got == NULL ? NULL : describe(param);
     if (expected != NULL) {
-        PyErr_Format(PyExc_ValueError,
-                     "param_groups[%u]['params'][%zd]%s is %U; expected %U, as its "
-                     "parameter is",
-                     slot->group, slot->index, what, got, expected);
+        (void)optim_fail(PyExc_ValueError, slot, what,
+                         "is %U; expected %U, as its parameter is", got, expected);
     }
     Py_XDECREF(expected);
     Py_XDECREF(got);
     return -1;
 }
 
-/* Views one array that belongs to a parameter: of its shape and order, and of its dtype
- * or, beside a 16-bit one, of fp32. */
+/* Views one array of a parameter: of the parameter's shape and order, and of its dtype
+ * or, beside a 16-bit parameter, of fp32. */
 static int
-optim_view_like(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
-                PyObject *op, const char *what, bool fp32, ctpy_view *view)
+view_like(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
+          PyObject *op, const char *what, bool fp32, ctpy_view *view)
 {
-    const ctpy_place place = {what, slot->group, slot->index};
     ctpy_view like = *param;
-    if (ctpy_view_of(self->state, op, &place, view) < 0) {
+    if (view_at(self, slot, what, op, view) < 0) {
         return -1;
     }
-    if (fp32 || (optim_is_half(param->span.dtype) && view->span.dtype == CT_F32)) {
+    if (fp32 || (is_half(param->span.dtype) && view->span.dtype == CT_F32)) {
         like.span.dtype = CT_F32;
     }
     return optim_check_like(slot, &like, view, what);
 }
 
-/* An array whose length follows from the parameter's shape, of the type that it is
- * computed in. */
-static int
-view_sized(OptimEngine *self, const optim_slot *slot, const optim_value *value,
-           PyObject *op, const ct_optim_param *to, ctpy_view *view)
+/* ---- shape, and parts of sharded parameters -------------------------------------- */
+
+/* The attribute `_part` of a parameter describes the part on this rank
+ * (ctrainer/fsdp/layout.py, Part); `_is_part` marks a flat parameter. */
+
+/* An empty side counts as 1: no rule works on an empty parameter, and some divide by
+ * the sides. */
+static size_t
+side(int64_t length)
 {
-    const ctpy_place place = {value->place, slot->group, slot->index};
-    const ct_dtype dtype = to->dtype == CT_F64 ? CT_F64 : CT_F32;
-    const size_t all = to->part.comm != NULL ? to->part.whole : to->n;
-    const size_t n = value->shape == OPTIM_ROWS   ? all / to->cols
-                     : value->shape == OPTIM_COLS ? all / to->rows
-                                                  : 1;
-    if (ctpy_view_of(self->state, op, &place, view) < 0) {
-        return -1;
-    }
-    if ((view->span.n == n || all == 0) && view->span.dtype == dtype &&
-        view->strides == NULL) {
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "param_groups[%u]['params'][%zd]%s has %zu elements of %s; expected "
-                 "%zu of %s, in C order",
-                 slot->group, slot->index, value->place, view->span.n,
-                 ct_dtype_name(view->span.dtype), n, ct_dtype_name(dtype));
-    return -1;
+    return length > 0 ? (size_t)length : 1;
 }
 
+/* The dimensions and the number of elements of a shape, a tuple. */
 static int
-view_product(OptimEngine *self, const optim_slot *slot, const optim_value *value,
-             PyObject *op, ct_optim_param *to)
+read_shape(PyObject *shape, optim_part *part)
 {
-    const ctpy_place place = {value->place, slot->group, slot->index};
-    ctpy_view view;
-    if (ctpy_view_of(self->state, op, &place, &view) < 0) {
-        return -1;
-    }
-    to->product = view.span.data;
-    to->product_dtype = view.span.dtype;
-    if (view.span.n == 1 && !view.readonly &&
-        (view.span.dtype == CT_F32 || view.span.dtype == CT_F64)) {
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "param_groups[%u]['params'][%zd]%s is %R; expected one number of "
-                 "float32 or float64",
-                 slot->group, slot->index, value->place, op);
-    return -1;
-}
-
-/* The arrays that the rule works on share a dtype. */
-static int
-check_dtype(const optim_slot *slot, const optim_value *value, ct_dtype dtype,
-            ct_dtype expected)
-{
-    if (dtype == expected) {
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "param_groups[%u]['params'][%zd]%s is %s; expected %s, as the rest of "
-                 "its state is",
-                 slot->group, slot->index, value->place, ct_dtype_name(dtype),
-                 ct_dtype_name(expected));
-    return -1;
-}
-
-/* Arrays one behind the other, as a tensor with one more dimension in front. */
-static int
-check_stacked(const optim_slot *slot, const optim_value *value, const ctpy_view *param,
-              const ctpy_view *view)
-{
-    const size_t n = param->span.n * (size_t)value->n_arrays;
-    if (view->span.n == n && view->strides == NULL && param->strides == NULL) {
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "param_groups[%u]['params'][%zd]%s has %zu elements for a parameter "
-                 "of %zu; expected %zu, both in C order: make the parameter contiguous",
-                 slot->group, slot->index, value->place, view->span.n, param->span.n,
-                 n);
-    return -1;
-}
-
-/* Views state that may be codes. */
-static int
-optim_view_coded(OptimEngine *self, const optim_slot *slot, const optim_value *value,
-                 const ctpy_view *param, PyObject *op, ctpy_view *view)
-{
-    const ctpy_place place = {value->place, slot->group, slot->index};
-    ctpy_view like = *param;
-    if (ctpy_view_of(self->state, op, &place, view) < 0) {
-        return -1;
-    }
-    if (value->n_arrays > 1) {
-        return check_stacked(slot, value, param, view);
-    }
-    const ct_dtype dtype = view->span.dtype;
-    if (dtype == CT_U8 || (dtype == CT_F32 && optim_is_half(param->span.dtype))) {
-        like.span.dtype = dtype;
-    }
-    return optim_check_like(slot, &like, view, value->place);
-}
-
-/* Views slot->values[i], of whatever shape. */
-static int
-view_value(OptimEngine *self, const optim_slot *slot, const optim_value *value,
-           const ctpy_view *param, PyObject *op, const ct_optim_param *to,
-           ctpy_view *view)
-{
-    switch (value->shape) {
-    case OPTIM_LIKE:
-        return optim_view_like(self, slot, param, op, value->place, false, view);
-    case OPTIM_CODED:
-        return optim_view_coded(self, slot, value, param, op, view);
-    default:
-        return view_sized(self, slot, value, op, to, view);
-    }
-}
-
-/* state[param][name of values[i]] as slot->values[i]. */
-static int
-optim_read_value(const ctpy_state *state, optim_slot *slot,
-                 const optim_value_list *list, size_t i)
-{
-    PyObject *name = optim_name_borrow(state, list->spec->values[i].name);
-    PyObject *value = PyDict_GetItemWithError(slot->state, name);
-    if (value == NULL) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_ValueError,
-                         "state of param_groups[%u]['params'][%zd] has no %R: "
-                         "delete the entry to start it anew, or load a whole one",
-                         slot->group, slot->index, name);
+    int64_t last[2] = {1, 1};
+    part->ndim = (size_t)PyTuple_GET_SIZE(shape);
+    part->whole = 1;
+    for (size_t i = 0; i < part->ndim; i++) {
+        last[0] = last[1];
+        last[1] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, (Py_ssize_t)i));
+        if (last[1] < 0) {
+            if (!PyErr_Occurred()) {
+                PyErr_Format(PyExc_ValueError, "_part has a shape of %R", shape);
+            }
+            return -1;
         }
-        return -1;
+        part->whole *= (size_t)last[1];
     }
-    Py_XSETREF(slot->values[i], Py_NewRef(value));
+    part->rows = side(last[0]);
+    part->cols = side(last[1]);
     return 0;
 }
 
-/* A list of n numbers of float32. */
+/* From the attribute, where the view knows no shape. */
 static int
-view_numbers(OptimEngine *self, const optim_slot *slot, size_t i,
-             const optim_value *value, size_t n, ctpy_view *view)
+ask_for_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param)
 {
-    const ctpy_place place = {value->place, slot->group, slot->index};
-    if (ctpy_view_of(self->state, slot->values[i], &place, view) < 0) {
-        return -1;
-    }
-    if (view->span.n == n && view->span.dtype == CT_F32 && view->strides == NULL) {
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "param_groups[%u]['params'][%zd]%s has %zu elements of %s; expected "
-                 "%zu of float32",
-                 slot->group, slot->index, value->place, view->span.n,
-                 ct_dtype_name(view->span.dtype), n);
-    return -1;
-}
-
-/* The search for the nearest number needs them in order. */
-static int
-check_map(const optim_slot *slot, const optim_value *value, const float *map)
-{
-    for (size_t i = 1; i < CT_QUANT_CODES; i++) {
-        if (!(map[i - 1] <= map[i])) {
-            PyErr_Format(PyExc_ValueError,
-                         "param_groups[%u]['params'][%zd]%s is not in ascending order "
-                         "at element %zu",
-                         slot->group, slot->index, value->place, i);
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* The maps and the scales of state that is codes. */
-static int
-optim_view_scales(OptimEngine *self, optim_slot *slot, const optim_value_list *list,
-                  ct_optim_param *to)
-{
-    const size_t n_blocks = (to->n + CT_QUANT_BLOCK - 1) / CT_QUANT_BLOCK;
-    for (size_t i = 0; i < list->spec->n_values; i++) {
-        const optim_value *value = &list->spec->values[i];
-        const bool is_map = value->shape == OPTIM_MAP;
-        const size_t n_arrays = (size_t)value->n_arrays;
-        ctpy_view view;
-        if (!is_map && value->shape != OPTIM_SCALES) {
-            continue;
-        }
-        if (optim_read_value(self->state, slot, list, i) < 0 ||
-            view_numbers(self, slot, i, value,
-                         is_map ? CT_QUANT_CODES : n_blocks * n_arrays, &view) < 0 ||
-            (is_map && check_map(slot, value, view.span.data) < 0)) {
-            return -1;
-        }
-        for (size_t k = 0; k < n_arrays; k++) {
-            ct_quant *quant = &to->quant[(size_t)value->array + k];
-            if (is_map) {
-                quant->map = view.span.data;
-            }
-            else {
-                quant->absmax = (float *)view.span.data + k * n_blocks;
-            }
-        }
-    }
-    return 0;
-}
-
-/* Every array of slot->values that the list keeps, as the core's state. */
-static int
-optim_view_values(OptimEngine *self, optim_slot *slot, const ctpy_view *param,
-                  const optim_value_list *list, ct_optim_param *to)
-{
-    bool first = true;
-    for (size_t i = list->counts ? 1 : 0; i < list->spec->n_values; i++) {
-        const optim_value *value = &list->spec->values[i];
-        ctpy_view view;
-        if (!optim_keeps(list, i)) {
-            continue;
-        }
-        if (value->shape == OPTIM_PRODUCT) {
-            if (view_product(self, slot, value, slot->values[i], to) < 0) {
-                return -1;
-            }
-            continue;
-        }
-        if (view_value(self, slot, value, param, slot->values[i], to, &view) < 0 ||
-            (!first &&
-             check_dtype(slot, value, view.span.dtype, to->state_dtype) < 0)) {
-            return -1;
-        }
-        const ct_dtype dtype = view.span.dtype;
-        for (size_t k = 0; k < (size_t)value->n_arrays; k++) {
-            to->state[(size_t)value->array + k] =
-                (char *)view.span.data + k * to->n * ct_dtype_size(dtype);
-        }
-        to->state_dtype = dtype;
-        first = false;
-    }
-    return to->state_dtype == CT_U8 ? optim_view_scales(self, slot, list, to) : 0;
-}
-
-/* Writes the count into the memory of a tensor. */
-static void
-write_step(void *step, ct_dtype dtype, uint64_t count)
-{
-    switch (dtype) {
-    case CT_F32:
-        *(float *)step = (float)count;
-        break;
-    case CT_F64:
-        *(double *)step = (double)count;
-        break;
-    default:
-        *(int64_t *)step = (int64_t)count;
-    }
-}
-
-/* state[param]["step"], where it is an int, which its kind counts in. */
-static int
-replace_step(OptimEngine *self, optim_slot *slot, uint64_t count)
-{
-    PyObject *step = PyLong_FromUnsignedLongLong(count);
-    int result =
-        step == NULL ? -1 : PyDict_SetItem(slot->state, self->state->str_step, step);
-    Py_XDECREF(step);
+    optim_part found = {.communicator = NULL};
+    PyObject *attribute = PyObject_GetAttr(slot->data, self->state->str_shape);
+    PyObject *shape = attribute == NULL ? NULL : PySequence_Tuple(attribute);
+    const int result = shape == NULL ? -1 : read_shape(shape, &found);
+    param->ndim = found.ndim;
+    param->rows = found.rows;
+    param->cols = found.cols;
+    Py_XDECREF(shape);
+    Py_XDECREF(attribute);
     return result;
 }
 
 int
-optim_count_steps(OptimEngine *self)
+optim_plan_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param,
+                 const ctpy_view *view)
 {
-    const ct_optim_param *params = ct_optim_params_borrow(self->core);
-    for (size_t k = 0; k < self->n_slots; k++) {
-        optim_slot *slot = &self->slots[k];
-        if (slot->grad == NULL) {
-            continue;
-        }
-        slot->fresh = false;
-        if (slot->step != NULL) {
-            write_step(slot->step, slot->step_dtype, params[k].step);
-        }
-        else if (slot->values[0] != NULL && PyLong_Check(slot->values[0]) &&
-                 replace_step(self, slot, params[k].step) < 0) {
-            return -1;
-        }
+    const ct_optim_kind kind = ct_optim_groups_borrow(self->core)[slot->group].kind;
+    const int ndim = view->ndim;
+    param->ndim = param->rows = param->cols = 1;
+    if ((optim_specs[kind].traits & CT_TRAIT_SHAPED) == 0) {
+        return 0;
     }
+    if (view->strides != NULL) {
+        return optim_fail(PyExc_ValueError, slot, "",
+                          "is transposed or channels-last in memory, and %s looks at "
+                          "rows and columns: make it contiguous, or use another "
+                          "optimizer",
+                          ct_optim_kind_name(kind));
+    }
+    if (view->shape == NULL) {
+        return ask_for_shape(self, slot, param);
+    }
+    param->ndim = (size_t)ndim;
+    param->cols = ndim > 0 ? side(view->shape[ndim - 1]) : 1;
+    param->rows = ndim > 1 ? side(view->shape[ndim - 2]) : 1;
     return 0;
 }
 
-/* The state of each parameter: the dict state[param] in torch's own layout, so that
- * state_dict() of either side loads into the other. */
+/* An attribute of the slot's parameter, None where it is missing; a new reference. */
+static PyObject *
+attribute(const optim_slot *slot, PyObject *name)
+{
+    PyObject *found = PyObject_GetAttr(slot->param, name);
+    if (found == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        found = Py_NewRef(Py_None);
+    }
+    return found;
+}
 
-/* ---- state[param], found by walking the dict --------------------------------------
- */
+/* A flat parameter holds several parameters, whose norms and shapes are lost. */
+static int
+reject_flat(const OptimEngine *self, const optim_slot *slot)
+{
+    PyObject *answer = attribute(slot, self->state->str__is_part);
+    const int several = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    if (several > 0) {
+        const ct_optim_group *groups = ct_optim_groups_borrow(self->core);
+        return optim_fail(
+            PyExc_ValueError, slot, "",
+            "is a flat parameter, several that are sharded as one, and %s "
+            "looks at each by itself, its norm or its rows and columns: "
+            "shard with use_orig_params=True, or use an optimizer that "
+            "works element by element, such as AdamW",
+            ct_optim_kind_name(groups[slot->group].kind));
+    }
+    return several;
+}
 
-/* Has the wrapper's state other keys or values than when slots[].state was set? Walking
- * costs 3 ns an entry; looking one up costs a call of Tensor.__hash__. */
+static int
+read_part(OptimEngine *self, optim_slot *slot, PyObject *described)
+{
+    PyObject *communicator, *shape;
+    Py_ssize_t begin;
+    optim_part part = {.communicator = NULL};
+    if (!PyTuple_Check(described) ||
+        !PyArg_ParseTuple(described, "OnO!:_part", &communicator, &begin, &PyTuple_Type,
+                          &shape)) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError,
+                         "_part of param_groups[%u]['params'][%zd] is a %.200s; "
+                         "expected a tuple of a Communicator, an int and a shape",
+                         slot->group, slot->index, Py_TYPE(described)->tp_name);
+        }
+        return -1;
+    }
+    const ct_comm *comm = ctpy_comm_borrow(self->state, communicator);
+    if (comm == NULL || read_shape(shape, &part) < 0) {
+        return -1;
+    }
+    if (begin < 0 || (size_t)begin > part.whole) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "_part of param_groups[%u]['params'][%zd] begins at element %zd of "
+            "%zu",
+            slot->group, slot->index, begin, part.whole);
+        return -1;
+    }
+    part.begin = (size_t)begin;
+    part.communicator = comm->world_size > 1 ? Py_NewRef(communicator) : NULL;
+    slot->part = part;
+    return 0;
+}
+
+int
+optim_read_parts(OptimEngine *self)
+{
+    const ct_optim_group *groups = ct_optim_groups_borrow(self->core);
+    int result = 0;
+    for (size_t k = 0; result == 0 && k < self->n_slots; k++) {
+        optim_slot *slot = &self->slots[k];
+        Py_CLEAR(slot->part.communicator);
+        slot->part = (optim_part){.communicator = NULL};
+        if (ct_optim_group_is_whole(&groups[slot->group])) {
+            PyObject *described = attribute(slot, self->state->str__part);
+            result = described == NULL      ? -1
+                     : Py_IsNone(described) ? reject_flat(self, slot)
+                                            : read_part(self, slot, described);
+            Py_XDECREF(described);
+        }
+    }
+    return result;
+}
+
+/* Elements behind the parameter's end are padding. */
+int
+optim_plan_part(OptimEngine *self, const optim_slot *slot, ct_optim_param *param)
+{
+    const optim_part *part = &slot->part;
+    if (part->whole == 0) {
+        return 0;
+    }
+    const size_t left = part->whole - part->begin;
+    param->n = param->n < left ? param->n : left;
+    param->ndim = part->ndim;
+    param->rows = part->rows;
+    param->cols = part->cols;
+    if (part->communicator == NULL) {
+        return 0;
+    }
+    ct_comm *comm = ctpy_comm_borrow(self->state, part->communicator);
+    param->part = (ct_part){comm, part->begin, part->whole};
+    return comm == NULL ? -1 : 0;
+}
+
+void
+optim_hold_groups(OptimEngine *self, bool held)
+{
+    for (size_t k = 0; k < self->n_slots; k++) {
+        PyObject *communicator = self->slots[k].part.communicator;
+        if (communicator != NULL) {
+            ((Communicator *)communicator)->busy += held ? 1 : -1;
+        }
+    }
+}
+
+/* ---- which parameters have a gradient on any rank -------------------------------- */
+
+/* 1 where the slot's parameter has a gradient, 0, or -1 with an exception. */
+static int
+has_grad(const OptimEngine *self, const optim_slot *slot)
+{
+    PyObject *grad = PyObject_GetAttr(slot->param, self->state->str_grad);
+    const int has = grad == NULL ? -1 : !Py_IsNone(grad);
+    Py_XDECREF(grad);
+    return has;
+}
+
+/* Sets an empty gradient where the parameter has no elements on this rank. */
+static int
+set_empty_grad(const OptimEngine *self, const optim_slot *slot)
+{
+    PyObject *count = PyObject_CallMethod(slot->param, "numel", NULL);
+    const long n = count == NULL ? -1 : PyLong_AsLong(count);
+    PyObject *empty = n != 0 ? NULL : PyObject_CallMethod(slot->param, "detach", NULL);
+    const int result =
+        empty == NULL ? (n > 0 ? 0 : -1)
+                      : PyObject_SetAttr(slot->param, self->state->str_grad, empty);
+    Py_XDECREF(empty);
+    Py_XDECREF(count);
+    return result;
+}
+
+/* Of the slots of one group of ranks, from `first` on. */
+static int
+reduce_presence(OptimEngine *self, size_t first, double *has)
+{
+    PyObject *communicator = self->slots[first].part.communicator;
+    size_t n = 0, at = 0;
+    int found = 0;
+    for (size_t k = first; found >= 0 && k < self->n_slots; k++) {
+        if (self->slots[k].part.communicator == communicator) {
+            found = has_grad(self, &self->slots[k]);
+            has[n++] = found;
+        }
+    }
+    if (found < 0 || ctpy_comm_reduce_numbers(self->state, communicator, NULL, has, n,
+                                              CT_REDUCE_MAX) < 0) {
+        return -1;
+    }
+    for (size_t k = first; found >= 0 && k < self->n_slots; k++) {
+        if (self->slots[k].part.communicator == communicator && has[at++] > 0.0) {
+            found = has_grad(self, &self->slots[k]);
+            found = found == 0 ? set_empty_grad(self, &self->slots[k]) : found;
+        }
+    }
+    return found < 0 ? -1 : 0;
+}
+
+int
+optim_agree_on_grads(OptimEngine *self)
+{
+    double *has = NULL;
+    int result = 0;
+    for (size_t k = 0; result == 0 && k < self->n_slots; k++) {
+        const PyObject *communicator = self->slots[k].part.communicator;
+        bool seen = communicator == NULL;
+        for (size_t i = 0; !seen && i < k; i++) {
+            seen = self->slots[i].part.communicator == communicator;
+        }
+        if (!seen && has == NULL && (has = PyMem_New(double, self->n_slots)) == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        result = seen ? 0 : reduce_presence(self, k, has);
+    }
+    PyMem_Free(has);
+    return result;
+}
+
+/* ---- state[param], found by walking the dict ------------------------------------- */
+
+/* Has the wrapper's state other keys or values than when slots[].state was set? A walk
+ * costs 3 ns an entry, a look-up a call of Tensor.__hash__. */
 static bool
 state_changed(const OptimEngine *self, PyObject *state)
 {
@@ -513,10 +471,20 @@ optim_sync_state(OptimEngine *self, PyObject *wrapper)
     return result;
 }
 
-/* ---- making it ---------------------------------------------------------------------
- */
+int
+optim_remember_state(OptimEngine *self, PyObject *wrapper)
+{
+    PyObject *state = self->n_known > 0 ? NULL : wrapper_state(self, wrapper);
+    int result = state != NULL      ? remember_state(self, state)
+                 : PyErr_Occurred() ? -1
+                                    : 0;
+    Py_XDECREF(state);
+    return result;
+}
 
-/* Adds the entries of `made` to state[param], and keeps that as slot->state. */
+/* ---- making state ---------------------------------------------------------------- */
+
+/* Adds the entries of `made` to state[param], which becomes slot->state. */
 static int
 add_state(OptimEngine *self, PyObject *wrapper, optim_slot *slot, PyObject *made)
 {
@@ -555,8 +523,8 @@ wrapper_group(OptimEngine *self, PyObject *wrapper, uint32_t g)
     return group;
 }
 
-/* state[param].update(wrapper._new_state(like, group)): like is the parameter or, where
- * its state is to be of higher precision, an fp32 copy of it. */
+/* state[param].update(wrapper._new_state(like, group)): like is the parameter or, for
+ * state of higher precision, an fp32 copy. */
 static int
 make_state(OptimEngine *self, PyObject *wrapper, optim_slot *slot, PyObject *like)
 {
@@ -589,7 +557,7 @@ keep_master(OptimEngine *self, PyObject *wrapper, optim_slot *slot, PyObject *ma
     return result;
 }
 
-/* state[param]["master_param"] as slot->master; NULL where there is none yet. */
+/* state[param]["master_param"] as slot->master; NULL before the first update. */
 static int
 find_master(OptimEngine *self, optim_slot *slot)
 {
@@ -601,7 +569,7 @@ find_master(OptimEngine *self, optim_slot *slot)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Makes what is missing: the state if `lacks`, the master copy if `master`. */
+/* Makes the state if `lacks`, and the master copy if `master` and there is none. */
 static int
 make_missing(OptimEngine *self, PyObject *wrapper, optim_slot *slot, int lacks,
              bool master, bool wide)
@@ -630,20 +598,34 @@ make_missing(OptimEngine *self, PyObject *wrapper, optim_slot *slot, int lacks,
     return result;
 }
 
-/* ---- reading it --------------------------------------------------------------------
- */
+/* ---- values of state[param] ------------------------------------------------------ */
 
-static optim_value_list
+/* The values in state[param] by the slot's kind; bit i of `kept`: this slot has value
+ * i.
+ */
+typedef struct value_list {
+    const optim_spec *spec;
+    unsigned kept;
+    bool counts; /* values[0] is the count of steps */
+} value_list;
+
+static bool
+keeps(const value_list *list, size_t i)
+{
+    return (list->kept >> i & 1) != 0;
+}
+
+static value_list
 kept_values(OptimEngine *self, uint32_t g, const ct_optim_param *param)
 {
     const ct_optim_group *group = &ct_optim_groups_borrow(self->core)[g];
     const unsigned states = ct_optim_arrays(group, param);
-    optim_value_list list = {.spec = &optim_specs[group->kind]};
+    value_list list = {.spec = &optim_specs[group->kind]};
     for (size_t i = 0; i < list.spec->n_values; i++) {
         const int array = list.spec->values[i].array;
-        const optim_shape shape = list.spec->values[i].shape;
-        if (shape == OPTIM_SCALES || shape == OPTIM_MAP) {
-            continue; /* where the state is codes */
+        const ct_state_shape shape = list.spec->values[i].shape;
+        if (shape == CT_STATE_SCALES || shape == CT_STATE_MAP) {
+            continue; /* read with quantized state alone */
         }
         if (array < 0 || (states >> array & 1) != 0) {
             list.kept |= 1u << i;
@@ -654,10 +636,9 @@ kept_values(OptimEngine *self, uint32_t g, const ct_optim_param *param)
 }
 
 /* Has state to be made? torch.optim.AdamW starts from an empty entry, torch.optim.SGD
- * from one without a buffer, or with None for it, as its old state_dicts have. */
+ * from an entry without a buffer, or with None, as in its old state_dicts. */
 static int
-lacks_state(const ctpy_state *state, const optim_slot *slot,
-            const optim_value_list *list)
+lacks_state(const ctpy_state *state, const optim_slot *slot, const value_list *list)
 {
     if (slot->state == NULL || PyDict_GET_SIZE(slot->state) == 0) {
         return 1;
@@ -670,24 +651,338 @@ lacks_state(const ctpy_state *state, const optim_slot *slot,
     return PyErr_Occurred() ? -1 : value == NULL || Py_IsNone(value);
 }
 
+/* state[param][name of values[i]] as slot->values[i]. */
 static int
-read_values(const ctpy_state *state, optim_slot *slot, const optim_value_list *list)
+read_value(const ctpy_state *state, optim_slot *slot, const value_list *list, size_t i)
+{
+    PyObject *name = optim_name_borrow(state, list->spec->values[i].name);
+    PyObject *value = PyDict_GetItemWithError(slot->state, name);
+    if (value == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_ValueError,
+                         "state of param_groups[%u]['params'][%zd] has no %R: "
+                         "delete the entry to start it anew, or load a whole one",
+                         slot->group, slot->index, name);
+        }
+        return -1;
+    }
+    Py_XSETREF(slot->values[i], Py_NewRef(value));
+    return 0;
+}
+
+static int
+read_values(const ctpy_state *state, optim_slot *slot, const value_list *list)
 {
     int result = 0;
     for (size_t i = 0; result == 0 && i < list->spec->n_values; i++) {
-        result = optim_keeps(list, i) ? optim_read_value(state, slot, list, i) : 0;
+        result = keeps(list, i) ? read_value(state, slot, list, i) : 0;
     }
     return result;
 }
 
-/* The master copy is what is updated, and the parameter gets it rounded. */
+/* ---- the count of updates -------------------------------------------------------- */
+
+/* The count of steps in slot->values[0]: a tensor or array of one number, or an int. */
+static int
+read_step(OptimEngine *self, optim_slot *slot, uint64_t *count)
+{
+    ctpy_view view;
+    double step = NAN;
+    slot->step = NULL;
+    if (PyLong_Check(slot->values[0])) {
+        *count = PyLong_AsUnsignedLongLong(slot->values[0]);
+        return *count == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
+    }
+    if (view_at(self, slot, " state 'step'", slot->values[0], &view) < 0) {
+        return -1;
+    }
+    if (view.span.n == 1 && !view.readonly) {
+        step = view.span.dtype == CT_F32   ? *(float *)view.span.data
+               : view.span.dtype == CT_F64 ? *(double *)view.span.data
+               : view.span.dtype == CT_I64 ? (double)*(int64_t *)view.span.data
+                                           : NAN;
+    }
+    if (!(step >= 0.0 && step < 9007199254740992.0)) {
+        PyErr_Format(PyExc_ValueError,
+                     "state of param_groups[%u]['params'][%zd] has 'step' %R; expected "
+                     "one float32, float64 or int64 number >= 0",
+                     slot->group, slot->index, slot->values[0]);
+        return -1;
+    }
+    slot->step = view.span.data;
+    slot->step_dtype = view.span.dtype;
+    *count = (uint64_t)step;
+    return 0;
+}
+
+/* Writes the count into the memory of a tensor. */
+static void
+write_step(void *step, ct_dtype dtype, uint64_t count)
+{
+    switch (dtype) {
+    case CT_F32:
+        *(float *)step = (float)count;
+        break;
+    case CT_F64:
+        *(double *)step = (double)count;
+        break;
+    default:
+        *(int64_t *)step = (int64_t)count;
+    }
+}
+
+/* Replaces state[param]["step"] where it is an int. */
+static int
+replace_step(OptimEngine *self, optim_slot *slot, uint64_t count)
+{
+    PyObject *step = PyLong_FromUnsignedLongLong(count);
+    int result =
+        step == NULL ? -1 : PyDict_SetItem(slot->state, self->state->str_step, step);
+    Py_XDECREF(step);
+    return result;
+}
+
+int
+optim_count_steps(OptimEngine *self)
+{
+    const ct_optim_param *params = ct_optim_params_borrow(self->core);
+    for (size_t k = 0; k < self->n_slots; k++) {
+        optim_slot *slot = &self->slots[k];
+        if (slot->grad == NULL) {
+            continue;
+        }
+        slot->fresh = false;
+        if (slot->step != NULL) {
+            write_step(slot->step, slot->step_dtype, params[k].step);
+        }
+        else if (slot->values[0] != NULL && PyLong_Check(slot->values[0]) &&
+                 replace_step(self, slot, params[k].step) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* ---- arrays of state ------------------------------------------------------------- */
+
+/* An array with a length by the parameter's shape, of the dtype of the computation. */
+static int
+view_sized(OptimEngine *self, const optim_slot *slot, const optim_value *value,
+           PyObject *op, const ct_optim_param *to, ctpy_view *view)
+{
+    const ct_dtype dtype = to->dtype == CT_F64 ? CT_F64 : CT_F32;
+    const size_t all = to->part.comm != NULL ? to->part.whole : to->n;
+    const size_t n = value->shape == CT_STATE_ROWS   ? all / to->cols
+                     : value->shape == CT_STATE_COLS ? all / to->rows
+                                                     : 1;
+    if (view_at(self, slot, value->place, op, view) < 0) {
+        return -1;
+    }
+    if ((view->span.n == n || all == 0) && view->span.dtype == dtype &&
+        view->strides == NULL) {
+        return 0;
+    }
+    return optim_fail(PyExc_ValueError, slot, value->place,
+                      "has %zu elements of %s; expected "
+                      "%zu of %s, in C order",
+                      view->span.n, ct_dtype_name(view->span.dtype), n,
+                      ct_dtype_name(dtype));
+}
+
+static int
+view_product(OptimEngine *self, const optim_slot *slot, const optim_value *value,
+             PyObject *op, ct_optim_param *to)
+{
+    ctpy_view view;
+    if (view_at(self, slot, value->place, op, &view) < 0) {
+        return -1;
+    }
+    to->product = view.span.data;
+    to->product_dtype = view.span.dtype;
+    if (view.span.n == 1 && !view.readonly &&
+        (view.span.dtype == CT_F32 || view.span.dtype == CT_F64)) {
+        return 0;
+    }
+    return optim_fail(PyExc_ValueError, slot, value->place,
+                      "is %R; expected one number of "
+                      "float32 or float64",
+                      op);
+}
+
+/* The arrays that the rule works on share a dtype. */
+static int
+check_dtype(const optim_slot *slot, const optim_value *value, ct_dtype dtype,
+            ct_dtype expected)
+{
+    if (dtype == expected) {
+        return 0;
+    }
+    return optim_fail(PyExc_ValueError, slot, value->place,
+                      "is %s; expected %s, as the rest of "
+                      "its state is",
+                      ct_dtype_name(dtype), ct_dtype_name(expected));
+}
+
+/* Several arrays in one tensor, with one more dimension in front. */
+static int
+check_stacked(const optim_slot *slot, const optim_value *value, const ctpy_view *param,
+              const ctpy_view *view)
+{
+    const size_t n = param->span.n * (size_t)value->n_arrays;
+    if (view->span.n == n && view->strides == NULL && param->strides == NULL) {
+        return 0;
+    }
+    return optim_fail(
+        PyExc_ValueError, slot, value->place,
+        "has %zu elements for a parameter "
+        "of %zu; expected %zu, both in C order: make the parameter contiguous",
+        view->span.n, param->span.n, n);
+}
+
+/* Views state that may be quantized. */
+static int
+view_coded(OptimEngine *self, const optim_slot *slot, const optim_value *value,
+           const ctpy_view *param, PyObject *op, ctpy_view *view)
+{
+    ctpy_view like = *param;
+    if (view_at(self, slot, value->place, op, view) < 0) {
+        return -1;
+    }
+    if (value->n_arrays > 1) {
+        return check_stacked(slot, value, param, view);
+    }
+    const ct_dtype dtype = view->span.dtype;
+    if (dtype == CT_U8 || (dtype == CT_F32 && is_half(param->span.dtype))) {
+        like.span.dtype = dtype;
+    }
+    return optim_check_like(slot, &like, view, value->place);
+}
+
+/* Views slot->values[i], of whatever shape. */
+static int
+view_value(OptimEngine *self, const optim_slot *slot, const optim_value *value,
+           const ctpy_view *param, PyObject *op, const ct_optim_param *to,
+           ctpy_view *view)
+{
+    switch (value->shape) {
+    case CT_STATE_LIKE:
+        return view_like(self, slot, param, op, value->place, false, view);
+    case CT_STATE_CODED:
+        return view_coded(self, slot, value, param, op, view);
+    default:
+        return view_sized(self, slot, value, op, to, view);
+    }
+}
+
+/* A list of n numbers of float32. */
+static int
+view_numbers(OptimEngine *self, const optim_slot *slot, size_t i,
+             const optim_value *value, size_t n, ctpy_view *view)
+{
+    if (view_at(self, slot, value->place, slot->values[i], view) < 0) {
+        return -1;
+    }
+    if (view->span.n == n && view->span.dtype == CT_F32 && view->strides == NULL) {
+        return 0;
+    }
+    return optim_fail(PyExc_ValueError, slot, value->place,
+                      "has %zu elements of %s; expected "
+                      "%zu of float32",
+                      view->span.n, ct_dtype_name(view->span.dtype), n);
+}
+
+/* The search for the nearest number needs an ascending order. */
+static int
+check_map(const optim_slot *slot, const optim_value *value, const float *map)
+{
+    for (size_t i = 1; i < CT_QUANT_CODES; i++) {
+        if (!(map[i - 1] <= map[i])) {
+            return optim_fail(PyExc_ValueError, slot, value->place,
+                              "is not in ascending order "
+                              "at element %zu",
+                              i);
+        }
+    }
+    return 0;
+}
+
+/* The maps and the scales of quantized state. */
+static int
+view_scales(OptimEngine *self, optim_slot *slot, const value_list *list,
+            ct_optim_param *to)
+{
+    const size_t n_blocks = (to->n + CT_QUANT_BLOCK - 1) / CT_QUANT_BLOCK;
+    for (size_t i = 0; i < list->spec->n_values; i++) {
+        const optim_value *value = &list->spec->values[i];
+        const bool is_map = value->shape == CT_STATE_MAP;
+        const size_t n_arrays = (size_t)value->n_arrays;
+        ctpy_view view;
+        if (!is_map && value->shape != CT_STATE_SCALES) {
+            continue;
+        }
+        if (read_value(self->state, slot, list, i) < 0 ||
+            view_numbers(self, slot, i, value,
+                         is_map ? CT_QUANT_CODES : n_blocks * n_arrays, &view) < 0 ||
+            (is_map && check_map(slot, value, view.span.data) < 0)) {
+            return -1;
+        }
+        for (size_t k = 0; k < n_arrays; k++) {
+            ct_quant *quant = &to->quant[(size_t)value->array + k];
+            if (is_map) {
+                quant->map = view.span.data;
+            }
+            else {
+                quant->absmax = (float *)view.span.data + k * n_blocks;
+            }
+        }
+    }
+    return 0;
+}
+
+/* Every array of slot->values in the list, as the core's state. */
+static int
+view_values(OptimEngine *self, optim_slot *slot, const ctpy_view *param,
+            const value_list *list, ct_optim_param *to)
+{
+    bool first = true;
+    for (size_t i = list->counts ? 1 : 0; i < list->spec->n_values; i++) {
+        const optim_value *value = &list->spec->values[i];
+        ctpy_view view;
+        if (!keeps(list, i)) {
+            continue;
+        }
+        if (value->shape == CT_STATE_PRODUCT) {
+            if (view_product(self, slot, value, slot->values[i], to) < 0) {
+                return -1;
+            }
+            continue;
+        }
+        if (view_value(self, slot, value, param, slot->values[i], to, &view) < 0 ||
+            (!first &&
+             check_dtype(slot, value, view.span.dtype, to->state_dtype) < 0)) {
+            return -1;
+        }
+        const ct_dtype dtype = view.span.dtype;
+        for (size_t k = 0; k < (size_t)value->n_arrays; k++) {
+            to->state[(size_t)value->array + k] =
+                (char *)view.span.data + k * to->n * ct_dtype_size(dtype);
+        }
+        to->state_dtype = dtype;
+        first = false;
+    }
+    return to->state_dtype == CT_U8 ? view_scales(self, slot, list, to) : 0;
+}
+
+/* ---- one parameter's state ------------------------------------------------------- */
+
+/* Has the core update the master copy and write it rounded to the parameter. */
 static int
 use_master(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
            ct_optim_param *to)
 {
     ctpy_view view;
-    if (optim_view_like(self, slot, param, slot->master, " state 'master_param'", true,
-                        &view) < 0) {
+    if (view_like(self, slot, param, slot->master, " state 'master_param'", true,
+                  &view) < 0) {
         return -1;
     }
     to->copy = to->param;
@@ -703,12 +998,10 @@ check_rounding(const ct_optim_group *group, const optim_slot *slot, ct_dtype dty
     if (!group->stochastic || dtype != CT_F16) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError,
-                 "param_groups[%u]['params'][%zd] is float16 and its group has "
-                 "stochastic_rounding, which is for bfloat16: use bfloat16, or "
-                 "master_weights=True",
-                 slot->group, slot->index);
-    return -1;
+    return optim_fail(PyExc_ValueError, slot, "",
+                      "is float16 and its group has "
+                      "stochastic_rounding, which is for bfloat16: use bfloat16, or "
+                      "master_weights=True");
 }
 
 int
@@ -716,9 +1009,9 @@ optim_plan_state(OptimEngine *self, PyObject *wrapper, optim_slot *slot,
                  ct_optim_param *param, const ctpy_view *view)
 {
     const ct_optim_group *group = &ct_optim_groups_borrow(self->core)[slot->group];
-    const bool half = optim_is_half(view->span.dtype);
+    const bool half = is_half(view->span.dtype);
     const bool master = half && group->master_weights;
-    const optim_value_list list = kept_values(self, slot->group, param);
+    const value_list list = kept_values(self, slot->group, param);
     uint64_t count = 0;
     slot->step = NULL;
     if (check_rounding(group, slot, view->span.dtype) < 0) {
@@ -736,318 +1029,11 @@ optim_plan_state(OptimEngine *self, PyObject *wrapper, optim_slot *slot,
         return 0;
     }
     if (read_values(self->state, slot, &list) < 0 ||
-        (list.counts && optim_read_step(self, slot, &count) < 0) ||
-        optim_view_values(self, slot, view, &list, param) < 0) {
+        (list.counts && read_step(self, slot, &count) < 0) ||
+        view_values(self, slot, view, &list, param) < 0) {
         return -1;
     }
     /* A kind without a count of its own asks only whether this is the first time. */
     param->step = list.counts ? count : !slot->fresh;
     return 0;
-}
-
-int
-optim_remember_state(OptimEngine *self, PyObject *wrapper)
-{
-    PyObject *state = self->n_known > 0 ? NULL : wrapper_state(self, wrapper);
-    int result = state != NULL      ? remember_state(self, state)
-                 : PyErr_Occurred() ? -1
-                                    : 0;
-    Py_XDECREF(state);
-    return result;
-}
-
-/* State of 8 bits in state[param]: codes, the map that says what they mean, and the
- * scales of their blocks. See math/quant.h. */
-
-/* The shape of a parameter, where its optimizer looks at rows and columns. */
-
-static size_t
-side(int64_t length)
-{
-    return length > 0 ? (size_t)length : 1;
-}
-
-/* Sets the dimensions; an empty side counts as 1: nobody looks at an empty parameter,
- * and some divide. */
-static void
-optim_set_shape(ct_optim_param *param, const int64_t *shape, int ndim)
-{
-    param->ndim = (size_t)ndim;
-    param->cols = ndim > 0 ? side(shape[ndim - 1]) : 1;
-    param->rows = ndim > 1 ? side(shape[ndim - 2]) : 1;
-}
-
-/* From the attribute, where the view knows no shape. */
-static int
-ask_for_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param)
-{
-    PyObject *attribute = PyObject_GetAttr(slot->data, self->state->str_shape);
-    PyObject *shape = attribute == NULL ? NULL : PySequence_Tuple(attribute);
-    int64_t last[2] = {1, 1};
-    int result = shape == NULL ? -1 : 0;
-    const Py_ssize_t ndim = shape == NULL ? 0 : PyTuple_GET_SIZE(shape);
-    for (Py_ssize_t i = ndim > 2 ? ndim - 2 : 0; result == 0 && i < ndim; i++) {
-        last[i - (ndim > 2 ? ndim - 2 : 0)] =
-            PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
-        result = PyErr_Occurred() ? -1 : 0;
-    }
-    if (result == 0) {
-        optim_set_shape(param, last, ndim > 2 ? 2 : (int)ndim);
-        param->ndim = (size_t)ndim;
-    }
-    Py_XDECREF(shape);
-    Py_XDECREF(attribute);
-    return result;
-}
-
-int
-optim_plan_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param,
-                 const ctpy_view *view)
-{
-    const ct_optim_group *group = &ct_optim_groups_borrow(self->core)[slot->group];
-    param->ndim = param->rows = param->cols = 1;
-    if (!optim_specs[group->kind].shaped) {
-        return 0;
-    }
-    if (view->strides != NULL) {
-        PyErr_Format(
-            PyExc_ValueError,
-            "param_groups[%u]['params'][%zd] is transposed or channels-last in "
-            "memory, and %s looks at rows and columns: make it contiguous, or "
-            "use another optimizer",
-            slot->group, slot->index, ct_optim_kind_name(group->kind));
-        return -1;
-    }
-    if (view->shape == NULL) {
-        return ask_for_shape(self, slot, param);
-    }
-    optim_set_shape(param, view->shape, view->ndim);
-    return 0;
-}
-
-/* Parameters of which a rank has a part, as optimizers see them: the attribute `_part`
- * says of what (ctrainer/fsdp/layout.py, Part), and `_is_part` that they are not one
- * whole parameter. */
-
-/* An attribute of the slot's parameter, None where it has none; a new reference. */
-static PyObject *
-attribute(const optim_slot *slot, PyObject *name)
-{
-    PyObject *found = PyObject_GetAttr(slot->param, name);
-    if (found == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-        found = Py_NewRef(Py_None);
-    }
-    return found;
-}
-
-static int
-reject_row(const OptimEngine *self, const optim_slot *slot)
-{
-    PyObject *answer = attribute(slot, self->state->str__is_part);
-    const int several = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
-    if (several > 0) {
-        const ct_optim_group *groups = ct_optim_groups_borrow(self->core);
-        PyErr_Format(
-            PyExc_ValueError,
-            "param_groups[%u]['params'][%zd] is a row of several parameters "
-            "that are sharded as one, and %s looks at each by itself, its norm "
-            "or its rows and columns: shard with use_orig_params=True, or use "
-            "an optimizer that works element by element, such as AdamW",
-            slot->group, slot->index, ct_optim_kind_name(groups[slot->group].kind));
-    }
-    return several == 0 ? 0 : -1;
-}
-
-/* The sides of a shape, at most 64, and how many elements they make. */
-static int
-read_shape(PyObject *shape, optim_part *part)
-{
-    int64_t sides[64];
-    const Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
-    size_t whole = 1;
-    if (ndim > (Py_ssize_t)(sizeof sides / sizeof *sides)) {
-        PyErr_Format(PyExc_ValueError, "_part has a shape of %zd dimensions", ndim);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < ndim; i++) {
-        sides[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
-        if (sides[i] < 0) {
-            return PyErr_Occurred() ? -1
-                                    : (PyErr_Format(PyExc_ValueError,
-                                                    "_part has a shape of %R", shape),
-                                       -1);
-        }
-        whole *= (size_t)sides[i];
-    }
-    ct_optim_param param;
-    optim_set_shape(&param, sides, (int)ndim);
-    part->whole = whole;
-    part->ndim = param.ndim;
-    part->rows = param.rows;
-    part->cols = param.cols;
-    return 0;
-}
-
-static int
-read_part(OptimEngine *self, optim_slot *slot, PyObject *described)
-{
-    PyObject *communicator, *shape;
-    Py_ssize_t begin;
-    optim_part part = {.communicator = NULL};
-    if (!PyTuple_Check(described) ||
-        !PyArg_ParseTuple(described, "OnO!:_part", &communicator, &begin, &PyTuple_Type,
-                          &shape)) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_TypeError,
-                         "_part of param_groups[%u]['params'][%zd] is a %.200s; "
-                         "expected a tuple of a Communicator, an int and a shape",
-                         slot->group, slot->index, Py_TYPE(described)->tp_name);
-        }
-        return -1;
-    }
-    const ct_comm *comm = ctpy_comm_borrow(self->state, communicator);
-    if (comm == NULL || read_shape(shape, &part) < 0) {
-        return -1;
-    }
-    if (begin < 0 || (size_t)begin > part.whole) {
-        PyErr_Format(
-            PyExc_ValueError,
-            "_part of param_groups[%u]['params'][%zd] begins at element %zd of "
-            "%zu",
-            slot->group, slot->index, begin, part.whole);
-        return -1;
-    }
-    part.begin = (size_t)begin;
-    part.communicator = comm->world_size > 1 ? Py_NewRef(communicator) : NULL;
-    slot->part = part;
-    return 0;
-}
-
-int
-optim_read_parts(OptimEngine *self)
-{
-    const ct_optim_group *groups = ct_optim_groups_borrow(self->core);
-    int result = 0;
-    for (size_t k = 0; result == 0 && k < self->n_slots; k++) {
-        optim_slot *slot = &self->slots[k];
-        Py_CLEAR(slot->part.communicator);
-        slot->part = (optim_part){.communicator = NULL};
-        if (ct_optim_group_is_whole(&groups[slot->group])) {
-            PyObject *described = attribute(slot, self->state->str__part);
-            result = described == NULL      ? -1
-                     : Py_IsNone(described) ? reject_row(self, slot)
-                                            : read_part(self, slot, described);
-            Py_XDECREF(described);
-        }
-    }
-    return result;
-}
-
-/* ---- which parameters have a gradient on any rank ----------------------------------
- */
-
-/* 1 where the slot's parameter has a gradient, 0, or -1 with an exception. */
-static int
-has_grad(const OptimEngine *self, const optim_slot *slot)
-{
-    PyObject *grad = PyObject_GetAttr(slot->param, self->state->str_grad);
-    const int has = grad == NULL ? -1 : !Py_IsNone(grad);
-    Py_XDECREF(grad);
-    return has;
-}
-
-/* An empty gradient, where the parameter has no elements here either. */
-static int
-give_empty_grad(const OptimEngine *self, const optim_slot *slot)
-{
-    PyObject *count = PyObject_CallMethod(slot->param, "numel", NULL);
-    const long n = count == NULL ? -1 : PyLong_AsLong(count);
-    PyObject *empty = n != 0 ? NULL : PyObject_CallMethod(slot->param, "detach", NULL);
-    const int result =
-        empty == NULL ? (n > 0 ? 0 : -1)
-                      : PyObject_SetAttr(slot->param, self->state->str_grad, empty);
-    Py_XDECREF(empty);
-    Py_XDECREF(count);
-    return result;
-}
-
-/* Of the n slots of one group, which are those behind `first` and itself. */
-static int
-share_presence(OptimEngine *self, size_t first, double *has)
-{
-    PyObject *communicator = self->slots[first].part.communicator;
-    size_t n = 0, at = 0;
-    int found = 0;
-    for (size_t k = first; found >= 0 && k < self->n_slots; k++) {
-        if (self->slots[k].part.communicator == communicator) {
-            found = has_grad(self, &self->slots[k]);
-            has[n++] = found;
-        }
-    }
-    if (found < 0 || ctpy_comm_reduce_numbers(self->state, communicator, NULL, has, n,
-                                              CT_REDUCE_MAX) < 0) {
-        return -1;
-    }
-    for (size_t k = first; found >= 0 && k < self->n_slots; k++) {
-        if (self->slots[k].part.communicator == communicator && has[at++] > 0.0) {
-            found = has_grad(self, &self->slots[k]);
-            found = found == 0 ? give_empty_grad(self, &self->slots[k]) : found;
-        }
-    }
-    return found < 0 ? -1 : 0;
-}
-
-int
-optim_share_presence(OptimEngine *self)
-{
-    double *has = NULL;
-    int result = 0;
-    for (size_t k = 0; result == 0 && k < self->n_slots; k++) {
-        const PyObject *communicator = self->slots[k].part.communicator;
-        bool seen = communicator == NULL;
-        for (size_t i = 0; !seen && i < k; i++) {
-            seen = self->slots[i].part.communicator == communicator;
-        }
-        if (!seen && has == NULL && (has = PyMem_New(double, self->n_slots)) == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        result = seen ? 0 : share_presence(self, k, has);
-    }
-    PyMem_Free(has);
-    return result;
-}
-
-/* What lies behind the parameter's end is padding. */
-int
-optim_plan_part(OptimEngine *self, const optim_slot *slot, ct_optim_param *param)
-{
-    const optim_part *part = &slot->part;
-    if (part->whole == 0) {
-        return 0;
-    }
-    const size_t left = part->whole - part->begin;
-    param->n = param->n < left ? param->n : left;
-    param->ndim = part->ndim;
-    param->rows = part->rows;
-    param->cols = part->cols;
-    if (part->communicator == NULL) {
-        return 0;
-    }
-    ct_comm *comm = ctpy_comm_borrow(self->state, part->communicator);
-    param->part = (ct_part){comm, part->begin, part->whole};
-    return comm == NULL ? -1 : 0;
-}
-
-void
-optim_hold_groups(OptimEngine *self, bool held)
-{
-    for (size_t k = 0; k < self->n_slots; k++) {
-        PyObject *communicator = self->slots[k].part.communicator;
-        if (communicator != NULL) {
-            ((Communicator *)communicator)->busy += held ? 1 : -1;
-        }
-    }
 }

@@ -1,4 +1,7 @@
-/* ctrainer._C.WeightAverage: averages of a model's tensors over its updates. */
+/* ctrainer._C.WeightAverage: averages of a model's tensors over its updates.
+ *
+ * An optimizer of ctrainer.optim averages its parameters in its own pass and marks
+ * them; buffers and other values without a mark are averaged here afterwards. */
 #include "binding/optim/weight_average.h"
 
 #include "core/base/alloc.h"
@@ -11,13 +14,12 @@ typedef struct WeightAverage {
     PyObject_HEAD
     PyObject *values, *averages; /* tuples of tensors or arrays, one for one */
     ct_average core;
-    bool *marked;       /* averaged already, by an optimizer's own pass */
+    bool *marked;       /* averaged already, by the optimizer's own pass */
     ct_span *from, *to; /* room for a pass over all of them */
     bool busy;          /* such a pass is under way without the GIL */
 } WeightAverage;
 
-/* ---- life --------------------------------------------------------------------------
- */
+/* ---- life ------------------------------------------------------------------------ */
 
 PyDoc_STRVAR(
     WeightAverage_doc,
@@ -139,8 +141,7 @@ WeightAverage_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* ---- for the engine ----------------------------------------------------------------
- */
+/* ---- for the engine -------------------------------------------------------------- */
 
 bool
 ctpy_average_due(PyObject *average, double *decay)
@@ -202,11 +203,10 @@ ctpy_average_drop(PyObject *average)
            (size_t)PyTuple_GET_SIZE(self->values) * sizeof *self->marked);
 }
 
-/* ---- averaging ---------------------------------------------------------------------
- */
+/* ---- averaging ------------------------------------------------------------------- */
 
-/* Lists the pairs that are not marked: floats from the front, the others, which are
- * copied, from the back. Returns how many of each. */
+/* Lists the pairs without a mark: floats from the front, other dtypes, which are
+ * copied, from the back; and counts both. */
 static int
 list_pairs(PyObject *op, size_t *n_floats, size_t *n_others)
 {

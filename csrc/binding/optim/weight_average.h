@@ -1,8 +1,8 @@
-/* What an optimizer's engine and the trainer need of _C.WeightAverage, in C.
+/* _C.WeightAverage for an optimizer's engine and the trainer, in C.
  *
- * An update takes part in an average in three steps: ask whether one is due; let the
- * engine average what it updates in its own pass, marking it; finish, which averages
- * the rest and counts, or drop the marks when the update came to nothing. */
+ * An update writes an average in three steps: ask whether an average is due; let the
+ * engine average and mark the parameters in its own pass; finish, which averages the
+ * rest and counts, or drop the marks of a skipped update. */
 #ifndef CTPY_AVERAGE_H
 #define CTPY_AVERAGE_H
 
@@ -11,18 +11,18 @@
 
 #include <stdbool.h>
 
-/* Is an average due after the next update? Then *decay is what it keeps of the old. */
+/* Is an average due after the next update? Then *decay is the weight of the old one. */
 bool ctpy_average_due(PyObject *average, double *decay);
 
-/* The place of `value` among the averaged, looked for from `hint` on; -1: it is not. */
+/* The index of `value` among the averaged values, searched from `hint` on; or -1. */
 Py_ssize_t ctpy_average_find(PyObject *average, PyObject *value, Py_ssize_t hint);
 
-/* The average at that place, which must be like `value` but for its dtype. */
+/* The average at that index, which must be like `value` but for the dtype. */
 int ctpy_average_view(PyObject *average, Py_ssize_t place, const ctpy_view *value,
                       ctpy_view *view);
 void ctpy_average_mark(PyObject *average, Py_ssize_t place);
 
-/* Averages what is not marked, if one was due, and counts the update. */
+/* Averages the values without a mark, if an average was due, and counts the update. */
 int ctpy_average_finish(PyObject *average, bool due, double decay);
 void ctpy_average_drop(PyObject *average);
 

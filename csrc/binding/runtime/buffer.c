@@ -1,10 +1,10 @@
-/* Tensors and arrays to spans: who owns the memory is asked, never imported.
+/* Tensors and arrays to spans, without importing torch or NumPy.
  *
  * torch's types are found through sys.modules, so a process without torch never pays
- * for it. NumPy arrays are read through the structure that its ABI fixes; no table of
- * functions is needed for that, so none is kept. A torch tensor is read through the
- * exchange table that torch publishes from 2.10 on, at about 50 ns a gradient, or
- * through its Python methods, at a microsecond. */
+ * for torch. NumPy arrays are read through the structure fixed by NumPy's ABI, without
+ * NumPy's table of functions. A torch tensor is read through torch's exchange table
+ * (from 2.10 on), at about 50 ns a gradient, or through Python methods, at a
+ * microsecond. */
 #include "binding/runtime/buffer.h"
 
 #include "binding/runtime/dlpack_abi.h"
@@ -45,7 +45,7 @@ find_object(const char *module_name, const char *name)
     return found;
 }
 
-/* The table of torch.Tensor, or NULL where torch has none that we can read. */
+/* torch.Tensor's exchange table, or NULL without a readable table. */
 static const ctpy_dlpack_api *
 ctpy_exchange_table(PyObject *tensor_type)
 {
@@ -118,8 +118,8 @@ ctpy_span_check(const ct_span *span, int contiguous)
 
 /* ---- errors ---------------------------------------------------------------------- */
 
-/* How a problem reads: the exception, which attribute of the object it quotes, and
- * the sentence, with %U for the place and %S for the attribute. */
+/* A problem's message: the exception, the quoted attribute of the object, and the
+ * sentence, with %U for the place and %S for the attribute. */
 typedef struct message {
     PyObject *type;
     const char *attribute, *format;
@@ -201,7 +201,7 @@ raise_problem(ctpy_state *state, PyObject *op, const ctpy_place *place,
     return -1;
 }
 
-/* ---- what the other files call --------------------------------------------------- */
+/* ---- interface ------------------------------------------------------------------- */
 
 static ct_dtype
 dtype_from_numpy(PyArrayObject *array)
@@ -321,7 +321,7 @@ is_dense(int ndim, const int64_t *shape, const int64_t *strides, size_t n)
     return (size_t)expected == n;
 }
 
-/* Each fills *view from an object of exactly its type. */
+/* Each fills *view from an object of exactly the reader's type. */
 static ctpy_problem
 ctpy_view_exchange(const ctpy_dlpack_api *api, PyObject *op, ctpy_view *view)
 {
@@ -515,5 +515,4 @@ ctpy_span_from(ctpy_state *state, PyObject *op, const char *what, int writable,
     return ctpy_span_on(state, op, what, writable, 0, span);
 }
 
-/* A NumPy array's memory, read in place through the structure that NumPy's ABI fixes:
- * that takes none of its functions, hence no import of its table. */
+/* Reads a NumPy array in place, through the structure fixed by NumPy's ABI. */

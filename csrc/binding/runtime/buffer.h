@@ -1,4 +1,4 @@
-/* A tensor or an array as the engine sees it, for the binding's own files. */
+/* The memory, shape and dtype of a tensor or an array, for the binding's files. */
 #ifndef BINDING_RUNTIME_BUFFER_H
 #define BINDING_RUNTIME_BUFFER_H
 
@@ -8,11 +8,10 @@
 
 struct ctpy_dlpack_api;
 
-/* Memory of a tensor or array without gaps, borrowed from it. shape is NULL where
- * only the number of elements is known (torch before 2.10); strides, in elements, is
- * NULL where the elements lie in C order, and not for a transposed or channels-last
- * tensor, whose elements may be taken in the order of memory all the same where every
- * operand has the same strides. */
+/* Borrowed memory of a tensor or array without gaps. shape is NULL if only the number
+ * of elements is known (torch before 2.10). strides, in elements, is NULL for elements
+ * in C order; a transposed or channels-last tensor has strides, and may be processed in
+ * the order of memory if every operand has equal strides. */
 typedef struct ctpy_view {
     ct_span span;
     int ndim;
@@ -21,8 +20,8 @@ typedef struct ctpy_view {
     int on_cuda; /* in a GPU's memory; else in the host's */
 } ctpy_view;
 
-/* Where an object was found, for error messages: "what" alone, or with group >= 0
- * param_groups[group]['params'][index] and then what, ".grad" for example. */
+/* The place of an object, for error messages: "what" alone, or with group >= 0
+ * param_groups[group]['params'][index] followed by "what", such as ".grad". */
 typedef struct ctpy_place {
     const char *what;
     Py_ssize_t group, index;
@@ -57,9 +56,9 @@ typedef enum ctpy_problem {
 } ctpy_problem;
 
 /* Tensors and arrays to spans. `op` is an exact torch.Tensor or Parameter, or a NumPy
- * array; contiguous and on the CPU. TypeError or ValueError name `what`, what was
- * given, what was expected and what to do. The span borrows op's memory: own op while
- * it is in use. `writable` rejects read-only arrays. */
+ * array; contiguous and on the CPU. TypeError or ValueError name `what`, the
+ * object, the requirement and the remedy. The span borrows op's memory: own op while
+ * the span is in use. `writable` rejects read-only arrays. */
 int ctpy_span_from(ctpy_state *state, PyObject *op, const char *what, int writable,
                    ct_span *span);
 

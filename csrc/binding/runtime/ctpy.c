@@ -1,4 +1,4 @@
-/* The one place where a core status becomes a Python exception. */
+/* Module state helpers, and the conversion of a core status to a Python exception. */
 #include "binding/runtime/ctpy.h"
 
 #include <string.h>
@@ -24,8 +24,8 @@ exception_borrow(ct_status code)
     return PyExc_SystemError;
 }
 
-/* Sets the exception from the message, in which names of files and what files hold may
- * be no UTF-8, or cut within a character. */
+/* Sets the exception from the message; names and contents of files in it may be no
+ * UTF-8, or cut within a character. */
 static void
 set_error(PyObject *type, int os_error, const char *message)
 {
@@ -77,7 +77,7 @@ ctpy_leaf_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     type->tp_free(op);
-    Py_DECREF(type); /* an instance of a heap type owns a reference to its type */
+    Py_DECREF(type); /* an instance of a heap type owns a reference to the type */
 }
 
 /* Attributes of Python objects as C values, and back. */
@@ -88,7 +88,7 @@ ctpy_lookup(PyObject *op, PyObject *name, PyObject **value)
 #if PY_VERSION_HEX >= 0x030d0000
     return PyObject_GetOptionalAttr(op, name, value);
 #else
-    return _PyObject_LookupAttr(op, name, value); /* the same under its old name */
+    return _PyObject_LookupAttr(op, name, value); /* the old name */
 #endif
 }
 
@@ -251,6 +251,19 @@ ctpy_get_flag(PyObject *op, PyObject *name, bool *value)
     return truth < 0 ? -1 : 0;
 }
 
+/* The function called name of the last class in the method resolution order that has
+ * it: ours, unless a class of the user's follows. Borrowed, or NULL. */
+static PyObject *
+first_definition_borrow(PyTypeObject *type, PyObject *name)
+{
+    PyObject *found = NULL;
+    for (Py_ssize_t i = PyTuple_GET_SIZE(type->tp_mro); found == NULL && i-- > 0;) {
+        PyObject *in = ((PyTypeObject *)PyTuple_GET_ITEM(type->tp_mro, i))->tp_dict;
+        found = in == NULL ? NULL : PyDict_GetItemWithError(in, name);
+    }
+    return found;
+}
+
 int
 ctpy_is_default(PyObject *op, PyObject *name)
 {
@@ -258,14 +271,18 @@ ctpy_is_default(PyObject *op, PyObject *name)
     if (found == NULL) {
         return -1;
     }
-    int native = PyCFunction_Check(found) && PyCFunction_GET_SELF(found) == op;
+    int native = PyMethod_Check(found)
+                     ? PyMethod_GET_SELF(found) == op &&
+                           PyMethod_GET_FUNCTION(found) ==
+                               first_definition_borrow(Py_TYPE(op), name)
+                     : PyCFunction_Check(found) && PyCFunction_GET_SELF(found) == op;
     Py_DECREF(found);
     return native;
 }
 
 /* Python context managers from C. */
 
-/* Calls exit with the exception that is set; 1 when it was suppressed. */
+/* Calls exit with the current exception; 1 when exit suppressed it. */
 static int
 leave_with_exception(PyObject *context, PyObject *exit_name)
 {
@@ -295,7 +312,7 @@ leave(PyObject *context, PyObject *exit_name)
     if (PyErr_Occurred()) {
         if (leave_with_exception(context, exit_name) > 0) {
             PyErr_Format(PyExc_RuntimeError,
-                         "%.100s swallowed an exception that training cannot go on "
+                         "%.100s swallowed an exception that training cannot continue "
                          "from; let it pass",
                          Py_TYPE(context)->tp_name);
         }
@@ -329,8 +346,8 @@ ctpy_leave_context_steal(PyObject *context, PyObject *exit_name, PyObject *resul
     return result;
 }
 
-/* What copying and pickling of our types share: the attributes that users and
- * subclasses have added go along with what a type keeps in its struct. */
+/* Copying and pickling of our types: the fields of the struct, and the attributes added
+ * by users and subclasses. */
 
 PyObject *
 ctpy_copy_state_steal(PyObject *op, PyObject *fields)
@@ -340,7 +357,7 @@ ctpy_copy_state_steal(PyObject *op, PyObject *fields)
         own = PyObject_GenericGetDict(op, NULL);
         if (own == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
             PyErr_Clear();
-            own = Py_NewRef(Py_None); /* a type without attributes of its own */
+            own = Py_NewRef(Py_None); /* a type without a __dict__ */
         }
     }
     if (own != NULL && own != Py_None) {
@@ -387,7 +404,7 @@ typedef struct rejection {
 static const char of_group[] = "it belongs to the ranks of an open group";
 static const char of_run[] = "it is a part of a run that is under way";
 
-/* Whether a subclass says what its copies are made of; -1 with an exception. */
+/* Whether a subclass overrides __reduce__; -1 with an exception. */
 static int
 has_own_reduce(PyObject *op)
 {
@@ -409,13 +426,13 @@ reject(PyObject *op, PyObject *Py_UNUSED(protocol))
         return own < 0 ? NULL : PyObject_CallMethod(op, "__reduce__", NULL);
     }
     const rejection known[] = {
-        {state->BatchShard,       of_run                                           },
         {state->CheckpointWriter, "it writes files from a thread of this process"  },
         {state->FairseqTrainer,   "it holds a run that is under way"               },
         {state->FSDPUnit,         "its memory is a shard of the group's parameters"},
         {state->GradHook,         of_run                                           },
         {state->MappedMemory,     "it maps memory of this process"                 },
         {state->ObjectWatch,      of_run                                           },
+        {state->Run,              of_run                                           },
         {state->RowBuffer,        "it may map a file that this process has opened" },
     };
     const char *why = of_group;
@@ -440,11 +457,11 @@ int
 ctpy_reject_copies(const ctpy_state *state)
 {
     PyTypeObject *const types[] = {
-        state->BMUF,           state->BatchShard,   state->CheckpointWriter,
-        state->CollectiveWork, state->Communicator, state->FSDPUnit,
-        state->FairseqTrainer, state->GradHook,     state->GradReducer,
-        state->GroupMemory,    state->MappedMemory, state->ObjectWatch,
-        state->RowBuffer,
+        state->BMUF,         state->CheckpointWriter, state->CollectiveWork,
+        state->Communicator, state->FSDPUnit,         state->FairseqTrainer,
+        state->GradHook,     state->GradReducer,      state->GroupMemory,
+        state->MappedMemory, state->ObjectWatch,      state->RowBuffer,
+        state->Run,
     };
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
         PyObject *method = PyDescr_NewMethod(types[i], &rejecting);

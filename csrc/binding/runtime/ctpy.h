@@ -1,7 +1,7 @@
-/* What every extension type shares: module state, errors, locks and hooks.
+/* Module state, errors, locks and hooks, shared by the extension types.
  *
- * The prefix ctpy_ marks helpers that need Python.h; ct_ marks the core, which
- * must not. */
+ * The prefix ctpy_ marks helpers that need Python.h; ct_ marks the core, without
+ * Python.h. */
 #ifndef BINDING_RUNTIME_CTPY_H
 #define BINDING_RUNTIME_CTPY_H
 
@@ -39,8 +39,8 @@ extern PyModuleDef ctpy_module;
 #include "binding/runtime/types.def"
 #undef CTPY_TYPE
 
-/* Borrows the state through the type, so Python subclasses find it too. The caller
- * has an instance in hand, hence the lookup cannot fail. */
+/* Borrows the state through the type, also for Python subclasses. With an instance at
+ * hand the lookup cannot fail. */
 static inline ctpy_state *
 ctpy_state_borrow(PyObject *op)
 {
@@ -49,23 +49,23 @@ ctpy_state_borrow(PyObject *op)
     return PyModule_GetState(module);
 }
 
-/* Raises what err describes; returns NULL, or -1, for the caller to return. CT_EHOST
- * leaves the exception that the Python callback raised. */
+/* Raise the exception for err; return NULL, or -1, for the caller to return. CT_EHOST
+ * leaves the exception of the Python callback. */
 PyObject *ctpy_raise(const ct_error *err);
 int ctpy_raise_int(const ct_error *err);
 
-/* op.name where it may be missing: 1 and a new reference in *value; 0 and NULL, no
- * exception; or -1 with the exception. */
+/* Looks an optional attribute op.name up: 1 and a new reference in *value; 0 and NULL,
+ * no exception; or -1 with the exception. */
 int ctpy_lookup(PyObject *op, PyObject *name, PyObject **value);
 
-/* mapping[name] where it may be missing: as ctpy_lookup. */
+/* Looks the optional entry mapping[name] up, like ctpy_lookup. */
 int ctpy_item(PyObject *mapping, const char *name, PyObject **value);
 
-/* Clears the exception that is set, if any: true. A lack of memory and what is no
- * Exception, such as Ctrl-C, stay set: false. */
+/* Clears the current exception, if any: true. MemoryError and exceptions outside
+ * Exception, such as KeyboardInterrupt, stay set: false. */
 bool ctpy_forgive(void);
 
-/* tp_traverse and tp_dealloc of a type that holds no Python object but its type. */
+/* tp_traverse and tp_dealloc for instances that own no Python object but the type. */
 int ctpy_leaf_traverse(PyObject *op, visitproc visit, void *arg);
 void ctpy_leaf_dealloc(PyObject *op);
 
@@ -79,13 +79,13 @@ void ctpy_leaf_dealloc(PyObject *op);
 #define CTPY_UNLOCK() }
 #endif
 
-/* Enters a context manager and returns it. NULL, and the context released, with an
- * exception; so it is for a context of NULL. */
+/* Enters a context manager and returns it. On an exception, or for NULL: returns NULL,
+ * with the context released. */
 PyObject *ctpy_enter_context_steal(PyObject *context, PyObject *enter_name);
 
-/* context.__exit__ with the exception that is set, or none; then releases the context
- * and returns result, what the body gave. NULL where an exception goes on. A context of
- * NULL is none. */
+/* Calls context.__exit__ with the current exception, or none, releases the context and
+ * returns result, the body's value; NULL if the exception propagates. NULL is no
+ * context. */
 PyObject *
 ctpy_leave_context_steal(PyObject *context, PyObject *exit_name, PyObject *result);
 
@@ -93,7 +93,7 @@ ctpy_leave_context_steal(PyObject *context, PyObject *exit_name, PyObject *resul
 
 /* Calls op.name(*args) by attribute lookup, so that a Python override wins.
  * Borrows everything; returns a new reference or NULL. A hook runs arbitrary code:
- * hold a strong reference to whatever is used after it. */
+ * hold a strong reference to every object used afterwards. */
 static inline PyObject *
 ctpy_call_hook(PyObject *op, PyObject *name, PyObject *const *args, size_t nargs)
 {
@@ -113,31 +113,34 @@ ctpy_call_hook(PyObject *op, PyObject *name, PyObject *const *args, size_t nargs
  * `fields`, a dict or NULL, over. */
 PyObject *ctpy_copy_state_steal(PyObject *op, PyObject *fields);
 
-/* The fields of such a state, borrowed, once the instance has its own attributes again;
- * NULL with TypeError for anything else. */
+/* Restores the instance's attributes from such a state and returns the fields,
+ * borrowed; NULL with TypeError for any other state. */
 PyObject *ctpy_take_copy_state_borrow(PyObject *op, PyObject *state);
 
-/* Makes types of which no copy can be right say so, and what to do. 0, or -1. */
+/* Lets the copying methods of a type without valid copies raise, with the remedy. 0, or
+ * -1. */
 int ctpy_reject_copies(const ctpy_state *state);
 
-/* Is op.name the method that this extension defines, not an override? 1, 0 or -1. */
+/* Is op.name the method that our own class defines, in C or Python, not an override?
+ * 1, 0 or -1. */
 int ctpy_is_default(PyObject *op, PyObject *name);
 
-/* Attribute of op as a C value. Return 0, or -1 with an exception that names it. */
+/* Attribute of op as a C value. Return 0, or -1 with an exception naming the attribute.
+ */
 int ctpy_get_bool(PyObject *op, PyObject *name, int *value);
 int ctpy_get_double(PyObject *op, PyObject *name, double *value);
 int ctpy_get_int64(PyObject *op, PyObject *name, int64_t *value);
 int ctpy_set_int64(PyObject *op, PyObject *name, int64_t value);
 int ctpy_set_double(PyObject *op, PyObject *name, double value);
 
-/* The attribute, a new reference; NULL without an exception where there is none. */
+/* The attribute, a new reference; NULL without an exception: none. */
 PyObject *ctpy_get_optional(PyObject *op, PyObject *name, int *failed);
 
-/* op.name() where op has such a method: modules have modes, and so have some
- * optimizers. Returns 0, or -1 with an exception. */
+/* Calls op.name() if op has the method: modules and some optimizers have modes. Returns
+ * 0, or -1 with an exception. */
 int ctpy_call_if_there(PyObject *op, PyObject *name);
 
-/* The truth of the attribute; false where there is none. */
+/* The truth of the attribute; false if missing. */
 int ctpy_get_flag(PyObject *op, PyObject *name, bool *value);
 
 /* op.outer.name as a C value: a field of args, state or control. */

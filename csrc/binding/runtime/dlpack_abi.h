@@ -50,7 +50,7 @@ typedef struct ctpy_dlpack_api {
     int (*current_work_stream)(int32_t device_type, int32_t device_id, void **stream);
 } ctpy_dlpack_api;
 
-/* A tensor that is handed over in a capsule named so, renamed by who takes it. */
+/* A tensor in a capsule called DLPACK_CAPSULE; the receiver renames the capsule. */
 #define CTPY_DLPACK_TENSOR "dltensor"
 
 typedef struct ctpy_dl_managed {

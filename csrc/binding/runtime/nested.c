@@ -1,4 +1,4 @@
-/* Walks over nested batches, and transformers' names for them. */
+/* Walks over nested batches, under the names of transformers' functions. */
 #include "binding/runtime/nested.h"
 
 static int
@@ -312,7 +312,7 @@ ctpy_numpify_all(PyObject *op, const ctpy_state *state)
     return ctpy_nested_map(op, numpify_leaf, state);
 }
 
-/* Module functions on nested batches, by the names that transformers gives them. */
+/* ---- module functions ------------------------------------------------------------ */
 
 static const char ctpy_nested_detach_doc[] =
     "nested_detach($module, tensors, /)\n--\n\n"
@@ -338,7 +338,7 @@ ctpy_nested_numpify(PyObject *module, PyObject *tensors)
 static const char ctpy_find_batch_size_doc[] =
     "find_batch_size($module, tensors, /)\n--\n\n"
     "Return the first dimension of the first tensor or array in a nested batch.\n\n"
-    "None where there is none.";
+    "None where there is none. tensors: dicts, lists and tuples of them.";
 
 static PyObject *
 ctpy_find_batch_size(PyObject *module, PyObject *tensors)

@@ -1,10 +1,10 @@
 #define _POSIX_C_SOURCE 200809L
-/* Ctrl-C and SIGTERM while training: a flag that the loops look at.
+/* Ctrl-C and SIGTERM while training: a flag for the training loops.
  *
  * A process has one disposition per signal, so this is process-wide by nature: the
- * first train() on the main thread installs the handler, the last one to leave puts
- * back what was there. A child that is forked meanwhile, such as a worker of a data
- * loader, trains nothing: the first signal there goes to what was installed before. */
+ * first train() on the main thread installs the handler, the last to leave restores the
+ * previous handler. A child forked meanwhile, such as a worker of a data loader, trains
+ * nothing: its first signal goes to the previous handler. */
 #include "binding/runtime/signals.h"
 
 #include "core/base/owner.h"

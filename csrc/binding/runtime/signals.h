@@ -6,11 +6,11 @@
 #include <stdbool.h>
 
 typedef struct ctpy_signals {
-    struct sigaction on_int, on_term; /* what was installed before */
+    struct sigaction on_int, on_term; /* the previous handlers */
     bool installed;
 } ctpy_signals;
 
-/* Replaces the handlers of SIGINT and SIGTERM by one that sets a flag. Call it on the
+/* Replaces the handlers of SIGINT and SIGTERM by a handler that sets a flag. For the
  * main thread alone; *saved starts as {0}. */
 void ctpy_signals_install(ctpy_signals *saved);
 
@@ -20,11 +20,12 @@ int ctpy_signals_restore(ctpy_signals *saved);
 /* The signal that arrived since install, or 0. */
 int ctpy_signal_requested(void);
 
-/* As if that signal had arrived, unless one has; 0: nothing. */
+/* Sets the flag as for that signal, unless it is set; 0: does nothing. */
 void ctpy_signal_request(int number);
 
-/* True when Ctrl-C or SIGTERM has asked the run to end; long loops look at it between
- * batches. */
+/* True after Ctrl-C or SIGTERM: the run should end. Long loops check it between
+ * batches.
+ */
 bool ctpy_stop_requested(void);
 
 #endif

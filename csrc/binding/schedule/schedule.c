@@ -1,12 +1,11 @@
-/* ctrainer._C.Schedule: core/schedule/schedule.h as a function, and its options in
- * Python. */
+/* ctrainer._C.Schedule: a schedule of core/schedule/schedule.h as a function, with the
+ * options as a dict. */
 #include "binding/schedule/scheduler.h"
 
 #include <math.h>
 #include <string.h>
 
-/* ---- options -----------------------------------------------------------------------
- */
+/* ---- options --------------------------------------------------------------------- */
 
 PyDoc_STRVAR(name_doc, "Its name, the family's prefix included.");
 PyDoc_STRVAR(options_doc, "A new dict of the options in force.");
@@ -40,7 +39,7 @@ ctpy_schedule_set_option(ct_schedule *schedule, const char *name, PyObject *valu
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-/* The pairs of a dict, which a value's __float__ cannot change meanwhile. */
+/* A copy of the dict's pairs, as a value's __float__ may change the dict. */
 static PyObject *
 items_of(PyObject *options)
 {
@@ -110,8 +109,7 @@ ctpy_schedule_options(const ct_schedule *schedule)
     return options;
 }
 
-/* ---- the type ----------------------------------------------------------------------
- */
+/* ---- the type -------------------------------------------------------------------- */
 
 typedef struct Schedule {
     PyObject_HEAD
@@ -125,7 +123,11 @@ PyDoc_STRVAR(
     "name is one of transformers' ('linear'), of fairseq's ('fairseq.cosine')\n"
     "or of DeepSpeed's ('deepspeed.WarmupLR'); options is a dict of what its\n"
     "formula reads. transformers' give the factor of a rate, the others the\n"
-    "rate. Raises ValueError or TypeError that names the option at fault.");
+    "rate. Raises ValueError or TypeError that names the option at fault.\n\n"
+    "Example:\n"
+    "    >>> from ctrainer.schedules import Schedule\n"
+    "    >>> Schedule('linear', {'num_warmup_steps': 0, 'num_training_steps': 4})(1)\n"
+    "    0.75");
 
 static PyObject *
 Schedule_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

@@ -9,9 +9,19 @@ PyDoc_STRVAR(
     "LRScheduler(optimizer, name, num_warmup_steps=None,\n"
     "            num_training_steps=None, options=None, last_epoch=-1)\n--\n\n"
     "One of transformers' learning-rate schedules, with torch's protocol.\n\n"
-    "name and options, a dict, are those of transformers.get_scheduler. Steps\n"
-    "that the schedule does not read are passed over; those that it needs and\n"
-    "an option that it does not have raise ValueError.");
+    "Args:\n"
+    "    optimizer: Its param_groups are dicts with \"lr\".\n"
+    "    name, options: As those of transformers.get_scheduler; options is a dict.\n"
+    "    num_warmup_steps, num_training_steps: Steps that the schedule does not read\n"
+    "        are ignored; those that it needs raise ValueError where they are "
+    "missing.\n"
+    "    last_epoch: The step before the first, to resume.\n\n"
+    "Example:\n"
+    "    >>> import torch\n"
+    "    >>> from ctrainer.optim import LRScheduler, SGD\n"
+    "    >>> optimizer = SGD(torch.nn.Linear(3, 2).parameters(), lr=1.0)\n"
+    "    >>> LRScheduler(optimizer, 'linear', 0, 4).get_last_lr()\n"
+    "    [1.0]");
 
 static int
 LRScheduler_traverse(PyObject *op, visitproc visit, void *arg)
@@ -44,8 +54,7 @@ LRScheduler_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* ---- stepping ----------------------------------------------------------------------
- */
+/* ---- stepping -------------------------------------------------------------------- */
 
 /* base_lrs scaled to `epoch`, as a new list. */
 static PyObject *
@@ -88,7 +97,8 @@ scheduler_groups(const ctpy_state *state, PyObject *optimizer)
     return groups;
 }
 
-/* A rate kept in a tensor is filled, so that whoever holds the tensor sees it. */
+/* A learning rate in a tensor is filled in place, visible to all users of the tensor.
+ */
 static int
 write_rate(const ctpy_state *state, PyObject *group, PyObject *rate)
 {
@@ -155,8 +165,7 @@ ctpy_scheduler_step(PyObject *op)
     return advance_to(op, ((LRScheduler *)op)->last_epoch + 1);
 }
 
-/* ---- making ------------------------------------------------------------------------
- */
+/* ---- making ---------------------------------------------------------------------- */
 
 typedef struct init_arguments {
     PyObject *optimizer, *warmup, *training, *options;
@@ -164,7 +173,7 @@ typedef struct init_arguments {
     long long last_epoch;
 } init_arguments;
 
-/* 1 where it is, 0 where not, -1 with an exception. */
+/* 1: yes, 0: no, -1 with an exception. */
 static int
 is_in(PyObject *options, const char *name)
 {
@@ -174,8 +183,8 @@ is_in(PyObject *options, const char *name)
     return PyErr_Occurred() ? -1 : found;
 }
 
-/* Rates in the options of "polynomial" and the like are told in those of the optimizer:
- * the factor is what they are of its default. */
+/* Options of "polynomial" and the like hold learning rates; the factor divides them by
+ * the optimizer's default. */
 static int
 take_default_rate(PyObject *op, ct_schedule *schedule, const init_arguments *a)
 {
@@ -206,8 +215,8 @@ take_default_rate(PyObject *op, ct_schedule *schedule, const init_arguments *a)
     return found;
 }
 
-/* A count of steps that get_scheduler is always given: kinds that do not read it pass
- * it over, as transformers' do. */
+/* get_scheduler always receives the count of steps; kinds without this option ignore
+ * it, as transformers' do. */
 static int
 take_steps(ct_schedule *schedule, const char *name, PyObject *steps,
            const init_arguments *a)
@@ -267,8 +276,8 @@ scheduler_group_rate(PyObject *groups, Py_ssize_t g, PyObject *key)
     return rate;
 }
 
-/* The groups' initial rates as a new list of floats. From the start they are the
- * rates of now, noted as initial_lr unless an earlier scheduler has done so. */
+/* The groups' initial learning rates as a new list of floats: at the start the current
+ * rates, noted as initial_lr unless an earlier scheduler has noted them. */
 static PyObject *
 initial_rates(PyObject *op, PyObject *optimizer, long long last_epoch)
 {
@@ -330,8 +339,7 @@ LRScheduler_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return advance_to(op, a.last_epoch + 1);
 }
 
-/* ---- methods -----------------------------------------------------------------------
- */
+/* ---- methods --------------------------------------------------------------------- */
 
 PyDoc_STRVAR(step_doc, "step($self, /)\n--\n\n"
                        "Go one step on and write the new rate to every group.");
@@ -423,7 +431,7 @@ reject_lambdas(PyObject *state)
     return result;
 }
 
-/* state[key] as a new list of floats, one for each of n groups. */
+/* state[key] as a new list of n floats, one per group. */
 static PyObject *
 state_rates(PyObject *state, const char *key, Py_ssize_t n)
 {
@@ -495,7 +503,7 @@ LRScheduler_setstate(PyObject *op, PyObject *state)
 static const char LRScheduler_reduce_doc[] =
     "__reduce__($self, /)\n--\n\nHelper for pickle and copy.";
 
-/* Without what the optimizer says, which it is asked for again. */
+/* Without the optimizer's values; a load reads them again. */
 static PyObject *
 own_options(const ct_schedule *schedule)
 {

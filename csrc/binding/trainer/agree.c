@@ -1,4 +1,6 @@
-/* Trainer on several ranks: what they agree on before, in and after an update. */
+/* Agreement of the ranks of a Trainer before, in and after an update: on the number of
+ * batches, on whether gradients are finite, and on what callbacks and signals request.
+ * Each rank takes part in each agreement, in the same order, or every rank raises. */
 #include "binding/trainer/trainer.h"
 #include "binding/engine/targets.h"
 #include "binding/data/gather.h"
@@ -6,57 +8,7 @@
 
 #include <string.h>
 
-/* Ranks have found that they differ: each tells `own` (a new reference, NULL with an
- * exception), and _ranks_differ() raises what all told, or lets it be. */
-static int
-tell_difference_steal(PyObject *op, const char *what, PyObject *own)
-{
-    PyObject *all = ctpy_account(op, what, own);
-    PyObject *answer =
-        all == NULL ? NULL : PyObject_CallMethod(op, "_ranks_differ", "sO", what, all);
-    Py_XDECREF(own);
-    Py_XDECREF(all);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
-/* ---- the length of the run ---------------------------------------------------------
- */
-
-int
-ctpy_ranks_agree_length(PyObject *op, int64_t rows, int64_t *epochs,
-                        int64_t *steps_in_epoch, int64_t *updates_in_epoch,
-                        int64_t *max_steps)
-{
-    const int64_t own = *steps_in_epoch;
-    int64_t values[] = {-*epochs, own,  *updates_in_epoch, *max_steps, -own,
-                        rows,     -rows};
-    if (ctpy_trainer_min(op, values, 7) < 0) {
-        return -1;
-    }
-    const bool differs = values[1] != -values[4] || values[5] != -values[6];
-    if (differs && tell_difference_steal(
-                       op, "the ranks' training data differ in length",
-                       PyBytes_FromFormat("has %zd rows in %zd batches",
-                                          (Py_ssize_t)rows, (Py_ssize_t)own)) < 0) {
-        return -1;
-    }
-    *epochs = -values[0];
-    *steps_in_epoch = values[1];
-    *updates_in_epoch = values[2];
-    *max_steps = values[3];
-    return own == values[1]
-               ? 0
-               : PyErr_WarnFormat(
-                     PyExc_UserWarning, 1,
-                     "the train dataloader has %lld batches on this rank and %lld on "
-                     "another; an epoch has no more than these. even_batches in "
-                     "accelerator_config gives all ranks equally many",
-                     (long long)own, (long long)values[1]);
-}
-
-/* ---- before: have all a batch, and how much is there to predict? -------------------
- */
+/* ---- before: batches and targets ------------------------------------------------- */
 
 static int
 warn_left_over(PyObject *op, Py_ssize_t batches, int64_t without)
@@ -75,20 +27,28 @@ warn_left_over(PyObject *op, Py_ssize_t batches, int64_t without)
         ctpy_trainer_comm_borrow(op)->rank);
 }
 
-/* Ranks have different numbers of batches for the update that is to come. */
+/* The hook _ranks_differ raises for different numbers of batches, unless the arguments
+ * allow them. */
 static int
-tell_batches(PyObject *op, Py_ssize_t n)
+report_batches(PyObject *op, Py_ssize_t n)
 {
-    char what[96];
     int64_t step;
     ctpy_state *names = ctpy_state_borrow(op);
     if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
         return -1;
     }
-    (void)snprintf(what, sizeof what,
-                   "the ranks have different numbers of batches for update %lld",
-                   (long long)step + 1);
-    return tell_difference_steal(op, what, PyBytes_FromFormat("has %zd", n));
+    PyObject *what = PyUnicode_FromFormat(
+        "the ranks have different numbers of batches for update %lld",
+        (long long)step + 1);
+    PyObject *own = PyUnicode_FromFormat("has %zd", n), *answer = NULL;
+    if (what != NULL && own != NULL) {
+        PyObject *stack[] = {op, what, own};
+        answer = PyObject_VectorcallMethod(names->str__ranks_differ, stack, 3, NULL);
+    }
+    Py_XDECREF(own);
+    Py_XDECREF(what);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
 }
 
 int
@@ -123,7 +83,7 @@ ctpy_ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough)
         return -1;
     }
     if (values[SQUARES] * ranks != values[BATCHES] * values[BATCHES] &&
-        tell_batches(op, n) < 0) {
+        report_batches(op, n) < 0) {
         return -1;
     }
     *enough = values[WITHOUT] == 0;
@@ -133,8 +93,7 @@ ctpy_ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough)
     return *enough || n == 0 ? 0 : warn_left_over(op, n, values[WITHOUT]);
 }
 
-/* ---- in ----------------------------------------------------------------------------
- */
+/* ---- in: finite gradients -------------------------------------------------------- */
 
 int
 ctpy_ranks_agree_finite(PyObject *op, bool *finite)
@@ -147,8 +106,7 @@ ctpy_ranks_agree_finite(PyObject *op, bool *finite)
     return 0;
 }
 
-/* ---- after: what callbacks and signals ask for -------------------------------------
- */
+/* ---- after: requests of callbacks and signals ------------------------------------ */
 
 enum {
     LOG,
@@ -186,9 +144,11 @@ grant_wishes(PyObject *control, PyObject *const *fields, const double *had,
     return 0;
 }
 
-/* What the control of one rank asks for (to log, evaluate, save, stop) all do, and a
- * signal that one has got all have. *due: something is to be logged, evaluated or
- * saved, which other callbacks will see; false with one rank. */
+/* A request of one rank's control (to log, evaluate, save or stop), or a signal that
+ * one rank has received, becomes the request of all ranks. *due: some rank logs,
+ * evaluates or saves, and callbacks of the other ranks will see the request; false with
+ * one rank.
+ */
 static int
 ctpy_ranks_agree(PyObject *op, bool *due)
 {
@@ -236,8 +196,7 @@ ctpy_ranks_stop(PyObject *op)
     return ctpy_trainer_is_alone(op) ? ctpy_stop_requested() : self->agreed_signal != 0;
 }
 
-/* ---- accumulation ------------------------------------------------------------------
- */
+/* ---- accumulation ---------------------------------------------------------------- */
 
 int
 ctpy_enter_no_sync(PyObject *op, PyObject *model, PyObject **context)
@@ -245,13 +204,9 @@ ctpy_enter_no_sync(PyObject *op, PyObject *model, PyObject **context)
     ctpy_state *names = ctpy_state_borrow(op);
     const int ranks = ctpy_trainer_world_size(op);
     PyObject *method;
-    bool every;
     *context = NULL;
-    if (ranks <= 1) {
+    if (ranks <= 1 || ((Trainer *)op)->syncs_each_batch) {
         return ranks < 0 ? -1 : 0;
-    }
-    if (ctpy_get_flag(op, names->str__syncs_each_batch, &every) < 0 || every) {
-        return PyErr_Occurred() ? -1 : 0;
     }
     const int has = ctpy_lookup(model, names->str_no_sync, &method);
     if (has <= 0) {
@@ -263,10 +218,10 @@ ctpy_enter_no_sync(PyObject *op, PyObject *model, PyObject **context)
     return *context == NULL ? -1 : 0;
 }
 
-/* Trainer: the hooks by which subclasses gather over the ranks. */
+/* ---- hooks by which subclasses gather over the ranks ----------------------------- */
 
-/* The rows of all ranks, without those of a dummy batch; the
- * values themselves where the trainer is alone. */
+/* The rows of all ranks, without the rows of a dummy batch; `value` itself on one rank.
+ */
 static PyObject *
 gather(PyObject *op, PyObject *value)
 {
@@ -275,7 +230,7 @@ gather(PyObject *op, PyObject *value)
     if (ranks <= 1 || value == Py_None) {
         return ranks < 0 ? NULL : Py_NewRef(value);
     }
-    PyObject *group = Py_NewRef(((Trainer *)op)->group), *result = NULL;
+    PyObject *group = Py_NewRef(((Trainer *)op)->rank_group), *result = NULL;
     PyObject *padding = PyLong_FromLong(-100);
     if (padding != NULL) {
         result = ctpy_gather_nested(state, group, value, padding,

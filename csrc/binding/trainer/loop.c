@@ -1,83 +1,14 @@
-/* Trainer: train(), its epochs, and what ends them. */
-#include "binding/trainer/agree.h"
+/* The training loop of a Trainer: epochs, updates, micro-batches and signals.
+ *
+ * Python prepares a run and finishes the run; between both, C decides on the next
+ * action. Attributes that a hook may replace (control, state, args) are read again
+ * after the hook. */
 #include "binding/engine/ranks.h"
 #include "binding/optim/grads.h"
 #include "binding/runtime/nested.h"
 #include "binding/trainer/trainer.h"
-#include "binding/trainer/update.h"
 
 #include "core/data/targets.h"
-
-/* The numbers of set_initial_training_values, which scripts and subclasses override. */
-typedef struct plan {
-    int64_t epochs, updates_in_epoch, samples, steps_in_epoch, max_steps;
-    int64_t rows;                    /* of the training data; -1: unknown */
-    int64_t first_epoch, first_step; /* where the run starts or goes on */
-} plan;
-
-static int
-plan_unpack(PyObject *values, plan *p)
-{
-    PyObject *examples, *samples, *total, *max_steps;
-    if (!PyTuple_Check(values)) {
-        PyErr_Format(PyExc_TypeError,
-                     "set_initial_training_values must return a tuple of 7, got %.100s",
-                     Py_TYPE(values)->tp_name);
-        return -1;
-    }
-    if (!PyArg_ParseTuple(values,
-                          "LLOOOLO;set_initial_training_values must return 7 values",
-                          &p->epochs, &p->updates_in_epoch, &examples, &samples, &total,
-                          &p->steps_in_epoch, &max_steps)) {
-        return -1;
-    }
-    p->rows = PyLong_Check(examples) ? PyLong_AsLongLong(examples) : -1;
-    double n = PyFloat_AsDouble(samples);
-    p->samples = (int64_t)n;
-    p->max_steps = PyLong_AsLongLong(max_steps);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* Length of the run, state and position; optimizer and schedule; the checkpoint's
- * content. Fills *p, and run->model with a new reference. */
-static int
-prepare(PyObject *op, PyObject *args, ctpy_run *run, plan *p, PyObject **loader)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *values = NULL, *position = NULL, *pair = NULL;
-    int result = -1;
-    PyObject *given[] = {op, args, *loader};
-    values = PyObject_VectorcallMethod(names->str_set_initial_training_values, given, 3,
-                                       NULL);
-    if (values == NULL || plan_unpack(values, p) < 0 ||
-        ctpy_ranks_agree_length(op, p->rows, &p->epochs, &p->steps_in_epoch,
-                                &p->updates_in_epoch, &p->max_steps) < 0) {
-        goto done;
-    }
-    position =
-        PyObject_CallMethod(op, "_init_training_state", "LLLOO",
-                            (long long)p->max_steps, (long long)p->updates_in_epoch,
-                            (long long)p->epochs, run->checkpoint, run->trial);
-    if (position == NULL ||
-        !PyArg_ParseTuple(position, "LL", &p->first_epoch, &p->first_step)) {
-        goto done;
-    }
-    pair = PyObject_CallMethod(op, "_prepare_for_training", "LOO",
-                               (long long)p->max_steps, *loader, run->checkpoint);
-    if (pair == NULL || !PyArg_ParseTuple(pair, "OO", &run->model, &values)) {
-        values = NULL;
-        goto done;
-    }
-    Py_INCREF(run->model);
-    Py_SETREF(*loader, Py_NewRef(values));
-    values = NULL; /* was the pair's */
-    result = 0;
-done:
-    Py_XDECREF(pair);
-    Py_XDECREF(position);
-    Py_XDECREF(values);
-    return result;
-}
 
 static int
 flag(PyObject *op, PyObject *name, int *value)
@@ -85,25 +16,18 @@ flag(PyObject *op, PyObject *name, int *value)
     return ctpy_field_bool(op, ctpy_state_borrow(op)->str_control, name, value);
 }
 
-/* After Ctrl-C or SIGTERM: a checkpoint of the last whole update, and the end. */
+/* After Ctrl-C or SIGTERM: saves a checkpoint of the last whole update and ends. */
 static int
 save_and_stop(PyObject *op, ctpy_run *run)
 {
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *stack[] = {op, run->model, run->trial};
-    PyObject *answer =
-        PyObject_VectorcallMethod(names->str__save_on_signal, stack, 3, NULL);
-    PyObject *control = PyObject_GetAttr(op, names->str_control);
-    int result =
-        answer == NULL || control == NULL
-            ? -1
-            : PyObject_SetAttr(control, names->str_should_training_stop, Py_True);
-    Py_XDECREF(control);
+    PyObject *stack[] = {op, run->model, ctpy_or_none(run->trial)};
+    PyObject *answer = PyObject_VectorcallMethod(
+        ctpy_state_borrow(op)->str__save_on_signal, stack, 3, NULL);
     Py_XDECREF(answer);
-    return result;
+    return answer == NULL ? -1 : 0;
 }
 
-/* A hook was stopped by Ctrl-C: the exception goes, the flag stays. */
+/* Whether Ctrl-C stopped a hook: clears the exception and keeps the signal's flag. */
 static bool
 is_interrupt(PyObject *op)
 {
@@ -114,13 +38,12 @@ is_interrupt(PyObject *op)
     return false;
 }
 
-/* The count of floating-point operations and of tokens, by their hooks. */
+/* Counts floating-point operations and tokens by transformers' hooks. */
 static int
 account_batch(PyObject *op, PyObject *inputs)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     double flos, had;
-    int tracked;
     PyObject *answer =
         PyObject_CallMethodOneArg(op, names->str_floating_point_ops, inputs);
     if (answer == NULL) {
@@ -131,11 +54,10 @@ account_batch(PyObject *op, PyObject *inputs)
     if ((flos == -1.0 && PyErr_Occurred()) ||
         (flos != 0.0 &&
          (ctpy_get_double(op, names->str_current_flos, &had) < 0 ||
-          ctpy_set_double(op, names->str_current_flos, had + flos) < 0)) ||
-        ctpy_get_bool(op, names->str__counts_tokens, &tracked) < 0) {
+          ctpy_set_double(op, names->str_current_flos, had + flos) < 0))) {
         return -1;
     }
-    if (tracked) {
+    if (((Trainer *)op)->counts_tokens) {
         answer =
             PyObject_CallMethodOneArg(op, names->str__track_num_input_tokens, inputs);
         Py_XDECREF(answer);
@@ -144,7 +66,7 @@ account_batch(PyObject *op, PyObject *inputs)
     return 0;
 }
 
-/* Forward and backward of one micro-batch; *loss grows by its share. */
+/* Forward and backward of one micro-batch; adds its weighted loss to *loss. */
 static int
 run_micro_batch(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
                 double *loss)
@@ -172,7 +94,7 @@ run_micro_batch(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
     return result < 0 ? -1 : account_batch(op, inputs);
 }
 
-/* Does a callback end the update here? On several ranks all end it whole. */
+/* Whether a callback ends the update here. On several ranks an update ends whole. */
 static int
 should_stop(PyObject *op, int *stop)
 {
@@ -193,7 +115,7 @@ should_stop(PyObject *op, int *stop)
     return 0;
 }
 
-/* The same, where gradients are exchanged after the last micro-batch alone. */
+/* Forward and backward of a micro-batch other than the last, within no_sync(). */
 static int
 run_without_exchange(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
                      double *loss)
@@ -210,17 +132,17 @@ run_without_exchange(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *co
     return done == NULL ? -1 : 0;
 }
 
-/* Subclasses of transformers' Trainer ask accelerator.sync_gradients whether the
- * micro-batch is the update's last. The accelerator is made when it is first asked for,
- * and then reads _syncs_gradients. */
+/* Subclasses of transformers' Trainer read accelerator.sync_gradients, true in the last
+ * micro-batch of an update. The accelerator is made at its first use and reads
+ * _syncs_gradients then. */
 static int
 tell_accelerator(PyObject *op, bool last)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *said = last ? Py_True : Py_False, *state = NULL, *answer = NULL;
-    int failed = PyObject_SetAttr(op, names->str__syncs_gradients, said) < 0;
-    PyObject *made =
-        failed ? NULL : ctpy_get_optional(op, names->str__accelerator, &failed);
+    PyObject *made = ctpy_field(((Trainer *)op)->accelerator);
+    int failed = 0;
+    ((Trainer *)op)->syncs_gradients = last;
     if (made != NULL) {
         state = ctpy_get_optional(made, names->str_gradient_state, &failed);
         Py_DECREF(made);
@@ -234,7 +156,7 @@ tell_accelerator(PyObject *op, bool last)
     return failed ? -1 : 0;
 }
 
-/* All micro-batches; 1 when the update may follow, 0 when a callback stopped before. */
+/* All micro-batches. 1: the update follows; 0: a callback has stopped training; -1. */
 static int
 run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count,
                   const double *shares, double *loss)
@@ -267,9 +189,9 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
     return 1;
 }
 
-/* Adds the update's loss to the window, or counts it as bad. */
+/* Adds the update's loss to the logging window, or counts a loss that is Inf or NaN. */
 static int
-book_loss(PyObject *op, double loss)
+record_loss(PyObject *op, double loss)
 {
     Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
@@ -291,10 +213,10 @@ book_loss(PyObject *op, double loss)
     return 0;
 }
 
-/* Shares of the batches in the update's loss, in proportion to their targets; equal
- * without labels. On several ranks, where run->targets is known, in proportion to all
- * ranks' and times their number, by which their mean divides. shares has room for one
- * double a batch. */
+/* Weights of the micro-batches in the update's loss, in proportion to their targets, or
+ * equal without labels. On several ranks, where run->targets is known, in proportion to
+ * the targets of all ranks and times world_size, by which the mean of the gradients
+ * divides. shares has room for a double for each batch. */
 static int
 ctpy_batch_shares(PyObject *op, const ctpy_run *run, PyObject *batches, double *shares)
 {
@@ -325,9 +247,8 @@ ctpy_batch_shares(PyObject *op, const ctpy_run *run, PyObject *batches, double *
     return 0;
 }
 
-/* binding/trainer/loop.c: the micro-batches of one update, and the update itself.
- * Returns 1 when an update was made or skipped, 0 when a callback ended the epoch
- * before, -1. */
+/* The micro-batches of one update, and the update. 1 when an update was made or
+ * skipped, 0 when a callback ended the epoch before, -1 with an exception. */
 static int
 ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
 {
@@ -348,13 +269,13 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
         result = run_micro_batches(op, run, batches, count, shares, &loss);
     }
     PyMem_Free(shares);
-    if (result == 1 && (book_loss(op, loss) < 0 || ctpy_finish_update(op, run) < 0)) {
+    if (result == 1 && (record_loss(op, loss) < 0 || ctpy_finish_update(op, run) < 0)) {
         result = -1;
     }
     return result;
 }
 
-/* What the hook returned, checked, since overrides come from anywhere. */
+/* Checks the pair that get_batch_samples, or its override, has returned. */
 static int
 unpack_batches(PyObject *pair, PyObject **batches, PyObject **count)
 {
@@ -376,10 +297,10 @@ unpack_batches(PyObject *pair, PyObject **batches, PyObject **count)
     return 0;
 }
 
-/* One update's worth of batches: a list, and the hook's count of items (or None). */
+/* The micro-batches of an update, a list, and the hook's count of items, or None. */
 static int
-ctpy_next_batches(PyObject *op, ctpy_run *run, PyObject *iterator, PyObject **batches,
-                  PyObject **count)
+next_batches(PyObject *op, ctpy_run *run, PyObject *iterator, PyObject **batches,
+             PyObject **count)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     int64_t left = run->steps_in_epoch - run->micro_step;
@@ -398,8 +319,7 @@ ctpy_next_batches(PyObject *op, ctpy_run *run, PyObject *iterator, PyObject **ba
     return unpack_batches(pair, batches, count);
 }
 
-/* One update; *more is false when the epoch ends: no batch left, or a callback, or a
- * signal. */
+/* One update. *more is false at the end of the epoch, by data, callback or signal. */
 static int
 run_one_update(PyObject *op, ctpy_run *run, PyObject *iterator, bool *more)
 {
@@ -408,7 +328,7 @@ run_one_update(PyObject *op, ctpy_run *run, PyObject *iterator, bool *more)
     int epoch = 0, training = 0;
     bool enough;
     *more = false;
-    if (ctpy_next_batches(op, run, iterator, &batches, &count) < 0) {
+    if (next_batches(op, run, iterator, &batches, &count) < 0) {
         return -1;
     }
     int result = ctpy_ranks_begin(op, run, batches, &enough);
@@ -467,17 +387,9 @@ warn_no_batches(PyObject *op)
     return result;
 }
 
-/* Iterator over the epoch's batches, past those that the checkpoint has seen. */
-static PyObject *
-epoch_iterator(PyObject *op, ctpy_run *run, PyObject *loader)
-{
-    return PyObject_CallMethod(op, "_epoch_iterator", "OLLO", loader,
-                               (long long)run->epoch, (long long)run->micro_step,
-                               run->checkpoint);
-}
-
-/* A loader that is dropped ends its workers. In a child that a hook has forked they are
- * the parent's: there it stays for ever. */
+/* Drops the loader, whose deallocation ends its worker processes. In a child that a
+ * hook has forked, the workers belong to the parent: there the loader is never freed.
+ */
 static void
 drop_loader_steal(const ctpy_run *run, PyObject *loader)
 {
@@ -487,13 +399,14 @@ drop_loader_steal(const ctpy_run *run, PyObject *loader)
 }
 
 static int
-run_epoch(PyObject *op, ctpy_run *run, PyObject *loader)
+run_epoch(PyObject *op, ctpy_run *run)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     if (ctpy_trainer_fire(op, names->str_on_epoch_begin, NULL) < 0) {
         return -1;
     }
-    PyObject *iterator = epoch_iterator(op, run, loader);
+    PyObject *iterator =
+        PyObject_CallMethodOneArg(op, names->str__epoch_iterator, (PyObject *)run);
     int result = iterator == NULL ? -1 : run_updates(op, run, iterator);
     drop_loader_steal(run, iterator);
     if (result < 0 ||
@@ -507,45 +420,41 @@ run_epoch(PyObject *op, ctpy_run *run, PyObject *loader)
 }
 
 static int
-run_epochs(PyObject *op, ctpy_run *run, const plan *p, PyObject *loader)
+run_epochs(PyObject *op, ctpy_run *run)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     int64_t step;
     if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
         return -1;
     }
-    int stop = step >= p->max_steps; /* resumed at its end: nothing is left to do */
-    run->micro_step = p->first_step;
-    for (run->epoch = p->first_epoch; !stop && run->epoch < p->epochs; run->epoch++) {
-        if (ctpy_set_int64(op, names->str__epoch, run->epoch) < 0 ||
-            run_epoch(op, run, loader) < 0 ||
+    int stop = step >= run->max_steps; /* resumed at its end: nothing is left to do */
+    for (; !stop && run->epoch < run->epochs; run->epoch++) {
+        ((Trainer *)op)->epoch = run->epoch;
+        if (run_epoch(op, run) < 0 ||
             flag(op, names->str_should_training_stop, &stop) < 0) {
             return -1;
         }
         run->micro_step = 0;
-        run->checkpoint = Py_None; /* its position was for the first epoch */
+        Py_CLEAR(run->checkpoint); /* its position was for the first epoch */
     }
     return 0;
 }
 
-/* From on_train_begin to the last epoch. */
+/* Trains from on_train_begin to the last epoch. */
 static int
-train_from(PyObject *op, ctpy_run *run, const plan *p, PyObject *loader)
+train_from(PyObject *op, ctpy_run *run)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    int first, stray;
-    if (ctpy_get_bool(op, names->str__stray_parameters, &stray) < 0 ||
-        ctpy_field_int64(op, names->str_args, names->str_gradient_accumulation_steps,
+    int first;
+    if (ctpy_field_int64(op, names->str_args, names->str_gradient_accumulation_steps,
                          &run->accumulation) < 0 ||
         ctpy_trainer_fire(op, names->str_on_train_begin, NULL) < 0 ||
         ctpy_field_bool(op, names->str_args, names->str_eval_on_start, &first) < 0) {
         return -1;
     }
-    run->stray_parameters = stray;
-    run->steps_in_epoch = p->steps_in_epoch;
-    run->updates_in_epoch = p->updates_in_epoch;
     if (first) {
-        PyObject *stack[] = {op, run->trial, run->ignore_keys, Py_True};
+        PyObject *stack[] = {op, ctpy_or_none(run->trial),
+                             ctpy_or_none(run->ignore_keys), Py_True};
         PyObject *metrics = PyObject_VectorcallMethod(names->str__evaluate, stack, 3,
                                                       names->kw_skip_scheduler);
         Py_XDECREF(metrics);
@@ -553,7 +462,7 @@ train_from(PyObject *op, ctpy_run *run, const plan *p, PyObject *loader)
             return -1;
         }
     }
-    return run_epochs(op, run, p, loader);
+    return run_epochs(op, run);
 }
 
 static const char Trainer__inner_training_loop_doc[] =
@@ -569,134 +478,82 @@ Trainer__inner_training_loop(PyObject *op, PyObject *args, PyObject *kwargs)
         "batch_size",           "args", "resume_from_checkpoint", "trial",
         "ignore_keys_for_eval", NULL};
     ctpy_state *names = ctpy_state_borrow(op);
-    ctpy_run run = {.owner = ct_owner_here(),
-                    .checkpoint = Py_None,
-                    .trial = Py_None,
-                    .ignore_keys = Py_None};
-    PyObject *batch_size = Py_None, *given = Py_None, *loader = NULL, *output = NULL;
-    plan p = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OOOOO:_inner_training_loop",
-                                     keywords, &batch_size, &given, &run.checkpoint,
-                                     &run.trial, &run.ignore_keys)) {
+    PyObject *batch_size, *given = NULL, *answer = NULL;
+    ctpy_run *run = (ctpy_run *)names->Run->tp_alloc(names->Run, 0);
+    if (run == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "|OOOOO:_inner_training_loop",
+                                     keywords, &batch_size, &given, &run->checkpoint,
+                                     &run->trial, &run->ignore_keys)) {
+        if (run != NULL) { /* the arguments are borrowed until here */
+            run->checkpoint = run->trial = run->ignore_keys = NULL;
+        }
+        Py_XDECREF(run);
         return NULL;
     }
-    given = given == Py_None ? PyObject_GetAttr(op, names->str_args) : Py_NewRef(given);
-    if (given == NULL ||
-        (loader = PyObject_CallMethodNoArgs(op, names->str_get_train_dataloader)) ==
-            NULL ||
-        prepare(op, given, &run, &p, &loader) < 0 ||
-        (run.start_time = PyObject_CallMethodNoArgs(op, names->str__start_clock)) ==
-            NULL ||
-        train_from(op, &run, &p, loader) < 0) {
-        goto done;
+    run->owner = ct_owner_here();
+    run->checkpoint = ctpy_field(run->checkpoint);
+    run->trial = ctpy_field(run->trial);
+    run->ignore_keys = ctpy_field(run->ignore_keys);
+    run->args = ctpy_field(given);
+    if (run->args == NULL) {
+        run->args = PyObject_GetAttr(op, names->str_args);
     }
-    output = PyObject_CallMethod(op, "_finalize_training", "OLO", run.trial,
-                                 (long long)p.samples, run.start_time);
-done:
-    Py_XDECREF(run.start_time);
-    Py_XDECREF(run.model);
-    drop_loader_steal(&run, loader);
-    Py_XDECREF(given);
-    return output;
+    if (run->args != NULL) {
+        answer =
+            PyObject_CallMethodOneArg(op, names->str__prepare_run, (PyObject *)run);
+    }
+    if (answer != NULL && train_from(op, run) < 0) {
+        Py_CLEAR(answer);
+    }
+    if (answer != NULL) {
+        Py_SETREF(answer, PyObject_CallMethodOneArg(op, names->str__finish_run,
+                                                    (PyObject *)run));
+    }
+    Py_DECREF(run);
+    return answer;
 }
 
-/* Ends a run that came to its end or broke: handlers back, saves finished. Keeps the
- * exception that is set, if any, above one of its own. */
-static PyObject *
-end_train_steal(PyObject *op, ctpy_signals *saved, PyObject *output)
-{
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    int number = ctpy_signals_restore(saved);
-    ((Trainer *)op)->in_update = false;
-    ((Trainer *)op)->share = 0.0;
-    ((Trainer *)op)->agreed_signal = 0;
-    if (type != NULL) {
-        ctpy_ranks_leave(op);
-    }
-    PyObject *answer =
-        PyObject_CallMethod(op, "_end_train", "O", type == NULL ? Py_True : Py_False);
-    if (type != NULL) {
-        PyErr_Clear();
-        PyErr_Restore(type, value, trace);
-    }
-    else if (answer == NULL) {
-        Py_CLEAR(output);
-    }
-    Py_XDECREF(answer);
-    if (number != 0 && !PyErr_Occurred()) {
-        Py_CLEAR(output);
-        if (number == SIGINT) {
-            PyErr_SetNone(PyExc_KeyboardInterrupt);
-        }
-        else {
-            (void)raise(number); /* now what was installed before decides */
-            if (PyErr_CheckSignals() == 0) {
-                PyErr_Format(PyExc_SystemExit, "%d", 128 + number);
-            }
-        }
-    }
-    return output;
-}
-
-static const char Trainer_train_doc[] =
-    "train($self, resume_from_checkpoint=None, trial=None,\n"
-    "      ignore_keys_for_eval=None)\n--\n\n"
-    "Train the model and return TrainOutput(global_step, training_loss, metrics).\n\n"
-    "resume_from_checkpoint is a folder, or True for the newest whole checkpoint in\n"
-    "args.output_dir. The run goes on in the middle of the epoch with the same losses\n"
-    "as one that was never stopped. Ctrl-C and SIGTERM leave a checkpoint of the last\n"
-    "whole update first; a second one ends the process at once.";
+static const char Trainer__call_loop_doc[] =
+    "_call_loop($self, checkpoint, trial, ignore_keys, /)\n--\n\n"
+    "Call _inner_training_loop; return its output, and the signal that has asked the\n"
+    "run to end, or 0. Ctrl-C and SIGTERM set a flag meanwhile, where\n"
+    "_handles_signals.";
 
 static PyObject *
-Trainer_train(PyObject *op, PyObject *args, PyObject *kwargs)
+Trainer__call_loop(PyObject *op, PyObject *args)
 {
-    ctpy_state *names = ctpy_state_borrow(op);
+    Trainer *self = (Trainer *)op;
     ctpy_signals saved = {0};
-    PyObject *checkpoint = Py_None, *trial = Py_None, *ignore = Py_None, *output = NULL;
-    PyObject *parsed = NULL, *begun = NULL, *method = NULL, *none = NULL, *given = NULL;
-    int handles;
-    /* Python's own parser deals with model_path= of old releases and unknown names. */
-    parsed = PyObject_GetAttrString(op, "_train_arguments");
-    if (parsed == NULL) {
-        return NULL;
+    PyObject *checkpoint, *trial, *ignore, *keywords = NULL, *none = PyTuple_New(0);
+    PyObject *method =
+        PyObject_GetAttr(op, ctpy_state_borrow(op)->str__inner_training_loop);
+    PyObject *output = NULL;
+    if (none != NULL && method != NULL &&
+        PyArg_ParseTuple(args, "OOO:_call_loop", &checkpoint, &trial, &ignore)) {
+        keywords = Py_BuildValue("{s:O,s:O,s:O}", "resume_from_checkpoint", checkpoint,
+                                 "trial", trial, "ignore_keys_for_eval", ignore);
     }
-    Py_SETREF(parsed, PyObject_Call(parsed, args, kwargs));
-    if (parsed == NULL ||
-        !PyArg_ParseTuple(parsed, "OOO", &checkpoint, &trial, &ignore)) {
-        Py_XDECREF(parsed);
-        return NULL;
+    if (keywords != NULL) {
+        if (self->handles_signals) {
+            ctpy_signals_install(&saved);
+        }
+        output = PyObject_Call(method, none, keywords);
     }
-    begun = PyObject_CallMethod(op, "_begin_train", "OO", checkpoint, trial);
-    if (begun == NULL || ctpy_get_bool(op, names->str__handles_signals, &handles) < 0) {
-        goto done;
-    }
-    if (handles) {
-        ctpy_signals_install(&saved);
-    }
-    method = PyObject_GetAttr(op, names->str__inner_training_loop);
-    given = Py_BuildValue("{s:O,s:O,s:O}", "resume_from_checkpoint", begun, "trial",
-                          trial, "ignore_keys_for_eval", ignore);
-    none = PyTuple_New(0);
-    if (method != NULL && given != NULL && none != NULL) {
-        output = PyObject_Call(method, none, given);
-    }
-done:
-    output = end_train_steal(op, &saved, output);
-    Py_XDECREF(none);
-    Py_XDECREF(given);
+    const int number = ctpy_signals_restore(&saved);
+    self->in_update = false;
+    self->share = 0.0;
+    self->agreed_signal = 0;
+    Py_XDECREF(keywords);
     Py_XDECREF(method);
-    Py_XDECREF(begun);
-    Py_DECREF(parsed);
-    return output;
+    Py_XDECREF(none);
+    return output == NULL ? NULL : Py_BuildValue("(Ni)", output, number);
 }
 
-/* Trainer: the micro-batches of one update. */
+/* ---- the micro-batches of an update, for overrides ------------------------------- */
 
-/* Trainer: the micro-batches of one update, and what each weighs in it. */
-
-/* Their targets, of all ranks where args.average_tokens_across_devices says so; -1
- * without batches or where one rank cannot count them. */
+/* Counts the targets of the batches, on all ranks with
+ * args.average_tokens_across_devices; -1 without batches, or where a rank cannot count
+ * the targets of its own. */
 static int
 count_on_ranks(PyObject *op, PyObject *batches, int64_t *total)
 {
@@ -733,7 +590,7 @@ Trainer__get_num_items_in_batch(PyObject *op, PyObject *args, PyObject *kwargs)
     static char *keywords[] = {"batch_samples", "device", NULL};
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *batches, *device = Py_None, *function;
-    int accepts;
+    int accepts, compiled;
     int64_t total;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:_get_num_items_in_batch",
                                      keywords, &PyList_Type, &batches, &device) ||
@@ -753,11 +610,13 @@ Trainer__get_num_items_in_batch(PyObject *op, PyObject *args, PyObject *kwargs)
         Py_RETURN_NONE;
     }
     PyObject *n = PyLong_FromLongLong(total);
-    if (n == NULL) {
+    if (n == NULL ||
+        ctpy_field_bool(op, names->str_args, names->str_torch_compile, &compiled) < 0) {
+        Py_XDECREF(n);
         return NULL;
     }
-    PyObject *stack[] = {op, n, device};
-    PyObject *count = PyObject_VectorcallMethod(names->str__item_count, stack, 3, NULL);
+    PyObject *stack[] = {n, device, compiled ? Py_True : Py_False};
+    PyObject *count = ctpy_ask_adapter(op, names->str_item_count, stack, 3);
     Py_DECREF(n);
     return count;
 }
@@ -805,14 +664,13 @@ Trainer_get_batch_samples(PyObject *op, PyObject *args, PyObject *kwargs)
 }
 
 PyMethodDef Trainer_trainer_loop_methods[] = {
-    {"train",                   (PyCFunction)(void (*)(void))Trainer_train,                METH_VARARGS | METH_KEYWORDS,
-     Trainer_train_doc                                                                                                                                      },
+    {"_call_loop",              Trainer__call_loop,                                        METH_VARARGS, Trainer__call_loop_doc             },
     {"_inner_training_loop",    (PyCFunction)(void (*)(void))Trainer__inner_training_loop,
-     METH_VARARGS | METH_KEYWORDS,                                                                                       Trainer__inner_training_loop_doc   },
+     METH_VARARGS | METH_KEYWORDS,                                                                       Trainer__inner_training_loop_doc   },
     {"get_batch_samples",       (PyCFunction)(void (*)(void))Trainer_get_batch_samples,
-     METH_VARARGS | METH_KEYWORDS,                                                                                       Trainer_get_batch_samples_doc      },
+     METH_VARARGS | METH_KEYWORDS,                                                                       Trainer_get_batch_samples_doc      },
     {"_get_num_items_in_batch",
      (PyCFunction)(void (*)(void))Trainer__get_num_items_in_batch,
-     METH_VARARGS | METH_KEYWORDS,                                                                                       Trainer__get_num_items_in_batch_doc},
-    {NULL,                      NULL,                                                      0,                            NULL                               },
+     METH_VARARGS | METH_KEYWORDS,                                                                       Trainer__get_num_items_in_batch_doc},
+    {NULL,                      NULL,                                                      0,            NULL                               },
 };

@@ -1,5 +1,7 @@
-/* Trainer: one micro-batch: inputs, loss, backward. */
-#include "binding/engine/mode.h"
+/* A micro-batch of a Trainer: inputs to the device, the loss, and backward.
+ *
+ * Each method is transformers' hook of that name, looked up on the instance by its
+ * caller. */
 #include "binding/engine/adapt.h"
 #include "binding/runtime/nested.h"
 #include "binding/engine/ranks.h"
@@ -13,7 +15,7 @@ static const char Trainer__prepare_inputs_doc[] =
     "and\n"
     "names the columns that the model's forward accepts.";
 
-/* Is it a container, and has nothing in it? */
+/* Whether the batch is a container without items. */
 static int
 is_empty(PyObject *batch)
 {
@@ -30,11 +32,8 @@ Trainer__prepare_inputs(PyObject *op, PyObject *inputs)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *ready;
-    int on_host, empty;
-    if (ctpy_get_bool(op, names->str__inputs_stay, &on_host) < 0) {
-        return NULL;
-    }
-    ready = on_host && PyDict_CheckExact(inputs)
+    int empty;
+    ready = ((Trainer *)op)->inputs_stay && PyDict_CheckExact(inputs)
                 ? PyDict_Copy(inputs) /* hooks may pop from it */
                 : PyObject_CallMethodOneArg(op, names->str__prepare_input, inputs);
     if (ready == NULL || (empty = is_empty(ready)) < 0) {
@@ -57,8 +56,8 @@ Trainer__prepare_inputs(PyObject *op, PyObject *inputs)
     return ready;
 }
 
-/* The dict that model(**inputs) takes: a copy of the mapping, with the count of items
- * where the model accepts it. */
+/* The keywords of model(**inputs): a copy of the mapping, with the count of items for a
+ * model that accepts the count. */
 static PyObject *
 model_keywords(PyObject *op, PyObject *inputs, PyObject *count)
 {
@@ -88,8 +87,8 @@ model_keywords(PyObject *op, PyObject *inputs, PyObject *count)
     return keywords;
 }
 
-/* inputs.pop("labels") where the loss is ours to compute, else NULL; *failed on error.
- */
+/* inputs.pop("labels") where the trainer computes the loss, else NULL. *failed: an
+ * exception is set. */
 static PyObject *
 take_labels(PyObject *op, PyObject *inputs, int *failed)
 {
@@ -134,8 +133,8 @@ loss_of_outputs(PyObject *outputs, PyObject *inputs, ctpy_state *names)
     return loss;
 }
 
-/* Has the loss used the count it was given? A plain number, which somebody's own
- * get_batch_samples has put there, counts as used. 1, 0 or -1. */
+/* Whether the loss has used the count of items: 1, 0 or -1. A plain number, from an
+ * override of get_batch_samples, counts as used. */
 static int
 was_read(PyObject *count, ctpy_state *names)
 {
@@ -146,8 +145,8 @@ was_read(PyObject *count, ctpy_state *names)
     return answer;
 }
 
-/* A loss that was divided by the count of all ranks' targets times their number, by
- * which the mean of their gradients divides it once more. */
+/* Multiplies a loss that was divided by the targets of all ranks by world_size, since
+ * the mean of the gradients divides by world_size once more. */
 static PyObject *
 undo_mean_steal(PyObject *op, PyObject *loss, PyObject *count)
 {
@@ -174,10 +173,26 @@ undo_mean_steal(PyObject *op, PyObject *loss, PyObject *count)
     return product;
 }
 
-/* The loss by the user's function, by label smoothing, or from the model's outputs. */
 static PyObject *
-choose_loss(PyObject *op, PyObject *model, PyObject *outputs, PyObject *inputs,
-            PyObject *labels, PyObject *count)
+smoothed_loss(PyObject *op, PyObject *outputs, PyObject *labels, PyObject *count)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *loss = NULL,
+             *shifts = PyObject_GetAttr(op, names->str__loss_shifts_labels);
+    PyObject *smoother = PyObject_GetAttr(op, names->str_label_smoother);
+    if (shifts != NULL && smoother != NULL) {
+        PyObject *stack[] = {outputs, labels, shifts, count};
+        loss = PyObject_Vectorcall(smoother, stack, 3, names->kw_num_items_in_batch);
+    }
+    Py_XDECREF(smoother);
+    Py_XDECREF(shifts);
+    return loss;
+}
+
+/* The loss from compute_loss_func, label smoothing or the model's outputs. */
+static PyObject *
+choose_loss(PyObject *op, PyObject *outputs, PyObject *inputs, PyObject *labels,
+            PyObject *count)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *loss = NULL,
@@ -190,8 +205,7 @@ choose_loss(PyObject *op, PyObject *model, PyObject *outputs, PyObject *inputs,
         loss = PyObject_Vectorcall(function, stack, 2, names->kw_num_items_in_batch);
     }
     else if (labels != NULL) {
-        PyObject *stack[] = {op, model, outputs, labels, count};
-        loss = PyObject_VectorcallMethod(names->str__smoothed_loss, stack, 5, NULL);
+        loss = smoothed_loss(op, outputs, labels, count);
     }
     else {
         loss = loss_of_outputs(outputs, inputs, names);
@@ -229,9 +243,8 @@ Trainer_compute_loss(PyObject *op, PyObject *args, PyObject *kwargs)
     if (failed || (given = model_keywords(op, inputs, count)) == NULL ||
         (none = PyTuple_New(0)) == NULL ||
         (outputs = PyObject_Call(model, none, given)) == NULL ||
-        (loss =
-             undo_mean_steal(op, choose_loss(op, model, outputs, inputs, labels, count),
-                             count)) == NULL) {
+        (loss = undo_mean_steal(op, choose_loss(op, outputs, inputs, labels, count),
+                                count)) == NULL) {
         goto done;
     }
     result = return_outputs ? PyTuple_Pack(2, loss, outputs) : Py_NewRef(loss);
@@ -244,7 +257,7 @@ done:
     return result;
 }
 
-/* compute_loss inside compute_loss_context_manager(), both by lookup. */
+/* compute_loss inside compute_loss_context_manager(), each looked up on the trainer. */
 static PyObject *
 loss_in_context(PyObject *op, PyObject *model, PyObject *inputs, PyObject *count)
 {
@@ -260,9 +273,8 @@ loss_in_context(PyObject *op, PyObject *model, PyObject *inputs, PyObject *count
                                                       names->kw_num_items_in_batch));
 }
 
-/* Does the loss carry its share of the update already? A count that was read, or a
- * trainer that says so (TRL passes a value that is no function as compute_loss_func).
- */
+/* Whether the loss is weighted already: the count was used, or compute_loss_func is a
+ * value that is no function, by which TRL's trainers say so. */
 static int
 is_weighted(PyObject *op, PyObject *count)
 {
@@ -291,8 +303,9 @@ is_weighted(PyObject *op, PyObject *count)
     return answer;
 }
 
-/* Weighs the loss of a micro-batch by its share of the update; called by hand, outside
- * an update, by 1 / current_gradient_accumulation_steps. */
+/* Multiplies the loss by the weight of the micro-batch in its update; outside of an
+ * update, where a user calls training_step, by 1 / current_gradient_accumulation_steps.
+ */
 static PyObject *
 weigh_steal(PyObject *op, PyObject *loss)
 {
@@ -323,19 +336,16 @@ run_backward(PyObject *op, PyObject *loss)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *scaled = NULL, *answer = NULL;
-    PyObject *scaler = PyObject_GetAttr(op, names->str__loss_scaler);
+    PyObject *scaler = ctpy_field(((Trainer *)op)->loss_scaler);
     if (scaler == NULL) {
-        return -1;
-    }
-    if (scaler == Py_None) {
         scaled = Py_NewRef(loss);
     }
     else {
         PyObject *scale = PyObject_GetAttr(scaler, names->str_scale);
         scaled = scale == NULL ? NULL : PyNumber_Multiply(loss, scale);
         Py_XDECREF(scale);
+        Py_DECREF(scaler);
     }
-    Py_DECREF(scaler);
     if (scaled != NULL) {
         answer = PyObject_CallMethodNoArgs(scaled, names->str_backward);
         Py_DECREF(scaled);
@@ -344,9 +354,10 @@ run_backward(PyObject *op, PyObject *loss)
     return answer == NULL ? -1 : 0;
 }
 
-/* Weight, backward; the loss without its graph. A micro-batch in which nothing is to be
- * predicted has no mean, 0 / 0, and adds nothing to its update; on several ranks its
- * backward pass, of 0, is what the others' exchange of gradients waits for. */
+/* Weights the loss, runs backward and returns the loss without its graph. The mean loss
+ * of a micro-batch without targets is 0 / 0 and adds nothing to the update; on several
+ * ranks backward runs on 0, since the other ranks' exchange of gradients waits for the
+ * pass. */
 static PyObject *
 settle_steal(PyObject *op, PyObject *loss, PyObject *count)
 {
@@ -362,7 +373,7 @@ settle_steal(PyObject *op, PyObject *loss, PyObject *count)
                  run_backward(op, loss) < 0;
     }
     if (!failed) {
-        detached = nothing ? PyObject_CallMethodOneArg(op, names->str__no_loss, loss)
+        detached = nothing ? ctpy_ask_adapter(op, names->str_no_loss, &loss, 1)
                            : PyObject_CallMethodNoArgs(loss, names->str_detach);
     }
     Py_XDECREF(loss);

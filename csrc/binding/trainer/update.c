@@ -1,9 +1,10 @@
-/* Trainer: one update: clip, step, schedule, and what the step is told.
+/* One update of a Trainer: the norm, clipping, the optimizer's step, the schedule, the
+ * counters and the callbacks.
  *
  * Our optimizers are measured and updated in two C calls. Any other is driven through
  * its own step(), with our norm, our clipping and our look for Inf and NaN before it.
  */
-#include "binding/trainer/update.h"
+#include "binding/trainer/trainer.h"
 
 #include "binding/callbacks/handler.h"
 #include "binding/comm/communicator.h"
@@ -14,6 +15,26 @@
 #include "binding/schedule/scheduler.h"
 
 #include "math/norm.h"
+
+/* One update, between the functions that make it. */
+typedef struct ctpy_update {
+    PyObject *optimizer;
+    PyObject
+        *engine; /* of one of our optimizers whose step() nobody replaced, or NULL */
+    PyObject *scaler;  /* the loss scaler, or NULL */
+    PyObject *average; /* of the weights, or NULL */
+    PyObject *blocks;  /* a BMUF, for local steps, or NULL */
+    PyObject *shards;  /* the Communicator of the ranks that each have a shard of every
+                          parameter, or NULL */
+    bool average_due;
+    double loss_scale;
+    bool on_host;     /* the gradients are in host memory */
+    bool overridden;  /* somebody else's _clip_grad_norm clips by norm */
+    bool clip_first;  /* somebody looks at the gradients between clipping and update */
+    ctpy_grads grads; /* those clipped in place */
+    ct_step_config config;
+    ct_step_result result;
+} ctpy_update;
 
 static void
 update_release(ctpy_update *u)
@@ -29,6 +50,8 @@ update_release(ctpy_update *u)
     Py_CLEAR(u->engine);
     Py_CLEAR(u->optimizer);
 }
+
+/* ---- the settings of an update --------------------------------------------------- */
 
 /* args.nonfinite_policy: "skip", "stop" or "keep"; arguments of transformers' own class
  * have none and skip. */
@@ -65,76 +88,36 @@ read_policy(PyObject *op, ct_nonfinite *policy)
 }
 
 static int
-update_open_scaler(PyObject *op, ctpy_update *u)
+open_scaler(PyObject *op, ctpy_update *u)
 {
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *scaler = PyObject_GetAttr(op, names->str__loss_scaler);
+    u->scaler = ctpy_field(((Trainer *)op)->loss_scaler);
     u->loss_scale = 1.0;
-    if (scaler == NULL || scaler == Py_None) {
-        Py_XDECREF(scaler);
-        return scaler == NULL ? -1 : 0;
+    if (u->scaler == NULL) {
+        return 0;
     }
-    u->scaler = scaler;
     u->config.nonfinite = CT_NONFINITE_SKIP; /* an overflow is the scaler's business */
-    return ctpy_get_double(scaler, names->str_scale, &u->loss_scale);
+    return ctpy_get_double(u->scaler, ctpy_state_borrow(op)->str_scale, &u->loss_scale);
 }
 
 static int
-update_open_average(PyObject *op, ctpy_update *u)
+open_average(PyObject *op, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *average = PyObject_GetAttr(op, names->str__weight_average);
+    PyObject *average = PyObject_GetAttr(op, names->str_weight_average);
     if (average == NULL || average == Py_None) {
         Py_XDECREF(average);
         return average == NULL ? -1 : 0;
     }
-    u->average = average;
-    if (!Py_IS_TYPE(average, names->WeightAverage)) {
-        PyErr_Format(PyExc_TypeError,
-                     "_weight_average is a %.200s; expected None or the core of a "
-                     "ctrainer.EMA or ctrainer.SWA",
-                     Py_TYPE(average)->tp_name);
+    u->average = PyObject_GetAttr(average, names->str_core);
+    Py_DECREF(average);
+    if (u->average == NULL || !Py_IS_TYPE(u->average, names->WeightAverage)) {
+        PyErr_SetString(
+            PyExc_TypeError,
+            "weight_average must be None, a ctrainer.EMA or a ctrainer.SWA");
         return -1;
     }
-    u->average_due = ctpy_average_due(average, &u->config.ema_decay);
+    u->average_due = ctpy_average_due(u->average, &u->config.ema_decay);
     return 0;
-}
-
-static int
-update_open_blocks(PyObject *op, ctpy_update *u)
-{
-    u->blocks = PyObject_GetAttr(op, ctpy_state_borrow(op)->str__blocks);
-    if (u->blocks == Py_None) {
-        Py_CLEAR(u->blocks);
-        return 0;
-    }
-    return u->blocks == NULL ? -1 : 0;
-}
-
-/* Ranks that train apart count every update, made or not, and meet where one is due. */
-static int
-count_in_block(const ctpy_update *u, ctpy_state *names)
-{
-    PyObject *answer =
-        u->blocks == NULL
-            ? Py_NewRef(Py_None)
-            : PyObject_CallMethodNoArgs(u->blocks, names->str_count_update);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
-/* After the update: what it has not averaged itself. */
-static int
-finish_average(ctpy_update *u)
-{
-    if (u->average == NULL) {
-        return 0;
-    }
-    if (!u->result.updated) {
-        ctpy_average_drop(u->average);
-        return 0;
-    }
-    return ctpy_average_finish(u->average, u->average_due, u->config.ema_decay);
 }
 
 /* args.name as a double; `missing` where there is none, as in arguments of
@@ -178,30 +161,26 @@ read_clip(PyObject *op, ct_clip *clip)
 
 /* Reads what the arguments and overrides say of clipping. */
 static int
-ctpy_update_read_clip(PyObject *op, ctpy_update *u)
+open_clip(PyObject *op, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    int clips, on_host;
-    if ((clips = ctpy_is_default(op, names->str__clip_grad_norm)) < 0 ||
-        ctpy_get_bool(op, names->str__inputs_stay, &on_host) < 0 ||
-        read_clip(op, &u->config.clip) < 0) {
+    const int clips = ctpy_is_default(op, names->str__clip_grad_norm);
+    if (clips < 0 || read_clip(op, &u->config.clip) < 0) {
         return -1;
     }
     u->overridden = !clips && u->config.clip.max_norm > 0.0;
-    u->on_host = on_host;
+    u->on_host = ((Trainer *)op)->inputs_stay;
     return 0;
 }
 
 /* Reads over which ranks parameters are sharded, if they are. */
 static int
-ctpy_update_open_shards(PyObject *op, ctpy_update *u)
+open_shards(PyObject *op, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    u->shards = PyObject_GetAttr(op, names->str__shard_group);
-    if (u->shards == NULL || u->shards == Py_None) {
-        const bool failed = u->shards == NULL;
-        Py_CLEAR(u->shards);
-        return failed ? -1 : 0;
+    u->shards = ctpy_field(((Trainer *)op)->shard_group);
+    if (u->shards == NULL) {
+        return 0;
     }
     u->config.comm = ctpy_comm_borrow(names, u->shards);
     u->config.global_norm = true;
@@ -212,9 +191,9 @@ static int
 update_open(PyObject *op, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    if (ctpy_update_read_clip(op, u) < 0 || read_policy(op, &u->config.nonfinite) < 0 ||
-        update_open_scaler(op, u) < 0 || update_open_average(op, u) < 0 ||
-        update_open_blocks(op, u) < 0 || ctpy_update_open_shards(op, u) < 0 ||
+    u->blocks = ctpy_field(((Trainer *)op)->blocks);
+    if (open_clip(op, u) < 0 || read_policy(op, &u->config.nonfinite) < 0 ||
+        open_scaler(op, u) < 0 || open_average(op, u) < 0 || open_shards(op, u) < 0 ||
         (u->optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL) {
         return -1;
     }
@@ -230,71 +209,11 @@ update_open(PyObject *op, ctpy_update *u)
                : 0;
 }
 
-/* Tells of a skipped update: the counters now, the log when one is due, and one warning
- * in a run. */
-static int
-tell_nonfinite(PyObject *op, ctpy_update *u)
-{
-    Trainer *self = (Trainer *)op;
-    ctpy_state *names = ctpy_state_borrow(op);
-    int64_t step;
-    self->nonfinite_steps++;
-    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
-        return -1;
-    }
-    if (u->config.nonfinite == CT_NONFINITE_STOP) {
-        PyErr_Format(
-            PyExc_FloatingPointError,
-            "the gradients of step %lld are not finite (a NaN or Inf); weights "
-            "and optimizer are as they were before it. Look at the batch and "
-            "the learning rate, or set nonfinite_policy='skip' to go on",
-            (long long)step + 1);
-        return -1;
-    }
-    if (self->nonfinite_total++ > 0) {
-        return 0;
-    }
-    return PyErr_WarnFormat(
-        PyExc_RuntimeWarning, 1,
-        "the gradients of step %lld are not finite (a NaN or Inf): %s. The log counts "
-        "such steps as nonfinite_steps; nonfinite_policy='stop' raises instead",
-        (long long)step + 1,
-        u->config.nonfinite == CT_NONFINITE_KEEP
-            ? "updated all the same, as nonfinite_policy='keep' asks"
-            : "the update is skipped and the weights stay as they are");
-}
-
-/* op.step(), of an optimizer or a schedule */
-static int
-call_step(PyObject *op, ctpy_state *names)
-{
-    PyObject *answer = PyObject_CallMethodNoArgs(op, names->str_step);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
-static int
-apply_foreign(PyObject *op, ctpy_update *u)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    u->result.updated = u->result.finite || u->config.nonfinite == CT_NONFINITE_KEEP;
-    if (!u->result.updated) {
-        return 0;
-    }
-    return call_step(u->optimizer, names);
-}
-
-static int
-scaler_update(ctpy_update *u, ctpy_state *names)
-{
-    if (u->scaler == NULL) {
-        return 0;
-    }
-    PyObject *answer = PyObject_CallMethodOneArg(u->scaler, names->str_update,
-                                                 u->result.finite ? Py_False : Py_True);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
+/* ---- the norm and clipping --------------------------------------------------------
+ *
+ * Our optimizers clip in their update. The gradients of any other optimizer, or those
+ * that an override or a callback sees before the update, are clipped in place: by us in
+ * host memory, by the framework on its devices. */
 
 /* Reads norms, one for each group or one of all, into the sums that they are of. */
 static int
@@ -304,7 +223,7 @@ take_norms(PyObject *norms, double p, ct_grads *list, bool by_group)
     const Py_ssize_t expected = by_group ? (Py_ssize_t)list->n_groups : 1;
     PyObject *items = PySequence_Tuple(norms);
     if (items != NULL && PyTuple_GET_SIZE(items) != expected) {
-        PyErr_Format(PyExc_ValueError, "_device_grad_norms() gave %zd norms, not %zd",
+        PyErr_Format(PyExc_ValueError, "the adapter gave %zd norms, not %zd",
                      PyTuple_GET_SIZE(items), expected);
         Py_CLEAR(items);
     }
@@ -325,10 +244,9 @@ take_norms(PyObject *norms, double p, ct_grads *list, bool by_group)
     return items == NULL ? -1 : 0;
 }
 
-/* Adds up, over these ranks, sums of powers of gradients for the p-norm. */
+/* Adds up, over the ranks with shards, sums of powers of gradients for the p-norm. */
 static int
-ctpy_update_share_sums(PyObject *op, const ctpy_update *u, double p, double *sums,
-                       size_t n)
+reduce_sums(PyObject *op, const ctpy_update *u, double p, double *sums, size_t n)
 {
     const ct_reduce_op how =
         ct_norm_kind_of(p) == CT_NORM_MAX ? CT_REDUCE_MAX : CT_REDUCE_SUM;
@@ -342,20 +260,19 @@ device_measure(PyObject *op, ctpy_update *u, const ct_clip *clip, double *norm)
 {
     ct_grads *list = &u->grads.list;
     const bool by_group = ct_clip_by_group(clip, list);
-    PyObject *p = PyFloat_FromDouble(clip->norm_type);
-    PyObject *stack[] = {op, u->optimizer, p, by_group ? Py_True : Py_False};
-    PyObject *norms =
-        p == NULL ? NULL
-                  : PyObject_VectorcallMethod(
-                        ctpy_state_borrow(op)->str__device_grad_norms, stack, 4, NULL);
-    Py_XDECREF(p);
+    PyObject *p = PyFloat_FromDouble(clip->norm_type), *norms = NULL;
+    if (p != NULL) {
+        PyObject *stack[] = {u->optimizer, p, by_group ? Py_True : Py_False};
+        norms = ctpy_ask_adapter(op, ctpy_state_borrow(op)->str_grad_norms, stack, 3);
+        Py_DECREF(p);
+    }
     int result =
         norms == NULL ? -1 : take_norms(norms, clip->norm_type, list, by_group);
     Py_XDECREF(norms);
     if (result == 0) { /* without groups the total is all that there is */
         double *sums = by_group ? list->sums : ct_grads_total(list);
-        result = ctpy_update_share_sums(op, u, clip->norm_type, sums,
-                                        by_group ? list->n_groups + 1 : 1);
+        result = reduce_sums(op, u, clip->norm_type, sums,
+                             by_group ? list->n_groups + 1 : 1);
     }
     if (result == 0) {
         *norm = ct_clip_decide(clip, list, u->loss_scale);
@@ -368,8 +285,7 @@ host_measure(PyObject *op, ctpy_update *u, const ct_clip *clip, double *norm)
 {
     ct_grads *list = &u->grads.list;
     if (ctpy_grads_sum(&u->grads, clip) < 0 ||
-        ctpy_update_share_sums(op, u, clip->norm_type, list->sums, list->n_groups + 1) <
-            0) {
+        reduce_sums(op, u, clip->norm_type, list->sums, list->n_groups + 1) < 0) {
         return -1;
     }
     *norm = ct_clip_decide(clip, list, u->loss_scale);
@@ -390,7 +306,7 @@ open_and_measure(PyObject *op, ctpy_update *u, const ct_clip *clip, double *norm
     return (u->on_host ? host_measure : device_measure)(op, u, clip, norm);
 }
 
-/* What we clip before an override of _clip_grad_norm does: nothing. */
+/* Before an override of _clip_grad_norm nothing is clipped. */
 static ct_clip
 clip_before(const ctpy_update *u)
 {
@@ -400,7 +316,7 @@ clip_before(const ctpy_update *u)
 
 /* Measures the gradients of an update: by the engine, or to be clipped in place. */
 static int
-ctpy_update_measure(PyObject *op, ctpy_update *u)
+measure(PyObject *op, ctpy_update *u)
 {
     const ct_clip clip = clip_before(u);
     double norm;
@@ -433,12 +349,11 @@ device_clip(PyObject *op, ctpy_update *u, const ct_clip *clip)
             PyList_SET_ITEM(factors, (Py_ssize_t)g, factor);
         }
     }
-    PyObject *stack[] = {op, u->optimizer, factors, limit};
+    PyObject *stack[] = {u->optimizer, factors, limit};
     PyObject *answer =
         factors == NULL || limit == NULL
             ? NULL
-            : PyObject_VectorcallMethod(ctpy_state_borrow(op)->str__device_grad_clip,
-                                        stack, 4, NULL);
+            : ctpy_ask_adapter(op, ctpy_state_borrow(op)->str_clip_grads, stack, 3);
     Py_XDECREF(factors);
     Py_XDECREF(limit);
     Py_XDECREF(answer);
@@ -487,7 +402,7 @@ clip_by_value(PyObject *op, ctpy_update *u)
 
 /* Unscales and clips in place, unless the engine will, in its update. */
 static int
-ctpy_update_clip(PyObject *op, ctpy_run *run, ctpy_update *u)
+clip_update(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     const ct_clip clip = clip_before(u);
     if (u->engine != NULL && !u->clip_first) {
@@ -504,6 +419,74 @@ ctpy_update_clip(PyObject *op, ctpy_run *run, ctpy_update *u)
     u->result.clip_coef = 1.0;
     u->config.clip = (ct_clip){0};
     return 0;
+}
+
+static const char Trainer__clip_grad_norm_doc[] =
+    "_clip_grad_norm($self, model, /)\n--\n\n"
+    "Clip the optimizer's gradients by norm, in place, as args.max_grad_norm,\n"
+    "grad_norm_type and clip_by_group say; return the norm of all before.\n"
+    "\n"
+    "The loop clips inside the update and calls this only where it is overridden.";
+
+static PyObject *
+Trainer__clip_grad_norm(PyObject *op, PyObject *Py_UNUSED(model))
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    ctpy_update u = {.loss_scale = 1.0};
+    double norm = 0.0;
+    u.optimizer = PyObject_GetAttr(op, names->str_optimizer);
+    bool failed =
+        u.optimizer == NULL || open_clip(op, &u) < 0 || open_shards(op, &u) < 0;
+    u.overridden = false; /* an override may call this one */
+    u.config.clip.value = 0.0;
+    failed = failed || open_and_measure(op, &u, &u.config.clip, &norm) < 0 ||
+             clip_in_place(op, &u, &u.config.clip) < 0;
+    ctpy_grads_close(&u.grads);
+    Py_XDECREF(u.shards);
+    Py_XDECREF(u.optimizer);
+    return failed ? NULL : PyFloat_FromDouble(norm);
+}
+
+/* ---- norms of layers, for the log -------------------------------------------------
+ *
+ * Measured in passes of their own, in updates after which a log is due, so that neither
+ * the other updates nor the trained weights depend on them. */
+
+/* Whether a log follows this update, by ctrainer.callbacks.is_log_due(). */
+static int
+log_follows(PyObject *op, const ctpy_run *run, PyObject *batches, PyObject *args,
+            bool *due)
+{
+    const long epoch_ends =
+        run->micro_step + PyList_GET_SIZE(batches) >= run->steps_in_epoch;
+    PyObject *state = PyObject_GetAttr(op, ctpy_state_borrow(op)->str_state);
+    PyObject *module =
+        state == NULL ? NULL : PyImport_ImportModule("ctrainer.callbacks");
+    PyObject *answer = module == NULL ? NULL
+                                      : PyObject_CallMethod(module, "is_log_due", "OOl",
+                                                            args, state, epoch_ends);
+    const int truth = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    *due = truth > 0;
+    Py_XDECREF(answer);
+    Py_XDECREF(module);
+    Py_XDECREF(state);
+    return truth < 0 ? -1 : 0;
+}
+
+int
+ctpy_metrics_plan(PyObject *op, ctpy_run *run, PyObject *batches)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    bool layers, due = true;
+    PyObject *args = PyObject_GetAttr(op, names->str_args);
+    Py_CLEAR(((Trainer *)op)->grad_metrics);
+    const bool failed =
+        args == NULL ||
+        ctpy_get_flag(args, names->str_log_layer_grad_norms, &layers) < 0 ||
+        (layers && log_follows(op, run, batches, args, &due) < 0);
+    Py_XDECREF(args);
+    run->layer_norms_due = !failed && layers && due;
+    return failed ? -1 : 0;
 }
 
 /* totals[label] grows by sum. */
@@ -584,12 +567,17 @@ sum_on_host(PyObject *op, const ctpy_update *u, double p, Py_ssize_t n, double *
 static int
 sum_on_device(PyObject *op, const ctpy_update *u, double p, Py_ssize_t n, double *sums)
 {
-    PyObject *answer =
-        PyObject_CallMethod(op, "_device_layer_norms", "Od", u->optimizer, p);
-    PyObject *norms = answer == NULL ? NULL : PySequence_Tuple(answer);
-    Py_XDECREF(answer);
+    PyObject *norm_type = PyFloat_FromDouble(p), *norms = NULL;
+    if (norm_type != NULL) {
+        PyObject *stack[] = {u->optimizer, norm_type};
+        norms = ctpy_ask_adapter(op, ctpy_state_borrow(op)->str_layer_norms, stack, 2);
+        Py_DECREF(norm_type);
+    }
+    if (norms != NULL) {
+        Py_SETREF(norms, PySequence_Tuple(norms));
+    }
     if (norms != NULL && PyTuple_GET_SIZE(norms) != n) {
-        PyErr_Format(PyExc_ValueError, "_device_layer_norms() gave %zd norms, not %zd",
+        PyErr_Format(PyExc_ValueError, "the adapter gave %zd norms, not %zd",
                      PyTuple_GET_SIZE(norms), n);
         Py_CLEAR(norms);
     }
@@ -605,6 +593,25 @@ sum_on_device(PyObject *op, const ctpy_update *u, double p, Py_ssize_t n, double
     return norms == NULL ? -1 : 0;
 }
 
+/* {parameter: its name, or the first args.layer_grad_norm_depth parts of it} */
+static PyObject *
+parameter_labels(PyObject *op)
+{
+    const ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *labels = NULL, *depth = NULL;
+    PyObject *model = PyObject_GetAttr(op, names->str_model);
+    PyObject *args = PyObject_GetAttr(op, names->str_args);
+    if (model != NULL && args != NULL &&
+        (depth = PyObject_GetAttr(args, names->str_layer_grad_norm_depth)) != NULL) {
+        PyObject *stack[] = {model, depth};
+        labels = ctpy_ask_adapter(op, names->str_parameter_labels, stack, 2);
+    }
+    Py_XDECREF(depth);
+    Py_XDECREF(args);
+    Py_XDECREF(model);
+    return labels;
+}
+
 /* The metrics of the parameters, or NULL with an exception. */
 static PyObject *
 layer_norms(PyObject *op, const ctpy_update *u, PyObject *params)
@@ -613,13 +620,13 @@ layer_norms(PyObject *op, const ctpy_update *u, PyObject *params)
     const Py_ssize_t n = PyList_GET_SIZE(params);
     PyObject *totals = NULL, *norms = NULL;
     double *sums = PyMem_New(double, (size_t)n);
-    PyObject *labels = PyObject_CallMethod(op, "_parameter_labels", NULL);
+    PyObject *labels = parameter_labels(op);
     if (sums == NULL) {
         (void)PyErr_NoMemory();
     }
     else if (labels != NULL &&
              (u->on_host ? sum_on_host : sum_on_device)(op, u, p, n, sums) == 0 &&
-             ctpy_update_share_sums(op, u, p, sums, (size_t)n) == 0) {
+             reduce_sums(op, u, p, sums, (size_t)n) == 0) {
         totals = sums_by_label(labels, params, sums, ct_norm_kind_of(p));
     }
     if (totals != NULL) {
@@ -641,13 +648,14 @@ add_layer_norms(PyObject *op, const ctpy_update *u)
     return norms == NULL ? -1 : 0;
 }
 
-/* binding/trainer/update.c: what is due of metrics; after measuring, before clipping.
- */
+/* Called after measuring and before clipping. */
 static int
-ctpy_metrics_measure(PyObject *op, const ctpy_run *run, const ctpy_update *u)
+measure_layers(PyObject *op, const ctpy_run *run, const ctpy_update *u)
 {
     return run->layer_norms_due ? add_layer_norms(op, u) : 0;
 }
+
+/* ---- the update ------------------------------------------------------------------ */
 
 /* Is the exchange of gradients the model's own? A wrapper that averages while backward
  * runs has no_sync(). */
@@ -665,7 +673,7 @@ averages_itself(PyObject *op)
 /* Replaces the gradients of an update by their mean over the ranks, where nothing
  * around the model has done so. 0, or -1 with an exception. */
 static int
-ctpy_trainer_average_grads(PyObject *op, ctpy_update *u)
+average_grads(PyObject *op, ctpy_update *u)
 {
     ctpy_grads grads;
     const int ranks = ctpy_trainer_world_size(op);
@@ -683,21 +691,112 @@ ctpy_trainer_average_grads(PyObject *op, ctpy_update *u)
     return done;
 }
 
+/* Reports a skipped update: in the counters now, in the next log, and by one warning in
+ * a run. */
+static int
+report_nonfinite(PyObject *op, ctpy_update *u)
+{
+    Trainer *self = (Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    int64_t step;
+    self->nonfinite_steps++;
+    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
+        return -1;
+    }
+    if (u->config.nonfinite == CT_NONFINITE_STOP) {
+        PyErr_Format(
+            PyExc_FloatingPointError,
+            "the gradients of step %lld are not finite (a NaN or Inf); weights "
+            "and optimizer are as they were before it. Look at the batch and "
+            "the learning rate, or set nonfinite_policy='skip' to continue",
+            (long long)step + 1);
+        return -1;
+    }
+    if (self->nonfinite_total++ > 0) {
+        return 0;
+    }
+    return PyErr_WarnFormat(
+        PyExc_RuntimeWarning, 1,
+        "the gradients of step %lld are not finite (a NaN or Inf): %s. The log counts "
+        "such steps as nonfinite_steps; nonfinite_policy='stop' raises instead",
+        (long long)step + 1,
+        u->config.nonfinite == CT_NONFINITE_KEEP
+            ? "updated all the same, as nonfinite_policy='keep' asks"
+            : "the update is skipped and the weights stay as they are");
+}
+
+/* Ranks with local steps count every update, made or not, and synchronize where due. */
+static int
+count_in_block(const ctpy_update *u, ctpy_state *names)
+{
+    PyObject *answer =
+        u->blocks == NULL
+            ? Py_NewRef(Py_None)
+            : PyObject_CallMethodNoArgs(u->blocks, names->str_count_update);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+/* Averages the parameters that the update has not averaged itself. */
+static int
+finish_average(ctpy_update *u)
+{
+    if (u->average == NULL) {
+        return 0;
+    }
+    if (!u->result.updated) {
+        ctpy_average_drop(u->average);
+        return 0;
+    }
+    return ctpy_average_finish(u->average, u->average_due, u->config.ema_decay);
+}
+
+/* op.step(), of an optimizer or a schedule */
+static int
+call_step(PyObject *op, ctpy_state *names)
+{
+    PyObject *answer = PyObject_CallMethodNoArgs(op, names->str_step);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+static int
+apply_foreign(PyObject *op, ctpy_update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    u->result.updated = u->result.finite || u->config.nonfinite == CT_NONFINITE_KEEP;
+    if (!u->result.updated) {
+        return 0;
+    }
+    return call_step(u->optimizer, names);
+}
+
+static int
+scaler_update(ctpy_update *u, ctpy_state *names)
+{
+    if (u->scaler == NULL) {
+        return 0;
+    }
+    PyObject *answer = PyObject_CallMethodOneArg(u->scaler, names->str_update,
+                                                 u->result.finite ? Py_False : Py_True);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
 /* Clip, the callback before the step, the update, the callback after it. */
 static int
 update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     const bool apart = u->blocks != NULL;
-    if ((!apart && ctpy_trainer_average_grads(op, u) < 0) ||
-        ctpy_update_measure(op, u) < 0 ||
+    if ((!apart && average_grads(op, u) < 0) || measure(op, u) < 0 ||
         (!apart && ctpy_ranks_agree_finite(op, &u->result.finite) < 0) ||
-        ctpy_metrics_measure(op, run, u) < 0 ||
-        (!u->result.finite && u->scaler == NULL && tell_nonfinite(op, u) < 0) ||
-        (u->result.finite && ctpy_update_clip(op, run, u) < 0)) {
+        measure_layers(op, run, u) < 0 ||
+        (!u->result.finite && u->scaler == NULL && report_nonfinite(op, u) < 0) ||
+        (u->result.finite && clip_update(op, run, u) < 0)) {
         return -1;
     }
-    ((Trainer *)op)->grad_norm = u->result.grad_norm;
+    ((Trainer *)op)->last_grad_norm = u->result.grad_norm;
     if (ctpy_trainer_fire(op, names->str_on_pre_optimizer_step, NULL) < 0) {
         return -1;
     }
@@ -717,27 +816,20 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
                : ctpy_trainer_fire(op, names->str_on_optimizer_step, NULL);
 }
 
-/* The schedule goes on only with the optimizer. One that watches a metric is stepped
+/* The schedule steps only with the optimizer. One that watches a metric is stepped
  * after evaluation instead. */
 static int
 step_schedule(PyObject *op)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler);
-    int on_metric, result = -1;
-    if (scheduler == NULL ||
-        ctpy_get_bool(op, names->str__schedule_on_metric, &on_metric) < 0) {
-        goto done;
-    }
-    if (on_metric || scheduler == Py_None) {
-        result = 0;
-    }
-    else {
+    int result = scheduler == NULL ? -1 : 0;
+    if (scheduler != NULL && scheduler != Py_None &&
+        !((Trainer *)op)->schedule_on_metric) {
         result = ctpy_scheduler_is_native(names, scheduler)
                      ? ctpy_scheduler_step(scheduler)
                      : call_step(scheduler, names);
     }
-done:
     Py_XDECREF(scheduler);
     return result;
 }
@@ -746,12 +838,11 @@ static int
 drop_gradients(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    if (!run->stray_parameters) {
+    if (!((Trainer *)op)->stray_parameters) {
         return ctpy_grads_drop(names, u->optimizer);
     }
     PyObject *answer = PyObject_CallMethodNoArgs(run->model, names->str_zero_grad);
     Py_XDECREF(answer);
-    (void)op;
     return answer == NULL ? -1 : 0;
 }
 
@@ -798,88 +889,6 @@ ctpy_finish_update(PyObject *op, ctpy_run *run)
     Py_XDECREF(learning_rate);
     update_release(&u);
     return result;
-}
-
-/* Trainer: the norm of an update's gradients and their clipping.
- *
- * Our optimizers clip in their update. For any other, and where somebody looks at the
- * gradients before the update, they are clipped in place: by us in host memory, by the
- * framework on its devices. */
-
-/* ---- one update --------------------------------------------------------------------
- */
-
-static const char Trainer__clip_grad_norm_doc[] =
-    "_clip_grad_norm($self, model, /)\n--\n\n"
-    "Clip the optimizer's gradients by norm, in place, as args.max_grad_norm,\n"
-    "grad_norm_type and clip_by_group say; return the norm of all before.\n"
-    "\n"
-    "The loop clips inside the update and calls this only where it is overridden.";
-
-static PyObject *
-Trainer__clip_grad_norm(PyObject *op, PyObject *Py_UNUSED(model))
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    ctpy_update u = {.loss_scale = 1.0};
-    double norm = 0.0;
-    u.optimizer = PyObject_GetAttr(op, names->str_optimizer);
-    bool failed = u.optimizer == NULL || ctpy_update_read_clip(op, &u) < 0 ||
-                  ctpy_update_open_shards(op, &u) < 0;
-    u.overridden = false; /* an override may call this one */
-    u.config.clip.value = 0.0;
-    failed = failed || open_and_measure(op, &u, &u.config.clip, &norm) < 0 ||
-             clip_in_place(op, &u, &u.config.clip) < 0;
-    ctpy_grads_close(&u.grads);
-    Py_XDECREF(u.shards);
-    Py_XDECREF(u.optimizer);
-    return failed ? NULL : PyFloat_FromDouble(norm);
-}
-
-/* Trainer: norms of gradients of which each rank has a shard. */
-
-/* Trainer: what the log may tell of gradients besides their norm.
- *
- * Measured in updates after which a log is due, in passes of their own, so that neither
- * the other updates nor what is trained know of it. */
-
-/* ---- when -------------------------------------------------------------------------
- */
-
-/* Does a log follow this update? ctrainer.callbacks.is_log_due() knows. */
-static int
-log_follows(PyObject *op, const ctpy_run *run, PyObject *batches, PyObject *args,
-            bool *due)
-{
-    const long epoch_ends =
-        run->micro_step + PyList_GET_SIZE(batches) >= run->steps_in_epoch;
-    PyObject *state = PyObject_GetAttr(op, ctpy_state_borrow(op)->str_state);
-    PyObject *module =
-        state == NULL ? NULL : PyImport_ImportModule("ctrainer.callbacks");
-    PyObject *answer = module == NULL ? NULL
-                                      : PyObject_CallMethod(module, "is_log_due", "OOl",
-                                                            args, state, epoch_ends);
-    const int truth = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    *due = truth > 0;
-    Py_XDECREF(answer);
-    Py_XDECREF(module);
-    Py_XDECREF(state);
-    return truth < 0 ? -1 : 0;
-}
-
-int
-ctpy_metrics_plan(PyObject *op, ctpy_run *run, PyObject *batches)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    bool layers, due = true;
-    PyObject *args = PyObject_GetAttr(op, names->str_args);
-    Py_CLEAR(((Trainer *)op)->grad_metrics);
-    const bool failed =
-        args == NULL ||
-        ctpy_get_flag(args, names->str_log_layer_grad_norms, &layers) < 0 ||
-        (layers && log_follows(op, run, batches, args, &due) < 0);
-    Py_XDECREF(args);
-    run->layer_norms_due = !failed && layers && due;
-    return failed ? -1 : 0;
 }
 
 PyMethodDef Trainer_trainer_update_methods[] = {

@@ -1,3 +1,4 @@
+/* The allocator over aligned_alloc, with a countdown to failure for tests. */
 #include "core/base/alloc.h"
 
 #include <stdatomic.h>

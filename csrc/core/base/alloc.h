@@ -9,9 +9,7 @@
 
 #include <stddef.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 /* Each returns memory that ct_free releases, or NULL. Blocks are aligned to 64 bytes,
  * a cache line and the widest vector. n * size is checked for overflow. */
@@ -19,17 +17,15 @@ void *ct_alloc(size_t bytes);
 void *ct_calloc(size_t n, size_t size);
 
 /* Grows *block to hold n items of `size` bytes, keeping its content and at least
- * doubling, and updates *capacity. CT_ENOMEM leaves both as they were. */
+ * doubling, and updates *capacity. CT_ENOMEM leaves both unchanged. */
 CT_NODISCARD ct_status ct_grow(void **block, size_t *capacity, size_t n, size_t size,
                                ct_error *err);
 
 void ct_free(void *block); /* NULL is fine */
 
-/* The n-th allocation from now fails, and all after it; 0 turns this off. */
+/* Lets the n-th allocation from now fail, and all later; 0 turns the countdown off. */
 void ct_alloc_fail_after(size_t n);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

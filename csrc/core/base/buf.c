@@ -1,3 +1,4 @@
+/* A growing byte buffer: integers, text and JSON strings. */
 #include "core/base/buf.h"
 
 #include "core/base/alloc.h"
@@ -66,7 +67,7 @@ ct_buf_u64(ct_buf *buf, uint64_t value, ct_error *err)
     return ct_buf_add(buf, digits, (size_t)n, err);
 }
 
-/* What must be escaped, and how; NULL where the byte stands for itself. */
+/* The escape of a byte in a JSON string; NULL: none is needed. */
 static const char *
 escape_of(unsigned char byte, char scratch[8])
 {
@@ -124,21 +125,6 @@ ct_store_le64(unsigned char *at, uint64_t value)
 {
     ct_store_le32(at, (uint32_t)value);
     ct_store_le32(at + 4, (uint32_t)(value >> 32));
-}
-
-ct_status
-ct_buf_le16(ct_buf *buf, uint16_t value, ct_error *err)
-{
-    unsigned char bytes[2] = {(unsigned char)value, (unsigned char)(value >> 8)};
-    return ct_buf_add(buf, bytes, sizeof bytes, err);
-}
-
-ct_status
-ct_buf_le32(ct_buf *buf, uint32_t value, ct_error *err)
-{
-    unsigned char bytes[4];
-    ct_store_le32(bytes, value);
-    return ct_buf_add(buf, bytes, sizeof bytes, err);
 }
 
 ct_status

@@ -1,4 +1,4 @@
-/* A byte buffer that grows: what headers and manifests are put together in. */
+/* A growing byte buffer, for building headers and manifests. */
 #ifndef CT_BUF_H
 #define CT_BUF_H
 
@@ -7,9 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 /* Starts as {0}. */
 typedef struct ct_buf {
@@ -20,7 +18,7 @@ typedef struct ct_buf {
 
 void ct_buf_fini(ct_buf *buf);
 
-/* Each appends; CT_ENOMEM leaves what was there. */
+/* Each appends; CT_ENOMEM leaves the buffer unchanged. */
 CT_NODISCARD ct_status ct_buf_add(ct_buf *buf, const void *data, size_t n,
                                   ct_error *err);
 CT_NODISCARD ct_status ct_buf_fill(ct_buf *buf, unsigned char byte, size_t n,
@@ -32,9 +30,7 @@ CT_NODISCARD ct_status ct_buf_u64(ct_buf *buf, uint64_t value, ct_error *err);
 CT_NODISCARD ct_status ct_buf_json(ct_buf *buf, const char *text, size_t n,
                                    ct_error *err);
 
-/* Little-endian, as file formats want them. */
-CT_NODISCARD ct_status ct_buf_le16(ct_buf *buf, uint16_t value, ct_error *err);
-CT_NODISCARD ct_status ct_buf_le32(ct_buf *buf, uint32_t value, ct_error *err);
+/* Little-endian, as in file formats. */
 CT_NODISCARD ct_status ct_buf_le64(ct_buf *buf, uint64_t value, ct_error *err);
 void ct_store_le32(unsigned char *at, uint32_t value);
 void ct_store_le64(unsigned char *at, uint64_t value);
@@ -42,8 +38,6 @@ uint16_t ct_load_le16(const unsigned char *at);
 uint32_t ct_load_le32(const unsigned char *at);
 uint64_t ct_load_le64(const unsigned char *at);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

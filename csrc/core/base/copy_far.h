@@ -1,16 +1,16 @@
-/* Copies of so much memory that none of it is in a cache, nor would stay there. */
+/* Copies of more memory than the caches hold. */
 #ifndef CT_COPY_FAR_H
 #define CT_COPY_FAR_H
 
 #include <stddef.h>
 
-/* From how many bytes on ct_copy_far is the better memcpy: twice a core's second cache.
- * With less, what has been copied is found there by who reads it next. */
+/* The bytes from which ct_copy_far beats memcpy: twice a core's second-level cache. A
+ * shorter copy stays in the cache for its reader. */
 enum {
     CT_FAR_BYTES = 4 << 20
 };
 
-/* Copies like memcpy: the two do not overlap. Of processors other than x86's it is. */
+/* Copies like memcpy, without overlap; on other processors than x86 by memcpy. */
 void ct_copy_far(void *to, const void *from, size_t bytes);
 
 #endif

@@ -1,8 +1,9 @@
-/* CRC-32 of ZIP and PNG and CRC-32C of Castagnoli, each by the processor's instructions
- * where there are any, else by a table of eight bytes at a time; the results are equal,
- * and tests hold them to it. Sums of parts combine into the sum of the whole, so that a
- * file is summed by several threads. */
+/* CRC-32 of ZIP and PNG and CRC-32C of Castagnoli, by instructions of the processor
+ * (x86-64) or by tables, eight bytes at a time, with equal results. Checksums of parts
+ * combine into the checksum of the whole, so that several threads can sum a file. */
 #include "core/base/crc.h"
+
+#include "core/base/buf.h"
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -15,7 +16,7 @@
  * Source: Kounavis and Berry, "A Systematic Approach to Building High Performance
  * Software-based CRC Generators", 2005 (slicing by 8). */
 
-/* t[k][b]: what byte b contributes when k more bytes follow it. */
+/* t[k][b]: contribution of byte b, followed by k more bytes. */
 typedef struct ct_crc_table {
     uint32_t t[8][256];
 } ct_crc_table;
@@ -38,15 +39,6 @@ ct_crc_table_init(ct_crc_table *table, uint32_t polynomial)
     }
 }
 
-/* Byte by byte, so that it means the same on every byte order; compilers make one
- * load of it where they may. */
-static uint32_t
-load_le32(const unsigned char *p)
-{
-    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 |
-           (uint32_t)p[3] << 24;
-}
-
 static uint32_t
 ct_crc_table_run(const ct_crc_table *table, uint32_t crc, const void *data, size_t n)
 {
@@ -54,8 +46,8 @@ ct_crc_table_run(const ct_crc_table *table, uint32_t crc, const void *data, size
     const uint32_t(*t)[256] = table->t;
     crc = ~crc;
     for (; n >= 8; n -= 8, p += 8) {
-        uint32_t low = crc ^ load_le32(p);
-        uint32_t high = load_le32(p + 4);
+        uint32_t low = crc ^ ct_load_le32(p);
+        uint32_t high = ct_load_le32(p + 4);
         crc = t[7][low & 255u] ^ t[6][low >> 8 & 255u] ^ t[5][low >> 16 & 255u] ^
               t[4][low >> 24] ^ t[3][high & 255u] ^ t[2][high >> 8 & 255u] ^
               t[1][high >> 16 & 255u] ^ t[0][high >> 24];
@@ -92,7 +84,7 @@ ct_crc_append_zeros(uint32_t polynomial, uint64_t n)
     return result;
 }
 
-/* The checksum of a followed by b, from those of each and b's length. */
+/* The checksum of a followed by b, from the checksums of both and the length of b. */
 static uint32_t
 ct_crc_combine(uint32_t polynomial, uint32_t crc_a, uint32_t crc_b, uint64_t n_b)
 {
@@ -107,7 +99,7 @@ ct_crc_combine(uint32_t polynomial, uint32_t crc_a, uint32_t crc_b, uint64_t n_b
 
 #define POLYNOMIAL 0xedb88320u
 
-/* Constants, worked out at first use. */
+/* Constants, computed at first use. */
 static ct_crc_table crc32_table;
 static bool has_instruction;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -116,15 +108,15 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 enum {
     LANE_BYTES = 16,
-    FOLD_BYTES = 4 * LANE_BYTES, /* four products are under way at a time */
+    FOLD_BYTES = 4 * LANE_BYTES, /* four products at a time */
     FOLDED_BYTES = 2 * FOLD_BYTES
 };
 
-/* What moves the two halves of a lane past the distance that it is folded over: x^(n +
- * 32) and x^(n - 32), reflected, for a distance of n bits. */
+/* Factors of the two halves of a lane for folding it over n bits: x^(n + 32) and x^(n -
+ * 32), reflected. */
 static uint64_t fold_far[2], fold_near[2];
 
-/* x^bits modulo the polynomial, as the product of reflected numbers takes it. */
+/* x^bits modulo the polynomial, shifted as a product of reflected numbers needs. */
 static uint64_t
 power(uint64_t bits)
 {
@@ -157,8 +149,8 @@ load_lane(const unsigned char *p)
     return lane;
 }
 
-/* Folds all whole lanes of data[0..n), n >= FOLDED_BYTES, into one; what stays is that
- * lane followed by the rest, and tables sum that. */
+/* Folds all whole lanes of p[0..n), n >= FOLDED_BYTES, into one lane; tables sum this
+ * lane and the rest. */
 __attribute__((target("pclmul,sse2"))) static uint32_t
 run_folded(uint32_t crc, const unsigned char *p, size_t n)
 {
@@ -182,7 +174,7 @@ run_folded(uint32_t crc, const unsigned char *p, size_t n)
         x[0] = fold(x[0], near, load_lane(p));
     }
     memcpy(lane, &x[0], sizeof lane);
-    /* The lane has the start value in it: the tables begin with none of their own. */
+    /* The lane contains the start value: the tables begin without one. */
     crc = ct_crc_table_run(&crc32_table, 0xffffffffu, lane, sizeof lane);
     return ct_crc_table_run(&crc32_table, crc, p, n);
 }
@@ -226,15 +218,15 @@ ct_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t n_b)
 
 #define CRC32C_POLYNOMIAL 0x82f63b78u
 
-/* Bytes of each of the three streams: long enough to hide the cost of joining them,
- * short enough for all three to stay in the first-level cache. */
+/* Bytes of each of the three streams: long enough to hide the cost of combining,
+ * short enough for the first-level cache. */
 enum {
     STREAM_BYTES = 4096,
     STREAMED_BYTES = 3 * STREAM_BYTES
 };
 
-/* Constants, worked out at first use. shift[s][k][b] moves byte k of a checksum past
- * s + 1 streams of bytes. */
+/* Constants, computed at first use. shift[s][k][b] moves byte k of a checksum past s +
+ * 1 streams. */
 static ct_crc_table crc32c_table;
 static uint32_t shift[2][4][256];
 static bool crc32c_has_instruction;

@@ -92,7 +92,7 @@ write_all(int fd, struct iovec *v, int n)
         ssize_t done = writev(fd, v, n);
         if (done == 0) {
             errno =
-                EIO; /* neither bytes nor a reason: asking again could go on for ever */
+                EIO; /* neither bytes nor a reason: asking again could loop for ever */
         }
         if (done == 0 || (done < 0 && errno != EINTR)) {
             return -1;

@@ -1,3 +1,4 @@
+/* The JSON reader: the caller walks the text, and strings decode in place. */
 #include "core/base/json.h"
 
 #include <string.h>
@@ -52,18 +53,8 @@ peek(ct_json *json)
     return *json->at;
 }
 
-ct_status
-ct_json_enter(ct_json *json, char open, ct_error *err)
-{
-    if (peek(json) != open) {
-        return ct_json_fail(json, open == '{' ? "expected {" : "expected [", err);
-    }
-    json->at++;
-    return CT_OK;
-}
-
-/* Bytes of the UTF-8 sequence at p, of which `left` >= 1 are there; 0 if malformed.
- * Overlong forms and surrogates are malformed: Python would reject them too. */
+/* Length of the UTF-8 sequence at p, with `left` >= 1 bytes left; 0 if malformed.
+ * Overlong forms and surrogates are malformed, as in Python. */
 static size_t
 utf8_length(const char *text, size_t left)
 {
@@ -85,7 +76,7 @@ utf8_length(const char *text, size_t left)
     return low || high ? 0 : n;
 }
 
-/* Four hexadecimal digits at json->at, passed over; -1 if they are not. */
+/* Reads four hexadecimal digits at json->at; -1 for anything else. */
 static int32_t
 read_hex4(ct_json *json)
 {
@@ -107,7 +98,7 @@ read_hex4(ct_json *json)
     return value;
 }
 
-/* The code point after "\u", a surrogate pair being two such; -1 if there is none. */
+/* Reads the code point after "\u", or of a surrogate pair of escapes; -1: none. */
 static int32_t
 read_code_point(ct_json *json)
 {
@@ -126,7 +117,7 @@ read_code_point(ct_json *json)
     return 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
 }
 
-/* Never longer than the escape it came from, so decoding in place cannot overrun. */
+/* Never longer than the escape, so decoding in place cannot overrun. */
 static char *
 put_utf8(char *out, int32_t code)
 {
@@ -219,9 +210,8 @@ read_key(ct_json *json, ct_text *key, ct_error *err)
     return CT_OK;
 }
 
-ct_status
-ct_json_more(ct_json *json, char open, bool *first, bool *more, ct_text *key,
-             ct_error *err)
+static ct_status
+step(ct_json *json, char open, bool *first, bool *more, ct_text *key, ct_error *err)
 {
     char next = peek(json);
     *more = next != (open == '{' ? '}' : ']');
@@ -237,6 +227,25 @@ ct_json_more(ct_json *json, char open, bool *first, bool *more, ct_text *key,
     }
     *first = false;
     return open == '{' ? read_key(json, key, err) : CT_OK;
+}
+
+ct_status
+ct_json_each(ct_json *json, char open, ct_json_item_fn *item, void *arg, ct_error *err)
+{
+    bool first = true, more = true;
+    ct_text key = {NULL, 0};
+    if (peek(json) != open) {
+        return ct_json_fail(json, open == '{' ? "expected {" : "expected [", err);
+    }
+    json->at++;
+    ct_status status = step(json, open, &first, &more, &key, err);
+    while (status == CT_OK && more) {
+        status = item(arg, json, key, err);
+        if (status == CT_OK) {
+            status = step(json, open, &first, &more, &key, err);
+        }
+    }
+    return status;
 }
 
 ct_status
@@ -263,7 +272,8 @@ ct_json_u64(ct_json *json, uint64_t *value, ct_error *err)
     return CT_OK;
 }
 
-/* A number, true, false or null: judged by its characters, as nobody reads its value.
+/* Skips a number, true, false or null; checks the characters alone, as no value is
+ * read.
  */
 static ct_status
 skip_word(ct_json *json, ct_error *err)
@@ -276,7 +286,7 @@ skip_word(ct_json *json, ct_error *err)
     return json->at > begin ? CT_OK : ct_json_fail(json, "expected a value", err);
 }
 
-/* Walks with a stack of its own: brackets[d] is the bracket open at depth d. */
+/* Walks with an explicit stack: brackets[d] is the bracket open at depth d. */
 ct_status
 ct_json_skip(ct_json *json, ct_error *err)
 {
@@ -288,8 +298,8 @@ ct_json_skip(ct_json *json, ct_error *err)
         ct_status status = CT_OK;
         bool more = true;
         if (depth > 0) {
-            status = ct_json_more(json, brackets[depth - 1], &firsts[depth - 1], &more,
-                                  &text, err);
+            status =
+                step(json, brackets[depth - 1], &firsts[depth - 1], &more, &text, err);
         }
         char next = peek(json);
         if (status != CT_OK) {

@@ -1,3 +1,5 @@
+/* Mappings by mmap, and a block cache by mremap: cached pages lie at the home address
+ * of their block and move to a mapping and back, without a copy. */
 #define _GNU_SOURCE /* MADV_HUGEPAGE, mremap */
 
 #include "core/base/mapping.h"
@@ -19,18 +21,17 @@ enum {
 };
 
 struct ct_cached_block {
-    void *home; /* where its pages lie while nobody has them */
+    void *home; /* address of the pages while no mapping has them */
     size_t bytes;
     ct_cached_block *next;
 };
 
-/* ---- memory of the system ----------------------------------------------------------
- */
+/* ---- memory of the system -------------------------------------------------------- */
 
-/* From a multiple of HUGE_PAGE on if it is as long: such pages cost a 512th of the
- * faults, and are moved without a look at each. Before and after it lies a page that is
- * not advised to be of a huge one, so that a touch of what is mapped beside it brings
- * no page here. NULL where there is no room. */
+/* Maps `bytes`, aligned to HUGE_PAGE from that length on: huge pages cost a 512th of
+ * the faults and move as a whole. A page without huge-page advice lies before and after
+ * the memory, so that touching a neighbouring mapping never populates a huge page of
+ * this one. NULL: no room. */
 static void *
 map_pages(size_t bytes)
 {
@@ -49,9 +50,7 @@ map_pages(size_t bytes)
     if (slack != before) {
         (void)munmap(data + whole + page, slack - before);
     }
-#ifdef MADV_HUGEPAGE
     (void)madvise(data, whole, MADV_HUGEPAGE);
-#endif
     return data;
 }
 
@@ -62,7 +61,7 @@ unmap_pages(void *data, size_t bytes)
     (void)munmap((char *)data - page, ct_pages_round(bytes) + 2 * page);
 }
 
-/* Both stay mapped; where the pages were there are none then. */
+/* Moves the pages; both ranges stay mapped, `from` then without pages. */
 static bool
 move_pages(void *to, void *from, size_t bytes)
 {
@@ -70,8 +69,7 @@ move_pages(void *to, void *from, size_t bytes)
     return mremap(from, bytes, bytes, flags, to) == to;
 }
 
-/* ---- pages that lie ready ----------------------------------------------------------
- */
+/* ---- cached pages ---------------------------------------------------------------- */
 
 static ct_cached_block *
 cached_block_new(size_t bytes)
@@ -105,7 +103,7 @@ put(ct_block_cache *cache, ct_cached_block *block)
     cache->first = block;
 }
 
-/* The shortest that is long enough; else the longest, to make room for a longer one. */
+/* The shortest block of at least `bytes`; without one the longest. */
 static ct_cached_block **
 best_link(ct_block_cache *cache, size_t bytes)
 {
@@ -120,7 +118,8 @@ best_link(ct_block_cache *cache, size_t bytes)
     return best;
 }
 
-/* NULL where none is long enough: its new pages take the place of a shorter one's. */
+/* Takes out a block of at least `bytes`. NULL: none; the longest is freed then, as new
+ * pages are about to take its place. */
 static ct_cached_block *
 take(ct_block_cache *cache, size_t bytes)
 {
@@ -159,8 +158,7 @@ ct_block_cache_close(ct_block_cache *cache)
     }
 }
 
-/* ---- mappings ----------------------------------------------------------------------
- */
+/* ---- mappings -------------------------------------------------------------------- */
 
 ct_status
 ct_mapping_open(ct_mapping *map, size_t bytes, bool watched, ct_error *err)
@@ -194,7 +192,7 @@ ct_mapping_open_on(const ct_mapping_ops *ops, ct_mapping *map, size_t bytes,
     return status;
 }
 
-/* To where they came from, or to a place that is made for them. */
+/* Moves the pages to the cache: to the home of their block, or of a new one. */
 static bool
 set_aside(ct_mapping *map, ct_block_cache *cache)
 {
@@ -238,7 +236,8 @@ ct_mapping_poison(ct_mapping *map)
     }
 }
 
-/* Whether there are pages: a touch brings one, be it the system's page of zeros. */
+/* Whether the mapping has pages: any touch brings one, a read the system's zero page.
+ */
 static bool
 has_pages(const ct_mapping *map)
 {
@@ -256,7 +255,7 @@ has_pages(const ct_mapping *map)
     return found;
 }
 
-/* A process that locks all its memory has the pages from the beginning. */
+/* Under mlockall the pages are there from the beginning and say nothing. */
 void
 ct_mapping_detect(ct_mapping *map)
 {
@@ -318,8 +317,8 @@ ct_mapping_close(ct_mapping *map)
 #include <malloc.h>
 
 enum {
-    OLD_MOST = 32 << 20, /* what releases before 2.35 accept for a block */
-    LITTLE = 4 << 20     /* not worth the look at every free block */
+    OLD_MOST = 32 << 20, /* limit of glibc before 2.35 */
+    LITTLE = 4 << 20     /* less is not worth visiting every free block */
 };
 
 static int

@@ -1,3 +1,4 @@
+/* Ownership by process number. */
 #define _POSIX_C_SOURCE 200809L /* getpid */
 #include "core/base/owner.h"
 
@@ -9,8 +10,8 @@ ct_owner_here(void)
     return (ct_owner){(int32_t)getpid()};
 }
 
-/* A number is given to another process once its own has ended, and with it all that a
- * child could take from it. */
+/* A process number is reused only after the end of the process, and with it of every
+ * resource a child could damage. */
 bool
 ct_owner_is_here(ct_owner owner)
 {

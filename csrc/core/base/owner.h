@@ -1,10 +1,9 @@
-/* The process that made a resource which outlives a fork in name only.
+/* The process that made a resource, as a fork copies the name of a resource only.
  *
  * A forked child has a copy of every object, and its finalizers run for all of them.
- * What an object stands for beyond the child's own memory (a rank's place in a group,
- * memory that ranks share, a folder being written) stays the parent's: whoever releases
- * it asks here first, and leaves in a child everything but the child's copy as it is.
- */
+ * Resources beyond the child's own memory (a rank's place in a group, memory that ranks
+ * share, a folder being written) stay the parent's: a release asks here first, and in a
+ * child frees the child's copy alone. */
 #ifndef CT_OWNER_H
 #define CT_OWNER_H
 
@@ -13,9 +12,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 typedef struct ct_owner {
     int32_t process;
@@ -28,8 +25,6 @@ bool ct_owner_is_here(ct_owner owner);
 CT_NODISCARD ct_status ct_owner_check(ct_owner owner, const char *doing,
                                       const char *thing, ct_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -1,3 +1,5 @@
+/* Private pages are an anonymous mapping, shared ones a part of a segment, kept mapped
+ * until the last holder drops them. */
 #define _GNU_SOURCE /* MADV_REMOVE */
 
 #include "core/base/pages.h"
@@ -86,9 +88,9 @@ ct_pages_new_steal(ct_pages **pages, ct_segment *segment, size_t offset, size_t 
     return CT_OK;
 }
 
-/* Shared pages belong to their file: only a hole in it gives them back. */
+/* Shared pages belong to the segment's file: only a hole in the file frees them. */
 static bool
-give_back(const ct_pages *p, size_t offset, size_t bytes)
+return_memory(const ct_pages *p, size_t offset, size_t bytes)
 {
     const int advice = p->is_shared ? MADV_REMOVE : MADV_DONTNEED;
     return bytes == 0 || madvise(p->data + offset, bytes, advice) == 0;
@@ -112,7 +114,7 @@ ct_pages_discard(ct_pages *p, size_t offset, size_t bytes, ct_error *err)
             return status;
         }
     }
-    return give_back(p, offset, bytes)
+    return return_memory(p, offset, bytes)
                ? CT_OK
                : ct_fail_io(err, errno, "discard", "memory of a group");
 }
@@ -147,7 +149,7 @@ ct_pages_free(ct_pages *p)
         return;
     }
     if (!p->is_shared || ct_owner_is_here(p->owner)) {
-        (void)give_back(p, 0, p->bytes); /* else they go with the last holder */
+        (void)return_memory(p, 0, p->bytes); /* otherwise the last holder frees it */
     }
     ct_pages_drop(p);
 }

@@ -1,9 +1,8 @@
-/* A job is published as one 64-bit ticket: its number and how many batches nobody has
- * claimed yet. Claiming is one compare-and-swap, which fails for a thread that was
- * held up since an earlier job, because the number has changed; and only whoever has
- * claimed a batch reads the job's fields, which stay until that batch is counted as
- * done. So the caller never waits for a thread that has claimed nothing, and no lock
- * is taken by a batch. */
+/* A job is published as one 64-bit ticket: its number and the count of unclaimed
+ * batches. Claiming is one compare-and-swap; for a thread that was held up since an
+ * earlier job it fails, because the number has changed. Only a thread with a claimed
+ * batch reads the job's fields, and they stay until the batch is counted as done. So
+ * the caller never waits for a thread without a batch, and batches take no lock. */
 #define _GNU_SOURCE /* sched_getaffinity, syscall */
 #include "core/base/pool.h"
 
@@ -24,8 +23,8 @@ enum {
 };
 
 static struct {
-    /* Held by whoever runs a job or changes the threads, and over a fork. Guards all
-     * that is not atomic. */
+    /* Held while a job runs, while the threads change and over a fork. Guards all
+     * fields that are not atomic. */
     pthread_mutex_t busy;
     size_t started; /* workers that exist: the first so many below */
     struct {
@@ -70,8 +69,8 @@ spin_pause(void)
 #endif
 }
 
-/* Runs batches for as long as there are unclaimed ones. True if the caller of this
- * function ended the job's last batch. */
+/* Runs batches while any are unclaimed. True if the calling thread ended the last batch
+ * of the job. */
 static bool
 work_off(void)
 {
@@ -92,9 +91,9 @@ work_off(void)
     return last;
 }
 
-/* Spins for a while, then sleeps until pool.job is no longer `seen`; returns it. Saying
- * so before the last look and looking after the change (both sequentially consistent)
- * means that no wake-up can be missed. */
+/* Spins for a while, then sleeps until pool.job differs from `seen`; returns pool.job.
+ * A sleeper counts itself before its last look, and announce() counts sleepers after
+ * the change (both sequentially consistent): no wake-up can be missed. */
 static uint32_t
 wait_for_change(uint32_t seen)
 {
@@ -139,8 +138,8 @@ worker(void *arg)
     }
 }
 
-/* Starts workers until there are n, with every signal blocked: those are for the
- * threads of the host. False when one could not be started. */
+/* Starts workers until there are n, with every signal blocked: signals are for the
+ * host's threads. False when a worker could not be started. */
 static bool
 start_workers(size_t n)
 {
@@ -176,8 +175,8 @@ stop_workers(size_t n)
     }
 }
 
-/* A fork waits for the running job, so that the child finds the pool at rest. Its
- * threads are not there: it starts its own when it has work. */
+/* A fork waits for the running job, so that the child finds the pool at rest. The child
+ * has no workers and starts new ones for its first job. */
 static void
 before_fork(void)
 {
@@ -198,8 +197,8 @@ after_fork_in_child(void)
     (void)pthread_mutex_unlock(&pool.busy);
 }
 
-/* The number that `text` starts with, at most MAX_THREADS; 0 if that is none, or if
- * something other than `end` follows it. */
+/* The number at the start of `text`, at most MAX_THREADS; 0 if there is none, or if
+ * anything but `end` follows. */
 static size_t
 parse_threads(const char *text, char end)
 {

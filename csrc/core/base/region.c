@@ -1,8 +1,12 @@
-#ifdef __linux__
-#define _GNU_SOURCE /* mremap, O_TMPFILE; must come before any system header */
-#endif
-
+/* Growth by mremap: the pages move to a longer range of addresses and are not copied,
+ * so the peak is the final size. The blocks of a backing file are allocated before they
+ * are mapped, since a write to a page that a full disk cannot back kills the process.
+ */
+#define _GNU_SOURCE /* mremap, O_TMPFILE */
 #include "core/base/region.h"
+
+#include "core/base/io.h"
+#include "core/base/pages.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -13,32 +17,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#ifndef MAP_ANONYMOUS
-#define MAP_ANONYMOUS MAP_ANON
-#endif
-
 /* From here on huge pages save page faults and waste at most a thirty-second. */
 static const size_t huge_from_bytes = (size_t)64 << 20;
-
-/* Bytes rounded up to whole pages, or 0 when that overflows. */
-static size_t
-page_round(size_t bytes)
-{
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    return bytes > SIZE_MAX - page ? 0 : (bytes + page - 1) / page * page;
-}
-
-static ct_status
-fail_io(ct_error *err, const char *what, const char *folder)
-{
-    const int os_error = errno;
-    ct_status status = ct_fail(err, CT_EIO, "%s in %s: %s", what, folder,
-                               strerror(os_error)); // NOLINT(concurrency-mt-unsafe)
-    if (err != NULL) {
-        err->os_error = os_error;
-    }
-    return status;
-}
 
 static void *
 map_pages(const ct_region *region, size_t bytes)
@@ -56,44 +36,26 @@ remap_pages(ct_region *region, size_t bytes)
     if (region->data == NULL) {
         return map_pages(region, bytes);
     }
-#ifdef __linux__
     void *data = mremap(region->data, region->bytes, bytes, MREMAP_MAYMOVE);
     return data == MAP_FAILED ? NULL : data;
-#else
-    void *data = map_pages(region, bytes);
-    if (data != NULL && !region->has_file) {
-        memcpy(data, region->data, region->bytes);
-    }
-    if (data != NULL) {
-        (void)munmap(region->data, region->bytes);
-    }
-    return data;
-#endif
 }
 
-/* Blocks are set aside now: writing to a page that a full disk cannot back would kill
- * the process with SIGBUS. */
 static ct_status
 extend_file(int fd, size_t bytes, const char *folder, ct_error *err)
 {
     const int os_error = posix_fallocate(fd, 0, (off_t)bytes);
-    if (os_error == 0) {
-        return CT_OK;
-    }
-    errno = os_error;
-    return fail_io(err, "cannot set aside disk space for predictions", folder);
+    return os_error == 0
+               ? CT_OK
+               : ct_fail_io(err, os_error, "set aside disk space for predictions in",
+                            folder);
 }
 
 static void
 advise(const ct_region *region)
 {
-#ifdef MADV_HUGEPAGE
     if (!region->has_file && region->bytes >= huge_from_bytes) {
         (void)madvise(region->data, region->bytes, MADV_HUGEPAGE);
     }
-#else
-    (void)region;
-#endif
 }
 
 ct_status
@@ -102,7 +64,7 @@ ct_region_reserve(ct_region *region, size_t bytes, ct_error *err)
     if (bytes <= region->bytes) {
         return CT_OK;
     }
-    const size_t rounded = page_round(bytes);
+    const size_t rounded = ct_pages_round(bytes);
     if (rounded == 0 || rounded > PTRDIFF_MAX) {
         return ct_fail(err, CT_ENOMEM, "cannot map %zu bytes", bytes);
     }
@@ -126,12 +88,10 @@ ct_region_reserve(ct_region *region, size_t bytes, ct_error *err)
 static int
 open_unnamed(const char *folder)
 {
-#ifdef O_TMPFILE
     const int direct = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     if (direct >= 0) {
         return direct;
     }
-#endif
     char path[4096];
     const int n = snprintf(path, sizeof path, "%s/ctrainer-XXXXXX", folder);
     if (n < 0 || (size_t)n >= sizeof path) {
@@ -163,17 +123,17 @@ ct_region_to_file(ct_region *region, const char *folder, ct_error *err)
     if (region->has_file) {
         return CT_OK;
     }
-    const size_t bytes = region->bytes > 0 ? region->bytes : page_round(1);
+    const size_t bytes = region->bytes > 0 ? region->bytes : ct_pages_round(1);
     ct_region file = {.bytes = bytes, .has_file = true, .fd = open_unnamed(folder)};
     if (file.fd < 0) {
-        return fail_io(err, "cannot make a temporary file", folder);
+        return ct_fail_io(err, errno, "make a temporary file in", folder);
     }
     ct_status status = extend_file(file.fd, bytes, folder, err);
     if (status == CT_OK) {
         file.data = map_pages(&file, bytes);
         status = file.data != NULL
                      ? CT_OK
-                     : fail_io(err, "cannot map a temporary file", folder);
+                     : ct_fail_io(err, errno, "map a temporary file in", folder);
     }
     if (file.data == NULL) {
         (void)close(file.fd);
@@ -190,7 +150,7 @@ ct_region_to_file(ct_region *region, const char *folder, ct_error *err)
 void
 ct_region_trim(ct_region *region, size_t bytes)
 {
-    const size_t kept = page_round(bytes);
+    const size_t kept = ct_pages_round(bytes);
     if (kept == 0 || kept >= region->bytes) {
         return;
     }

@@ -1,8 +1,7 @@
 /* A block of memory that grows without being copied, optionally backed by a file.
  *
- * Where the system can move pages (Linux) growth costs no second copy, so the peak is
- * the final size; elsewhere the content is copied once per growth. Pages that were
- * never written take no memory. Not safe to use from two threads at once. */
+ * Growth moves pages (mremap) without a second copy, so the peak is the final size.
+ * Pages that were never written take no memory. Not safe to use from two threads. */
 #ifndef CT_REGION_H
 #define CT_REGION_H
 
@@ -23,20 +22,20 @@ typedef struct ct_region {
 CT_NODISCARD ct_status ct_region_reserve(ct_region *region, size_t bytes,
                                          ct_error *err);
 
-/* Moves the content into an unnamed file in `folder`, which goes away with the region.
- * Pages then belong to the page cache, which the system may write out. CT_EIO, with
- * the region unchanged. */
+/* Moves the content into an unnamed file in `folder`, removed with the region. Pages
+ * then belong to the page cache, and the system may write them out. CT_EIO, with the
+ * region unchanged. */
 CT_NODISCARD ct_status ct_region_to_file(ct_region *region, const char *folder,
                                          ct_error *err);
 
-/* Gives back what lies beyond the first `bytes`, rounded up to whole pages. */
+/* Returns the memory beyond the first `bytes`, rounded up to whole pages. */
 void ct_region_trim(ct_region *region, size_t bytes);
 
 /* Releases everything and leaves the region empty; {0} is empty too. */
 void ct_region_fini(ct_region *region);
 
-/* Memory that this process can still get without swapping, in bytes: what the system
- * calls available, or what is left of the control group's limit; 0 when unknown. */
+/* Bytes of memory that this process can still get without swapping: the system's
+ * available memory, or the rest of the control group's limit; 0 when unknown. */
 size_t ct_memory_available(void);
 
 /* Memory that this process has now, in bytes; 0 when unknown. */

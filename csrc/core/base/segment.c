@@ -1,3 +1,5 @@
+/* The rendezvous of a segment: rank 0 listens on an abstract socket named after the key
+ * and answers each rank's hello with the memory's descriptor or a reason to stop. */
 #define _GNU_SOURCE /* memfd_create, struct ucred */
 
 #include "core/base/segment.h"
@@ -17,10 +19,10 @@
 #include <unistd.h>
 
 enum {
-    MAGIC = 0x63745337, /* "ctS7": raised when what ranks share changes its layout */
+    MAGIC = 0x63745337, /* "ctS7": raised when the layout of shared data changes */
 };
 
-/* What a rank tells rank 0 when it comes, and what rank 0 answers. */
+/* A rank's first message to rank 0. */
 typedef struct hello {
     uint32_t magic;
     int32_t rank, world_size;
@@ -43,10 +45,9 @@ typedef struct rendezvous {
     ct_deadline deadline;
 } rendezvous;
 
-/* ---- the place to meet -------------------------------------------------------------
- */
+/* ---- the place to meet ----------------------------------------------------------- */
 
-/* FNV-1a: names of any length become one that fits. */
+/* FNV-1a: shortens a name of any length. */
 static uint64_t
 hash_text(const char *text)
 {
@@ -91,7 +92,7 @@ open_socket(const rendezvous *m, int *fd, ct_error *err)
     return *fd < 0 ? fail_system(m, "make a socket for the ranks of", err) : CT_OK;
 }
 
-/* Sends the answer, and with WELCOME the descriptor. */
+/* Sends the answer, with the descriptor for WELCOME. */
 static bool
 send_answer(int to, answer reply, int fd)
 {
@@ -114,7 +115,7 @@ send_answer(int to, answer reply, int fd)
     return sendmsg(to, &message, MSG_NOSIGNAL) == (ssize_t)sizeof word;
 }
 
-/* *fd is what came with it, or -1. */
+/* *fd: the received descriptor, or -1. */
 static answer
 receive_answer(int from, int *fd)
 {
@@ -139,8 +140,7 @@ receive_answer(int from, int *fd)
     return (answer)word;
 }
 
-/* ---- rank 0 ------------------------------------------------------------------------
- */
+/* ---- rank 0 ---------------------------------------------------------------------- */
 
 static answer
 judge(const rendezvous *m, const hello *h, const bool *has_come)
@@ -174,8 +174,8 @@ fail_judged(const rendezvous *m, const hello *h, answer reply, ct_error *err)
                    (size_t)h->bytes);
 }
 
-/* Hears one rank and answers it. One who is not ours, or goes away, counts for nothing.
- */
+/* Receives one rank's hello and answers. A visitor of another user, or one that goes
+ * away, is ignored. */
 static ct_status
 serve(const rendezvous *m, int visitor, int memory, bool *has_come, ct_error *err)
 {
@@ -266,8 +266,7 @@ make_memory(const rendezvous *m, int *fd, ct_error *err)
     return m->world_size == 1 ? CT_OK : receive_ranks(m, *fd, err);
 }
 
-/* ---- the other ranks ---------------------------------------------------------------
- */
+/* ---- the other ranks ------------------------------------------------------------- */
 
 /* Tries until rank 0 listens. */
 static ct_status
@@ -348,8 +347,7 @@ fetch_memory(const rendezvous *m, int *fd, ct_error *err)
     return status;
 }
 
-/* ---- the segment -------------------------------------------------------------------
- */
+/* ---- the segment ----------------------------------------------------------------- */
 
 ct_status
 ct_segment_join(ct_segment *segment, const char *key, int rank, int world_size,
@@ -390,10 +388,10 @@ ct_segment_leave(ct_segment *segment)
     }
 }
 
-/* Who lives among the processes of a segment. */
+/* ---- processes alive ------------------------------------------------------------- */
 
-/* Locks of fcntl belong to the process: a forked child has none of them, and the kernel
- * lets go of them when the process ends, whether or not anybody has waited for it. */
+/* A lock of fcntl belongs to the process: a forked child has none, and the kernel
+ * releases the lock at the end of the process, waited for or not. */
 static struct flock
 place_of(int rank)
 {

@@ -2,7 +2,7 @@
  *
  * Rank 0 makes an anonymous file (memfd) and hands its descriptor to the others over a
  * socket of Linux' abstract name space. Neither has a name in the file system, so the
- * kernel frees both with the last process, however that ends. */
+ * kernel frees both with the last process, even after a crash. */
 #ifndef CORE_BASE_SEGMENT_H
 #define CORE_BASE_SEGMENT_H
 

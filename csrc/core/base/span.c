@@ -1,3 +1,4 @@
+/* The table of dtypes: sizes, and the names of torch, NumPy and safetensors. */
 #include "core/base/span.h"
 
 typedef struct dtype_info {

@@ -1,19 +1,19 @@
 /* A span: contiguous elements of one dtype in one device's memory.
  *
- * Kernels and collectives work on lists of spans. A span owns nothing: whoever fills
- * it keeps the memory alive until the work on it has ended (on a GPU, until the
- * stream has drained). A flat buffer is a list of one span. */
+ * Kernels and collectives work on lists of spans. A span owns nothing: its maker keeps
+ * the memory alive until the work has ended (on a GPU, until the stream has drained). A
+ * flat buffer is a list with a single span. */
 #ifndef CORE_BASE_SPAN_H
 #define CORE_BASE_SPAN_H
+
+#include "core/base/decls.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
-/* Element types, and their names in torch, NumPy and safetensors. */
+/* Element types, with the names of torch, NumPy and safetensors. */
 
 typedef enum ct_dtype {
     CT_F32 = 0,
@@ -40,11 +40,9 @@ typedef struct ct_span {
     ct_dtype dtype;
 } ct_span;
 
-/* Elements [at, at + n) of a span, which has them. */
+/* Elements [at, at + n) of a span of at least at + n. */
 ct_span ct_span_part(ct_span whole, size_t at, size_t n);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -1,3 +1,4 @@
+/* Formats error messages into the caller's ct_error. */
 #include "core/base/status.h"
 
 #include <stdarg.h>

@@ -1,15 +1,15 @@
 /* Status codes and error messages of the core.
  *
  * A function that can fail returns ct_status and takes `ct_error *err` last. The
- * frame that detects the failure knows most about it, so that frame alone writes
- * *err; every caller above passes the status up untouched. A failed call leaves
- * the object it was given as it was. err may be NULL. */
+ * frame that detects the failure knows most, so this frame alone writes *err; every
+ * caller above passes the status up untouched. A failed call leaves its object
+ * unchanged. err may be NULL. */
 #ifndef CT_STATUS_H
 #define CT_STATUS_H
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "core/base/decls.h"
+
+CT_BEGIN_DECLS
 
 #ifdef __GNUC__
 #define CT_NODISCARD __attribute__((warn_unused_result))
@@ -40,8 +40,6 @@ typedef struct ct_error {
 CT_NODISCARD CT_PRINTF(3, 4) ct_status
     ct_fail(ct_error *err, ct_status code, const char *format, ...);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -1,4 +1,4 @@
-/* A moment on the clock that nobody sets, by which something must have happened. */
+/* The latest moment for an event, on the monotonic clock. */
 #ifndef CORE_BASE_WAIT_H
 #define CORE_BASE_WAIT_H
 
@@ -16,15 +16,15 @@ double ct_deadline_left(ct_deadline deadline); /* seconds; never below 0 */
 /* Sleeps `seconds`, or until the deadline. */
 void ct_deadline_nap(ct_deadline deadline, double seconds);
 
-/* Waits until `fd` has something to read (or has been hung up). CT_ECOMM, without a
- * text, when that does not happen before the deadline; CT_EHOST: core/base/wait.h. */
+/* Waits until `fd` is readable (or hung up). CT_ECOMM, without a text, after the
+ * deadline; CT_EHOST when interrupted. */
 CT_NODISCARD ct_status ct_deadline_poll(ct_deadline deadline, int fd, ct_error *err);
 
-/* Whether a wait for other processes is to end early: the host's Ctrl-C.
+/* Interrupts of a wait for other processes: the host's Ctrl-C.
  *
- * The core knows no host; whoever embeds it may say how to ask. The function is called
- * now and then by threads that wait, which hold no lock, and where it returns true the
- * wait fails with CT_EHOST: the function has noted why. */
+ * The core knows no host; the embedding program may set a function for asking. Waiting
+ * threads call it now and then, without holding a lock. When it returns true the wait
+ * fails with CT_EHOST: the function has noted the reason. */
 
 typedef bool ct_interrupt_fn(void);
 

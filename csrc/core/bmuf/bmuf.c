@@ -1,32 +1,112 @@
-/* Blocks of local steps: batches of tensors, the passes over them, the averages at the
- * ends of blocks, and how ranks come to hold one global model.
+/* Blocks of local steps: flat buffers, batches of tensors, the passes over them, and
+ * synchronization at the ends of blocks.
  *
- * The global model and the block momentum change when an average is taken, and alike
- * on every rank. */
+ * The global model and the momentum of blocks change only when an average is applied,
+ * by the same values on every rank, so all ranks have the same model. A first block
+ * proves this by a comparison of checksums. */
 #include "core/bmuf/bmuf.h"
 
 #include "core/base/alloc.h"
+#include "core/base/check.h"
 #include "core/base/crc.h"
 #include "core/bmuf/quantized.h"
 #include "core/comm/reduce.h"
-#include "core/optim/hyper.h"
 
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 
-/* Passes over a batch of a list's tensors, whose pieces are in bmuf->pieces. */
+enum {
+    MOST_STREAMED = 8 /* ranks; in a stream each rank reads the pieces of all */
+};
 
-typedef ct_bmuf_batch batch;
+/* A part of a tensor, and the place in the flat buffers of its dtype. */
+typedef struct ct_bmuf_piece {
+    ct_span span, copy;
+    size_t at;
+} piece;
 
-static inline ct_span
-ct_bmuf_shares(const ct_bmuf_batch *b)
+/* Adjacent pieces that are computed in one dtype, and the place of the next batch. */
+typedef struct batch {
+    const ct_bmuf_list *list;
+    ct_dtype dtype;
+    size_t most; /* elements in a batch */
+    size_t n_pieces, n;
+    size_t start;          /* of the batch, in flat buffers */
+    void *terms;           /* of the batch, for a sum over the ranks; the caller's */
+    size_t tensor, offset; /* of the next piece */
+    size_t at;             /* of the next piece, in flat buffers */
+} batch;
+
+/* ---- the options ----------------------------------------------------------------- */
+
+ct_status
+ct_bmuf_check(const ct_bmuf_config *config, ct_error *err)
 {
-    return (ct_span){.data = b->shares, .n = b->n, .dtype = b->dtype};
+    const struct {
+        const char *name;
+        double value;
+    } numbers[] = {
+        {"block_momentum", config->momentum},
+        {"block_lr",       config->lr      },
+    };
+    ct_status status = CT_OK;
+    if (config->sync_iter < 1) {
+        return ct_fail(err, CT_EINVAL, "global_sync_iter must be at least 1, got %lld",
+                       (long long)config->sync_iter);
+    }
+    if (config->warmup < 0) {
+        return ct_fail(err, CT_EINVAL, "warmup_iterations must be at least 0, got %lld",
+                       (long long)config->warmup);
+    }
+    for (int i = 0; i < 2; i++) {
+        if (isinf(numbers[i].value)) {
+            return ct_fail(err, CT_EINVAL, "%s must be finite, got %g", numbers[i].name,
+                           numbers[i].value);
+        }
+    }
+    if (config->overlap < 0 || config->overlap >= config->sync_iter) {
+        return ct_fail(err, CT_EINVAL,
+                       "overlap_steps must be at least 0 and below global_sync_iter, "
+                       "which is %lld; got %lld",
+                       (long long)config->sync_iter, (long long)config->overlap);
+    }
+    if (config->overlap > 0 &&
+        (config->momentum == 0.0 || ct_bmuf_is_quantized(config))) {
+        return ct_fail(err, CT_EINVAL,
+                       "overlap_steps is %lld, which needs block_momentum above 0 and "
+                       "delta_bits 32; got %g and %d",
+                       (long long)config->overlap, config->momentum,
+                       config->delta_bits);
+    }
+    if (config->delta_bits != 32 && !ct_bmuf_is_quantized(config)) {
+        return ct_fail(err, CT_EINVAL, "delta_bits must be 32, 8 or 4, got %d",
+                       config->delta_bits);
+    }
+    if (ct_bmuf_is_quantized(config) && config->momentum == 0.0) {
+        return ct_fail(err, CT_EINVAL,
+                       "delta_bits is %d with block_momentum 0, which averages models "
+                       "and has no parameter deltas: set block_momentum above 0, or "
+                       "delta_bits to 32",
+                       config->delta_bits);
+    }
+    for (int i = 0; status == CT_OK && i < 2; i++) {
+        status = ct_check_least(numbers[i].name, numbers[i].value, 0.0, err);
+    }
+    return status;
 }
 
-/* ---- memory ------------------------------------------------------------------------
- */
+ct_bmuf_event
+ct_bmuf_after(const ct_bmuf_config *config, int64_t num_updates)
+{
+    if (num_updates == config->warmup) {
+        return CT_BMUF_WARMUP_END;
+    }
+    return num_updates > config->warmup && num_updates % config->sync_iter == 0
+               ? CT_BMUF_BLOCK_END
+               : CT_BMUF_NOTHING;
+}
+
+/* ---- memory ---------------------------------------------------------------------- */
 
 void
 ct_bmuf_init(ct_bmuf *b, const ct_device *device, void *stream)
@@ -49,7 +129,7 @@ free_operands(ct_bmuf *b)
 
 /* A batch has at most one piece of each tensor. */
 static ct_status
-ct_bmuf_reserve_operands(ct_bmuf *b, size_t n, ct_error *err)
+reserve_operands(ct_bmuf *b, size_t n, ct_error *err)
 {
     if (n <= b->room) {
         return CT_OK;
@@ -70,12 +150,12 @@ ct_bmuf_reserve_operands(ct_bmuf *b, size_t n, ct_error *err)
 static void
 release_flats(ct_bmuf *b)
 {
+    ct_bmuf_flat *const flats[] = {&b->global, &b->momentum, &b->residual, &b->pending,
+                                   &b->sums};
     for (int d = 0; d < CT_BMUF_DTYPES; d++) {
-        b->device->scratch_release(&b->global.memory[d]);
-        b->device->scratch_release(&b->momentum.memory[d]);
-        b->device->scratch_release(&b->residual.memory[d]);
-        b->device->scratch_release(&b->left.memory[d]);
-        b->device->scratch_release(&b->sums.memory[d]);
+        for (size_t i = 0; i < sizeof flats / sizeof *flats; i++) {
+            b->device->scratch_release(&flats[i]->memory[d]);
+        }
         b->n[d] = 0;
     }
 }
@@ -84,15 +164,50 @@ void
 ct_bmuf_fini(ct_bmuf *b)
 {
     release_flats(b);
-    b->device->scratch_release(&b->shares);
+    b->device->scratch_release(&b->terms);
     b->device->scratch_release(&b->wire);
     free_operands(b);
 }
 
-/* core/bmuf/bmuf.c: elements of each dtype, CT_EINVAL for an integer; and whether they
- * are as many as when the block began. */
+static ct_dtype
+dtype_of_blocks(ct_dtype of_parameter)
+{
+    return of_parameter == CT_F64 ? CT_F64 : CT_F32;
+}
+
+static ct_dtype
+flat_dtype(const ct_bmuf_flat *flat, ct_dtype dtype)
+{
+    return flat->is_single ? CT_F32 : dtype;
+}
+
+static void *
+flat_at(const ct_bmuf_flat *flat, ct_dtype dtype, size_t at)
+{
+    return (char *)flat->memory[dtype].data +
+           at * ct_dtype_size(flat_dtype(flat, dtype));
+}
+
+/* Memory for all values of a dtype. */
 static ct_status
-ct_bmuf_count(const ct_bmuf_list *list, size_t *n, ct_error *err)
+reserve_flat(ct_bmuf *b, ct_bmuf_flat *flat, int dtype, ct_error *err)
+{
+    const size_t size = ct_dtype_size(flat_dtype(flat, (ct_dtype)dtype));
+    return b->device->scratch_grow(&flat->memory[dtype], b->n[dtype] * size, err);
+}
+
+static ct_status
+reserve_zeros(ct_bmuf *b, ct_bmuf_flat *flat, int dtype, ct_error *err)
+{
+    ct_status status = reserve_flat(b, flat, dtype, err);
+    const ct_span all = {flat->memory[dtype].data, b->n[dtype],
+                         flat_dtype(flat, (ct_dtype)dtype)};
+    return status == CT_OK ? b->device->zero(b->stream, &all, 1, err) : status;
+}
+
+/* Elements of each dtype; CT_EINVAL for an integer. */
+static ct_status
+count_elements(const ct_bmuf_list *list, size_t *n, ct_error *err)
 {
     for (size_t i = 0; i < list->n; i++) {
         const ct_span *span = &list->tensors[i].span;
@@ -101,16 +216,16 @@ ct_bmuf_count(const ct_bmuf_list *list, size_t *n, ct_error *err)
                            "parameter %zu is %s; only float dtypes can be averaged", i,
                            ct_dtype_name(span->dtype));
         }
-        n[ct_bmuf_dtype(span->dtype)] += span->n;
+        n[dtype_of_blocks(span->dtype)] += span->n;
     }
     return CT_OK;
 }
 
 static ct_status
-ct_bmuf_check_unchanged(const ct_bmuf *b, const ct_bmuf_list *list, ct_error *err)
+check_unchanged(const ct_bmuf *b, const ct_bmuf_list *list, ct_error *err)
 {
     size_t n[CT_BMUF_DTYPES] = {0};
-    ct_status status = ct_bmuf_count(list, n, err);
+    ct_status status = count_elements(list, n, err);
     for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
         if (n[d] != b->n[d]) {
             status = ct_fail(err, CT_EINVAL,
@@ -122,63 +237,16 @@ ct_bmuf_check_unchanged(const ct_bmuf *b, const ct_bmuf_list *list, ct_error *er
     return status;
 }
 
-/* ---- the global model and the momentum ----------------------------------------------
- */
+/* ---- batches of a list's tensors ------------------------------------------------- */
 
-/* Memory for all values of a dtype, which become 0. */
-static ct_status
-reserve_zeros(ct_bmuf *b, ct_bmuf_flat *flat, ct_dtype dtype, size_t n, ct_error *err)
+/* Batches of at most so many bytes, 0: all in one; empty before next_batch. */
+static batch
+first_batch(const ct_bmuf_list *list, int dtype, size_t bytes)
 {
-    const ct_dtype of = ct_bmuf_flat_dtype(flat, dtype);
-    ct_status status =
-        b->device->scratch_grow(&flat->memory[dtype], n * ct_dtype_size(of), err);
-    const ct_span all = {flat->memory[dtype].data, n, of};
-    return status == CT_OK ? b->device->zero(b->stream, &all, 1, err) : status;
-}
-
-/* Memory for the global model, for the momentum and, where it is needed, for what codes
- * miss, which become 0. */
-static ct_status
-reserve_flats(ct_bmuf *b, const ct_bmuf_config *config, const size_t *n, ct_error *err)
-{
-    ct_status status = CT_OK;
-    for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
-        const size_t bytes = n[d] * ct_dtype_size((ct_dtype)d);
-        status = b->device->scratch_grow(&b->global.memory[d], bytes, err);
-        if (status == CT_OK) {
-            status = reserve_zeros(b, &b->momentum, (ct_dtype)d, n[d], err);
-        }
-        if (status == CT_OK && ct_bmuf_is_coded(config)) {
-            status = reserve_zeros(b, &b->residual, (ct_dtype)d, n[d], err);
-        }
-        b->n[d] = n[d];
-    }
-    return status;
-}
-
-/* The global model, or the momentum, of a batch from spans or to them. */
-static ct_status
-copy_flat(ct_bmuf *b, const ct_bmuf_flat *flat, const batch *s, bool from_flat,
-          ct_error *err)
-{
-    for (size_t i = 0; i < s->n_pieces; i++) {
-        ct_span stored = b->pieces[i].span;
-        stored.data = ct_bmuf_flat_at(flat, s->dtype, b->pieces[i].at);
-        stored.dtype = ct_bmuf_flat_dtype(flat, s->dtype);
-        b->to[i] = from_flat ? b->pieces[i].span : stored;
-        b->from[i] = from_flat ? stored : b->pieces[i].span;
-    }
-    return b->device->copy(b->stream, b->to, b->from, s->n_pieces, err);
-}
-
-/* Batches of at most so many bytes, 0: all in one; empty until it is moved on. */
-static ct_bmuf_batch
-ct_bmuf_first_batch(const ct_bmuf_list *list, ct_dtype dtype, size_t bytes)
-{
-    return (ct_bmuf_batch){
+    return (batch){
         .list = list,
-        .dtype = dtype,
-        .most = bytes == 0 ? SIZE_MAX : bytes / ct_dtype_size(dtype),
+        .dtype = (ct_dtype)dtype,
+        .most = bytes == 0 ? SIZE_MAX : bytes / ct_dtype_size((ct_dtype)dtype),
     };
 }
 
@@ -192,11 +260,11 @@ part_of(const ct_span *span, size_t at, size_t n)
 }
 
 static void
-add_piece(ct_bmuf_batch *s, ct_bmuf_piece *pieces, const ct_bmuf_tensor *t)
+add_piece(batch *s, piece *pieces, const ct_bmuf_tensor *t)
 {
     const size_t left = t->span.n - s->offset, room = s->most - s->n;
     const size_t n = left < room ? left : room;
-    pieces[s->n_pieces++] = (ct_bmuf_piece){
+    pieces[s->n_pieces++] = (piece){
         .span = part_of(&t->span, s->offset, n),
         .copy = part_of(&t->copy, s->offset, n),
         .at = s->at,
@@ -208,13 +276,13 @@ add_piece(ct_bmuf_batch *s, ct_bmuf_piece *pieces, const ct_bmuf_tensor *t)
 
 /* Takes the next pieces, at most list->n; false when there are none. */
 static bool
-ct_bmuf_next_batch(ct_bmuf_batch *s, ct_bmuf_piece *pieces)
+next_batch(batch *s, piece *pieces)
 {
     s->n = s->n_pieces = 0;
     s->start = s->at;
     while (s->tensor < s->list->n && s->n < s->most) {
         const ct_bmuf_tensor *t = &s->list->tensors[s->tensor];
-        const bool fits = ct_bmuf_dtype(t->span.dtype) == s->dtype;
+        const bool fits = dtype_of_blocks(t->span.dtype) == s->dtype;
         if (fits && s->offset < t->span.n) {
             add_piece(s, pieces, t);
         }
@@ -226,38 +294,150 @@ ct_bmuf_next_batch(ct_bmuf_batch *s, ct_bmuf_piece *pieces)
     return s->n != 0;
 }
 
+static ct_span
+terms_of(const batch *s)
+{
+    return (ct_span){.data = s->terms, .n = s->n, .dtype = s->dtype};
+}
+
+static void *
+term_at(const batch *s, const piece *p)
+{
+    return (char *)s->terms + (p->at - s->start) * ct_dtype_size(s->dtype);
+}
+
+/* Puts the batch's terms into memory of our own. */
+static ct_status
+reserve_terms(ct_bmuf *b, batch *s, ct_error *err)
+{
+    ct_status status =
+        b->device->scratch_grow(&b->terms, s->n * ct_dtype_size(s->dtype), err);
+    s->terms = b->terms.data;
+    return status;
+}
+
+/* ---- passes over a batch, whose pieces are in b->pieces -------------------------- */
+
+/* Copies the pieces to `stored`, the values of piece i in dtype, or from there. */
+static void
+add_copy(ct_bmuf *b, size_t i, void *stored, ct_dtype dtype, bool from_stored)
+{
+    const ct_span own = b->pieces[i].span, other = {stored, own.n, dtype};
+    b->to[i] = from_stored ? own : other;
+    b->from[i] = from_stored ? other : own;
+}
+
+static ct_status
+copy_flat(ct_bmuf *b, const ct_bmuf_flat *flat, const batch *s, bool from_flat,
+          ct_error *err)
+{
+    for (size_t i = 0; i < s->n_pieces; i++) {
+        add_copy(b, i, flat_at(flat, s->dtype, b->pieces[i].at),
+                 flat_dtype(flat, s->dtype), from_flat);
+    }
+    return b->device->copy(b->stream, b->to, b->from, s->n_pieces, err);
+}
+
+/* The parameters to terms or from them; the model's copies follow the parameters. */
+static ct_status
+copy_terms(ct_bmuf *b, const batch *s, bool from_terms, ct_error *err)
+{
+    size_t n_copies = 0;
+    for (size_t i = 0; i < s->n_pieces; i++) {
+        add_copy(b, i, term_at(s, &b->pieces[i]), s->dtype, from_terms);
+    }
+    ct_status status = b->device->copy(b->stream, b->to, b->from, s->n_pieces, err);
+    for (size_t i = 0; from_terms && i < s->n_pieces; i++) {
+        if (b->pieces[i].copy.data != NULL) {
+            b->to[n_copies] = b->pieces[i].copy;
+            b->from[n_copies++] = b->pieces[i].span;
+        }
+    }
+    return status == CT_OK ? b->device->copy(b->stream, b->to, b->from, n_copies, err)
+                           : status;
+}
+
+static ct_status
+run_rule(ct_bmuf *b, ct_rule rule, const ct_rule_coef *coef, size_t n_spans,
+         ct_error *err)
+{
+    const ct_update update = {
+        .rule = rule, .coefs = coef, .spans = b->spans, .n_spans = n_spans};
+    return b->device->update(b->stream, &update, err);
+}
+
+/* This rank's terms of an average: by CT_RULE_block_share of the parameters, by
+ * CT_RULE_block_delta of the parameter delta. */
+static ct_status
+fill_terms(ct_bmuf *b, ct_rule rule, int world_size, const batch *s, ct_error *err)
+{
+    const ct_rule_coef coef = {.block_share = ct_block_share_of(world_size)};
+    for (size_t i = 0; i < s->n_pieces; i++) {
+        const piece *p = &b->pieces[i];
+        b->spans[i] = (ct_update_span){
+            .n = p->span.n,
+            .grad = p->span.data,
+            .param = term_at(s, p),
+            .dtype = s->dtype,
+            .grad_dtype = p->span.dtype,
+            .state_dtype = s->dtype,
+        };
+        if (rule == CT_RULE_block_delta) {
+            b->spans[i].state[0] = flat_at(&b->global, s->dtype, p->at);
+        }
+    }
+    return run_rule(b, rule, &coef, s->n_pieces, err);
+}
+
+/* Moves momentum, global model and parameters by the average delta in the terms; with a
+ * pending block the parameters keep their own change since the block's end. */
+static ct_status
+move_model(ct_bmuf *b, const batch *s, ct_error *err)
+{
+    const ct_bmuf_config *config = &b->config;
+    const ct_rule_coef coef = {
+        .block_momentum = {.momentum = config->momentum,
+                           .lr = config->lr,
+                           .reach = config->reach,
+                           .look = (int)config->look}
+    };
+    for (size_t i = 0; i < s->n_pieces; i++) {
+        const piece *p = &b->pieces[i];
+        b->spans[i] = (ct_update_span){
+            .n = p->span.n,
+            .grad = term_at(s, p),
+            .param = p->span.data,
+            .state = {flat_at(&b->global, s->dtype, p->at),
+                      flat_at(&b->momentum, s->dtype, p->at),
+                      b->is_pending ? flat_at(&b->pending, s->dtype, p->at) : NULL},
+            .copy = p->copy.data,
+            .dtype = p->span.dtype,
+            .grad_dtype = s->dtype,
+            .state_dtype = s->dtype,
+            .copy_dtype = p->copy.dtype,
+        };
+    }
+    return run_rule(b, b->is_pending ? CT_RULE_block_rejoin : CT_RULE_block_momentum,
+                    &coef, s->n_pieces, err);
+}
+
+/* ---- the global model and the momentum ------------------------------------------- */
+
 static ct_status
 copy_flats(ct_bmuf *b, const ct_bmuf_flat *flat, const ct_bmuf_list *list,
            bool from_flat, ct_error *err)
 {
-    ct_status status = ct_bmuf_reserve_operands(b, list->n, err);
+    ct_status status = reserve_operands(b, list->n, err);
     if (status == CT_OK) {
-        status = ct_bmuf_check_unchanged(b, list, err);
+        status = check_unchanged(b, list, err);
     }
     for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
-        batch s = ct_bmuf_first_batch(list, (ct_dtype)d, 0);
-        while (status == CT_OK && ct_bmuf_next_batch(&s, b->pieces)) {
+        batch s = first_batch(list, d, 0);
+        while (status == CT_OK && next_batch(&s, b->pieces)) {
             status = copy_flat(b, flat, &s, from_flat, err);
         }
     }
     return status;
-}
-
-ct_status
-ct_bmuf_start(ct_bmuf *b, const ct_bmuf_config *config, const ct_bmuf_list *list,
-              ct_error *err)
-{
-    size_t n[CT_BMUF_DTYPES] = {0};
-    ct_status status = ct_bmuf_count(list, n, err);
-    if (config->momentum == 0.0) {
-        release_flats(b);
-        return status;
-    }
-    if (status == CT_OK) {
-        status = reserve_flats(b, config, n, err);
-    }
-    b->alike = false;
-    return status == CT_OK ? copy_flats(b, &b->global, list, false, err) : status;
 }
 
 ct_status
@@ -275,331 +455,30 @@ ct_bmuf_load(ct_bmuf *b, const ct_bmuf_flat *flat, const ct_bmuf_list *from,
     return copy_flats(b, flat, from, false, err);
 }
 
-/* When workers meet, and the ranges of the options. */
-
 ct_status
-ct_bmuf_check(const ct_bmuf_config *config, ct_error *err)
+ct_bmuf_start(ct_bmuf *b, const ct_bmuf_list *list, ct_error *err)
 {
-    const ct_hyper numbers[] = {
-        {"block_momentum", config->momentum, 0.0, HUGE_VAL},
-        {"block_lr",       config->lr,       0.0, HUGE_VAL},
-    };
-    if (config->sync_iter < 1) {
-        return ct_fail(err, CT_EINVAL, "global_sync_iter must be at least 1, got %lld",
-                       (long long)config->sync_iter);
-    }
-    if (config->warmup < 0) {
-        return ct_fail(err, CT_EINVAL, "warmup_iterations must be at least 0, got %lld",
-                       (long long)config->warmup);
-    }
-    for (int i = 0; i < 2; i++) {
-        if (isinf(numbers[i].value)) {
-            return ct_fail(err, CT_EINVAL, "%s must be finite, got %g", numbers[i].name,
-                           numbers[i].value);
-        }
-    }
-    if (config->overlap < 0 || config->overlap >= config->sync_iter) {
-        return ct_fail(err, CT_EINVAL,
-                       "overlap_steps must be at least 0 and below global_sync_iter, "
-                       "which is %lld; got %lld",
-                       (long long)config->sync_iter, (long long)config->overlap);
-    }
-    if (config->overlap > 0 && (config->momentum == 0.0 || ct_bmuf_is_coded(config))) {
-        return ct_fail(err, CT_EINVAL,
-                       "overlap_steps is %lld, which needs block_momentum above 0 and "
-                       "delta_bits 32; got %g and %d",
-                       (long long)config->overlap, config->momentum,
-                       config->delta_bits);
-    }
-    if (config->delta_bits != 32 && !ct_bmuf_is_coded(config)) {
-        return ct_fail(err, CT_EINVAL, "delta_bits must be 32, 8 or 4, got %d",
-                       config->delta_bits);
-    }
-    if (ct_bmuf_is_coded(config) && config->momentum == 0.0) {
-        return ct_fail(err, CT_EINVAL,
-                       "delta_bits is %d with block_momentum 0, which averages models "
-                       "and knows no distances: set block_momentum above 0, or "
-                       "delta_bits to 32",
-                       config->delta_bits);
-    }
-    return ct_hyper_check(numbers, 2, err);
-}
-
-ct_bmuf_event
-ct_bmuf_after(const ct_bmuf_config *config, int64_t num_updates)
-{
-    if (num_updates == config->warmup) {
-        return CT_BMUF_WARMUP_END;
-    }
-    return num_updates > config->warmup && num_updates % config->sync_iter == 0
-               ? CT_BMUF_BLOCK_END
-               : CT_BMUF_NOTHING;
-}
-
-static void *
-share_at(const batch *s, const ct_bmuf_piece *piece)
-{
-    return (char *)s->shares + (piece->at - s->start) * ct_dtype_size(s->dtype);
-}
-
-/* The batch's shares are in memory of our own. */
-static ct_status
-ct_bmuf_reserve_shares(ct_bmuf *b, batch *s, ct_error *err)
-{
-    ct_status status =
-        b->device->scratch_grow(&b->shares, s->n * ct_dtype_size(s->dtype), err);
-    s->shares = b->shares.data;
-    return status;
-}
-
-static ct_status
-run_rule(ct_bmuf *b, ct_rule rule, const ct_rule_coef *coef, const batch *s,
-         ct_error *err)
-{
-    const ct_update update = {
-        .rule = rule, .coefs = coef, .spans = b->spans, .n_spans = s->n_pieces};
-    return b->device->update(b->stream, &update, err);
-}
-
-/* The batch's shares of an average over the ranks: by CT_RULE_block_share of the
- * parameters, by CT_RULE_block_delta of their distance from the global model. */
-static ct_status
-ct_bmuf_fill_shares(ct_bmuf *b, ct_rule rule, int world_size, const batch *s,
-                    ct_error *err)
-{
-    ct_rule_coef coef;
-    coef.block_share = ct_block_share_of(world_size);
-    for (size_t i = 0; i < s->n_pieces; i++) {
-        const ct_bmuf_piece *piece = &b->pieces[i];
-        b->spans[i] = (ct_update_span){
-            .n = piece->span.n,
-            .grad = piece->span.data,
-            .param = share_at(s, piece),
-            .dtype = s->dtype,
-            .grad_dtype = piece->span.dtype,
-            .state_dtype = s->dtype,
-        };
-        if (rule == CT_RULE_block_delta) {
-            b->spans[i].state[0] = ct_bmuf_flat_at(&b->global, s->dtype, piece->at);
-        }
-    }
-    return run_rule(b, rule, &coef, s, err);
-}
-
-/* Momentum, global model and parameters by the average distance in the shares; of a
- * block that is away the parameters keep what they have learnt since. */
-static ct_status
-ct_bmuf_move_model(ct_bmuf *b, const ct_bmuf_config *config, const batch *s,
-                   ct_error *err)
-{
-    ct_rule_coef coef;
-    coef.block_momentum = (ct_block_momentum_coef){
-        .momentum = config->momentum,
-        .lr = config->lr,
-        .reach = config->reach,
-        .look = (int)config->look,
-    };
-    for (size_t i = 0; i < s->n_pieces; i++) {
-        const ct_bmuf_piece *piece = &b->pieces[i];
-        b->spans[i] = (ct_update_span){
-            .n = piece->span.n,
-            .grad = share_at(s, piece),
-            .param = piece->span.data,
-            .state = {ct_bmuf_flat_at(&b->global, s->dtype, piece->at),
-                      ct_bmuf_flat_at(&b->momentum, s->dtype, piece->at),
-                      b->is_away ? ct_bmuf_flat_at(&b->left, s->dtype, piece->at)
-                                 : NULL},
-            .copy = piece->copy.data,
-            .dtype = piece->span.dtype,
-            .grad_dtype = s->dtype,
-            .state_dtype = s->dtype,
-            .copy_dtype = piece->copy.dtype,
-        };
-    }
-    return run_rule(b, b->is_away ? CT_RULE_block_rejoin : CT_RULE_block_momentum,
-                    &coef, s, err);
-}
-
-/* The parameters of the batch, to shares or from them; copies follow. */
-static ct_status
-ct_bmuf_copy_params(ct_bmuf *b, const batch *s, bool from_shares, ct_error *err)
-{
-    size_t n_copies = 0;
-    for (size_t i = 0; i < s->n_pieces; i++) {
-        ct_span share = b->pieces[i].span;
-        share.data = share_at(s, &b->pieces[i]);
-        share.dtype = s->dtype;
-        b->to[i] = from_shares ? b->pieces[i].span : share;
-        b->from[i] = from_shares ? share : b->pieces[i].span;
-    }
-    ct_status status = b->device->copy(b->stream, b->to, b->from, s->n_pieces, err);
-    for (size_t i = 0; from_shares && i < s->n_pieces; i++) {
-        if (b->pieces[i].copy.data != NULL) {
-            b->to[n_copies] = b->pieces[i].copy;
-            b->from[n_copies++] = b->pieces[i].span;
-        }
-    }
-    return status == CT_OK ? b->device->copy(b->stream, b->to, b->from, n_copies, err)
-                           : status;
-}
-
-/* What happens where workers meet. */
-
-enum {
-    MOST_STREAMED = 8 /* ranks of which each reads the pieces of all */
-};
-
-/* ---- a reduction: shares of all ranks, summed, and what becomes of them -------------
- */
-
-typedef struct reduction {
-    ct_bmuf *bmuf;
-    ct_comm *comm;
-    const ct_bmuf_list *list;
-    const ct_bmuf_config *config; /* NULL: the tensors become their average */
-} reduction;
-
-static ct_status
-give_shares(const reduction *r, const batch *s, ct_error *err)
-{
-    return ct_bmuf_fill_shares(
-        r->bmuf, r->config == NULL ? CT_RULE_block_share : CT_RULE_block_delta,
-        r->comm->world_size, s, err);
-}
-
-static ct_status
-use_shares(const reduction *r, const batch *s, ct_error *err)
-{
-    return r->config == NULL ? ct_bmuf_copy_params(r->bmuf, s, true, err)
-                             : ct_bmuf_move_model(r->bmuf, r->config, s, err);
-}
-
-/* Distances that travel quantized, all in one. */
-static ct_status
-reduce_coded(const reduction *r, ct_dtype dtype, ct_error *err)
-{
-    batch s = ct_bmuf_first_batch(r->list, dtype, 0);
-    ct_status status = CT_OK;
-    if (!ct_bmuf_next_batch(&s, r->bmuf->pieces)) {
-        return CT_OK;
-    }
-    status = ct_bmuf_reserve_shares(r->bmuf, &s, err);
-    if (status == CT_OK) {
-        status = give_shares(r, &s, err);
-    }
-    if (status == CT_OK) {
-        status = ct_bmuf_sum_coded(r->bmuf, r->config, r->comm, &s, err);
-    }
-    return status == CT_OK ? use_shares(r, &s, err) : status;
-}
-
-static ct_status
-reduce_batches(const reduction *r, ct_dtype dtype, ct_error *err)
-{
-    batch s = ct_bmuf_first_batch(r->list, dtype, r->comm->ops->batch_bytes);
-    ct_status status = CT_OK;
-    while (status == CT_OK && ct_bmuf_next_batch(&s, r->bmuf->pieces)) {
-        status = ct_bmuf_reserve_shares(r->bmuf, &s, err);
-        if (status == CT_OK) {
-            status = give_shares(r, &s, err);
-        }
-        if (status == CT_OK) {
-            const ct_request sum = {
-                .what = CT_ALL_REDUCE, .op = CT_REDUCE_SUM, .in = ct_bmuf_shares(&s)};
-            status = ct_comm_run(r->comm, &sum, err);
-        }
-        if (status == CT_OK) {
-            status = use_shares(r, &s, err);
-        }
-    }
-    return status;
-}
-
-/* What is filled is ahead of what is used. */
-typedef struct streamed {
-    const reduction *reduction;
-    batch filled, used;
-    ct_status status; /* the first failure of a piece */
-    ct_error *err;
-} streamed;
-
-/* Other ranks take the piece in any case: one that failed is NaN in each element. */
-static void
-fill_piece(void *arg, size_t at, size_t n, void *piece)
-{
-    streamed *t = arg;
-    (void)at;
-    t->filled.most = n;
-    if (t->status == CT_OK &&
-        ct_bmuf_next_batch(&t->filled, t->reduction->bmuf->pieces)) {
-        t->filled.shares = piece;
-        t->status = give_shares(t->reduction, &t->filled, t->err);
-    }
-    if (t->status != CT_OK) {
-        memset(piece, 0xFF, n * ct_dtype_size(t->filled.dtype));
-    }
-}
-
-static void
-use_piece(void *arg, size_t at, size_t n, const void *const *pieces)
-{
-    streamed *t = arg;
-    const reduction *r = t->reduction;
-    (void)at;
-    t->used.most = n;
-    if (t->status == CT_OK && ct_bmuf_next_batch(&t->used, r->bmuf->pieces)) {
-        t->status = ct_bmuf_reserve_shares(r->bmuf, &t->used, t->err);
-    }
-    if (t->status == CT_OK) {
-        ct_reduce(t->used.shares, pieces, (size_t)r->comm->world_size, n, t->used.dtype,
-                  CT_REDUCE_SUM);
-        t->status = use_shares(r, &t->used, t->err);
-    }
-}
-
-static ct_status
-stream_all(const reduction *r, ct_dtype dtype, size_t n, ct_error *err)
-{
-    streamed t = {
-        .reduction = r,
-        .filled = ct_bmuf_first_batch(r->list, dtype, 0),
-        .used = ct_bmuf_first_batch(r->list, dtype, 0),
-        .err = err,
-    };
-    const ct_stream stream = {
-        .n = n, .dtype = dtype, .arg = &t, .fill = fill_piece, .use = use_piece};
-    ct_status status = n == 0 ? CT_OK : r->comm->ops->stream(r->comm, &stream, err);
-    return status == CT_OK ? t.status : status;
-}
-
-static ct_status
-reduce_all(const reduction *r, const size_t *n, ct_error *err)
-{
-    const bool streams =
-        r->comm->ops->stream != NULL && r->comm->world_size <= MOST_STREAMED;
-    const bool is_coded = r->config != NULL && ct_bmuf_is_coded(r->config);
-    ct_status status = ct_bmuf_reserve_operands(r->bmuf, r->list->n, err);
-    for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
-        status = is_coded  ? reduce_coded(r, (ct_dtype)d, err)
-                 : streams ? stream_all(r, (ct_dtype)d, n[d], err)
-                           : reduce_batches(r, (ct_dtype)d, err);
-    }
-    return status;
-}
-
-/* ---- what happens ------------------------------------------------------------------
- */
-
-ct_status
-ct_bmuf_average(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
-{
-    const reduction r = {.bmuf = b, .comm = comm, .list = list};
     size_t n[CT_BMUF_DTYPES] = {0};
-    ct_status status = ct_bmuf_count(list, n, err);
-    return status == CT_OK ? reduce_all(&r, n, err) : status;
+    ct_status status = count_elements(list, n, err);
+    if (b->config.momentum == 0.0) {
+        release_flats(b);
+        return status;
+    }
+    for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
+        b->n[d] = n[d];
+        status = reserve_flat(b, &b->global, d, err);
+        if (status == CT_OK) {
+            status = reserve_zeros(b, &b->momentum, d, err);
+        }
+        if (status == CT_OK && ct_bmuf_is_quantized(&b->config)) {
+            status = reserve_zeros(b, &b->residual, d, err);
+        }
+    }
+    b->alike = false;
+    return status == CT_OK ? copy_flats(b, &b->global, list, false, err) : status;
 }
 
-static int64_t
+static uint32_t
 sum_model(const ct_bmuf *b)
 {
     uint32_t sum = 0;
@@ -610,181 +489,281 @@ sum_model(const ct_bmuf *b)
     return sum;
 }
 
+/* For the first block after a start or a load: compares checksums of the models. */
 static ct_status
-compare_sums(const int64_t *sums, int world_size, ct_error *err)
-{
-    for (int rank = 1; rank < world_size; rank++) {
-        if (sums[rank] != sums[0]) {
-            return ct_fail(err, CT_EINVAL,
-                           "the block of rank %d began with other parameters than that "
-                           "of rank 0: load the same on all ranks, or have "
-                           "warmup_iterations, after which all take over rank 0's",
-                           rank);
-        }
-    }
-    return CT_OK;
-}
-
-/* The first block after a start or a load; the sums are compared, not the models. */
-static ct_status
-ct_bmuf_check_alike(ct_bmuf *b, ct_comm *comm, ct_error *err)
+check_alike(ct_bmuf *b, ct_comm *comm, ct_error *err)
 {
     int64_t own = sum_model(b);
     int64_t *sums = ct_calloc((size_t)comm->world_size, sizeof *sums);
     if (sums == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for %d sums", comm->world_size);
     }
-    const ct_request gather = {
-        .what = CT_ALL_GATHER,
-        .in = {&own, 1,                        CT_I64},
-        .out = {sums, (size_t)comm->world_size, CT_I64}
-    };
-    ct_status status = ct_comm_run(comm, &gather, err);
-    if (status == CT_OK) {
-        status = compare_sums(sums, comm->world_size, err);
+    const ct_span in = {&own, 1, CT_I64},
+                  out = {sums, (size_t)comm->world_size, CT_I64};
+    ct_status status = ct_comm_all_gather(comm, &out, &in, err);
+    for (int rank = 1; status == CT_OK && rank < comm->world_size; rank++) {
+        if (sums[rank] != sums[0]) {
+            status = ct_fail(err, CT_EINVAL,
+                             "the block of rank %d began with other parameters than "
+                             "that of rank 0: load the same on all ranks, or have "
+                             "warmup_iterations, after which all take over rank 0's",
+                             rank);
+        }
     }
     b->alike = status == CT_OK;
     ct_free(sums);
     return status;
 }
 
-ct_status
-ct_bmuf_synchronize(ct_bmuf *b, const ct_bmuf_config *config, ct_comm *comm,
-                    const ct_bmuf_list *list, ct_error *err)
+static ct_status
+check_block(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 {
-    const reduction r = {.bmuf = b, .comm = comm, .list = list, .config = config};
-    if (config->momentum == 0.0) {
+    ct_status status = check_unchanged(b, list, err);
+    return status == CT_OK && !b->alike ? check_alike(b, comm, err) : status;
+}
+
+/* ---- sums over the ranks, and their use ------------------------------------------ */
+
+typedef struct reduction {
+    ct_bmuf *bmuf;
+    ct_comm *comm;
+    const ct_bmuf_list *list;
+    bool averages; /* the tensors become their average; else deltas move the model */
+} reduction;
+
+static ct_status
+make_terms(const reduction *r, const batch *s, ct_error *err)
+{
+    return fill_terms(r->bmuf, r->averages ? CT_RULE_block_share : CT_RULE_block_delta,
+                      r->comm->world_size, s, err);
+}
+
+static ct_status
+use_terms(const reduction *r, const batch *s, ct_error *err)
+{
+    return r->averages ? copy_terms(r->bmuf, s, true, err)
+                       : move_model(r->bmuf, s, err);
+}
+
+static bool
+is_quantized(const reduction *r)
+{
+    return !r->averages && ct_bmuf_is_quantized(&r->bmuf->config);
+}
+
+static ct_status
+sum_terms(const reduction *r, const batch *s, ct_error *err)
+{
+    const ct_span terms = terms_of(s);
+    return is_quantized(r) ? ct_bmuf_sum_quantized(r->bmuf, r->comm, &terms, err)
+                           : ct_comm_all_reduce(r->comm, &terms, CT_REDUCE_SUM, err);
+}
+
+/* Batch by batch; quantized values in a single batch. */
+static ct_status
+reduce_batches(const reduction *r, int dtype, ct_error *err)
+{
+    batch s =
+        first_batch(r->list, dtype, is_quantized(r) ? 0 : r->comm->ops->batch_bytes);
+    ct_status status = CT_OK;
+    while (status == CT_OK && next_batch(&s, r->bmuf->pieces)) {
+        status = reserve_terms(r->bmuf, &s, err);
+        if (status == CT_OK) {
+            status = make_terms(r, &s, err);
+        }
+        if (status == CT_OK) {
+            status = sum_terms(r, &s, err);
+        }
+        if (status == CT_OK) {
+            status = use_terms(r, &s, err);
+        }
+    }
+    return status;
+}
+
+/* A batch may be filled before the last batch is used, so there are two places. */
+typedef struct streamed {
+    const reduction *reduction;
+    batch filled, used;
+    ct_status status; /* the first failure of a piece */
+    ct_error *err;
+} streamed;
+
+/* The other ranks use the piece in any case: after a failure all elements are NaN. */
+static void
+fill_piece(void *arg, size_t at, size_t n, void *terms)
+{
+    streamed *t = arg;
+    (void)at;
+    t->filled.most = n;
+    if (t->status == CT_OK && next_batch(&t->filled, t->reduction->bmuf->pieces)) {
+        t->filled.terms = terms;
+        t->status = make_terms(t->reduction, &t->filled, t->err);
+    }
+    if (t->status != CT_OK) {
+        memset(terms, 0xFF, n * ct_dtype_size(t->filled.dtype));
+    }
+}
+
+static void
+use_piece(void *arg, size_t at, size_t n, const void *const *terms)
+{
+    streamed *t = arg;
+    const reduction *r = t->reduction;
+    (void)at;
+    t->used.most = n;
+    if (t->status == CT_OK && next_batch(&t->used, r->bmuf->pieces)) {
+        t->status = reserve_terms(r->bmuf, &t->used, t->err);
+    }
+    if (t->status == CT_OK) {
+        ct_reduce(t->used.terms, terms, (size_t)r->comm->world_size, n, t->used.dtype,
+                  CT_REDUCE_SUM);
+        t->status = use_terms(r, &t->used, t->err);
+    }
+}
+
+static ct_status
+reduce_stream(const reduction *r, int dtype, size_t n, ct_error *err)
+{
+    streamed t = {
+        .reduction = r,
+        .filled = first_batch(r->list, dtype, 0),
+        .used = first_batch(r->list, dtype, 0),
+        .err = err,
+    };
+    const ct_stream stream = {.n = n,
+                              .dtype = (ct_dtype)dtype,
+                              .arg = &t,
+                              .fill = fill_piece,
+                              .use = use_piece};
+    ct_status status = n == 0 ? CT_OK : r->comm->ops->stream(r->comm, &stream, err);
+    return status == CT_OK ? t.status : status;
+}
+
+static ct_status
+reduce_all(const reduction *r, const size_t *n, ct_error *err)
+{
+    const bool streams = r->comm->ops->stream != NULL &&
+                         r->comm->world_size <= MOST_STREAMED && !is_quantized(r);
+    ct_status status = reserve_operands(r->bmuf, r->list->n, err);
+    for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
+        status = streams ? reduce_stream(r, d, n[d], err) : reduce_batches(r, d, err);
+    }
+    return status;
+}
+
+ct_status
+ct_bmuf_average(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    const reduction r = {b, comm, list, .averages = true};
+    size_t n[CT_BMUF_DTYPES] = {0};
+    ct_status status = count_elements(list, n, err);
+    return status == CT_OK ? reduce_all(&r, n, err) : status;
+}
+
+ct_status
+ct_bmuf_synchronize(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
+{
+    const reduction r = {b, comm, list, .averages = false};
+    if (b->config.momentum == 0.0) {
         return ct_bmuf_average(b, comm, list, err);
     }
-    ct_status status = ct_bmuf_check_unchanged(b, list, err);
-    if (status == CT_OK && !b->alike) {
-        status = ct_bmuf_check_alike(b, comm, err);
-    }
+    ct_status status = check_block(b, comm, list, err);
     return status == CT_OK ? reduce_all(&r, b->n, err) : status;
 }
 
-/* How ranks come to have one global model, and know it. */
+/* ---- one rank's model for all ---------------------------------------------------- */
 
 static ct_status
-broadcast_batch(ct_bmuf *b, ct_comm *comm, int root, const batch *s, ct_error *err)
+broadcast_batch(ct_bmuf *b, ct_comm *comm, int root, batch *s, ct_error *err)
 {
-    const ct_request from_root = {
-        .what = CT_BROADCAST, .root = root, .in = ct_bmuf_shares(s)};
-    ct_status status = ct_bmuf_copy_params(b, s, false, err);
+    ct_status status = reserve_terms(b, s, err);
     if (status == CT_OK) {
-        status = ct_comm_run(comm, &from_root, err);
+        status = copy_terms(b, s, false, err);
     }
-    return status == CT_OK ? ct_bmuf_copy_params(b, s, true, err) : status;
+    if (status == CT_OK) {
+        const ct_span terms = terms_of(s);
+        status = ct_comm_broadcast(comm, &terms, root, err);
+    }
+    return status == CT_OK ? copy_terms(b, s, true, err) : status;
 }
 
 static ct_status
 broadcast_all(ct_bmuf *b, ct_comm *comm, int root, const ct_bmuf_list *list,
               ct_error *err)
 {
-    ct_status status = ct_bmuf_reserve_operands(b, list->n, err);
+    size_t n[CT_BMUF_DTYPES] = {0};
+    ct_status status = count_elements(list, n, err);
+    if (status == CT_OK) {
+        status = reserve_operands(b, list->n, err);
+    }
     for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
-        batch s = ct_bmuf_first_batch(list, (ct_dtype)d, comm->ops->batch_bytes);
-        while (status == CT_OK && ct_bmuf_next_batch(&s, b->pieces)) {
-            status = ct_bmuf_reserve_shares(b, &s, err);
-            if (status == CT_OK) {
-                status = broadcast_batch(b, comm, root, &s, err);
-            }
+        batch s = first_batch(list, d, comm->ops->batch_bytes);
+        while (status == CT_OK && next_batch(&s, b->pieces)) {
+            status = broadcast_batch(b, comm, root, &s, err);
         }
     }
     return status;
 }
 
 ct_status
-ct_bmuf_take_over(ct_bmuf *b, const ct_bmuf_config *config, ct_comm *comm,
-                  const ct_bmuf_list *list, ct_error *err)
+ct_bmuf_take_over(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 {
-    size_t n[CT_BMUF_DTYPES] = {0};
-    ct_status status = ct_bmuf_count(list, n, err);
+    ct_status status = broadcast_all(b, comm, 0, list, err);
     if (status == CT_OK) {
-        status = broadcast_all(b, comm, 0, list, err);
-    }
-    if (status == CT_OK) {
-        status = ct_bmuf_start(b, config, list, err);
+        status = ct_bmuf_start(b, list, err);
     }
     b->alike = status == CT_OK;
     return status;
 }
 
-/* ---- a new group --------------------------------------------------------------------
- */
-
-static ct_status
-broadcast_momentum(ct_bmuf *b, ct_comm *comm, int root, ct_error *err)
-{
-    ct_status status = CT_OK;
-    for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
-        const ct_request from_root = {
-            .what = CT_BROADCAST,
-            .root = root,
-            .in = {b->momentum.memory[d].data, b->n[d], (ct_dtype)d}
-        };
-        status = ct_comm_run(comm, &from_root, err);
-    }
-    return status;
-}
-
-/* The root's momentum stays, that of the others begins to be overwritten with it. */
+/* The root keeps the momentum, so the root loads the global model and the others start
+ * anew. */
 ct_status
-ct_bmuf_adopt(ct_bmuf *b, const ct_bmuf_config *config, ct_comm *comm, int root,
-              const ct_bmuf_list *list, ct_error *err)
+ct_bmuf_adopt(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 {
-    size_t n[CT_BMUF_DTYPES] = {0};
-    ct_status status = ct_bmuf_count(list, n, err);
-    if (status == CT_OK) {
-        status = broadcast_all(b, comm, root, list, err);
-    }
-    if (status != CT_OK || config->momentum == 0.0) {
+    const int root = b->root;
+    ct_status status = broadcast_all(b, comm, root, list, err);
+    if (status != CT_OK || b->config.momentum == 0.0) {
         return status;
     }
     status = comm->rank == root ? ct_bmuf_load(b, &b->global, list, err)
-                                : ct_bmuf_start(b, config, list, err);
-    if (status == CT_OK) {
-        status = broadcast_momentum(b, comm, root, err);
+                                : ct_bmuf_start(b, list, err);
+    for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
+        const ct_span all = {b->momentum.memory[d].data, b->n[d], (ct_dtype)d};
+        status = ct_comm_broadcast(comm, &all, root, err);
     }
     b->alike = status == CT_OK;
     return status;
 }
 
-/* Blocks whose average is taken some updates after they have ended. */
+/* ---- blocks whose average is applied some updates after their end ---------------- */
 
-static ct_status
-reserve(ct_bmuf *b, ct_error *err)
+ct_status
+ct_bmuf_load_pending(ct_bmuf *b, const ct_bmuf_list *from, ct_error *err)
 {
     ct_status status = CT_OK;
     for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
-        const size_t bytes = b->n[d] * ct_dtype_size((ct_dtype)d);
-        status = b->device->scratch_grow(&b->left.memory[d], bytes, err);
+        status = reserve_flat(b, &b->pending, d, err);
         if (status == CT_OK) {
-            status = b->device->scratch_grow(&b->sums.memory[d], bytes, err);
+            status = reserve_flat(b, &b->sums, d, err);
         }
     }
-    return status;
-}
-
-ct_status
-ct_bmuf_load_left(ct_bmuf *b, const ct_bmuf_list *from, ct_error *err)
-{
-    ct_status status = reserve(b, err);
     if (status == CT_OK) {
-        status = ct_bmuf_load(b, &b->left, from, err);
+        status = ct_bmuf_load(b, &b->pending, from, err);
     }
-    b->is_away = status == CT_OK;
+    b->is_pending = status == CT_OK;
     return status;
 }
 
-/* Shares of the distance that the parameters had when the ranks met, on their way. */
+/* Begins the sum of the ranks' deltas at the block's end. */
 static ct_status
 begin_sum(ct_bmuf *b, ct_comm *comm, ct_dtype dtype, ct_error *err)
 {
     const ct_rule_coef coef = {.block_share = ct_block_share_of(comm->world_size)};
     const ct_update_span span = {
         .n = b->n[dtype],
-        .grad = b->left.memory[dtype].data,
+        .grad = b->pending.memory[dtype].data,
         .param = b->sums.memory[dtype].data,
         .state = {b->global.memory[dtype].data},
         .dtype = dtype,
@@ -800,15 +779,15 @@ begin_sum(ct_bmuf *b, ct_comm *comm, ct_dtype dtype, ct_error *err)
     return status == CT_OK ? ct_comm_start(comm, &sum, &b->work[dtype], err) : status;
 }
 
-/* Waits for all, in the order in which they began; the first failure counts. */
+/* Waits for all in the order of their starts; the first failure is returned. */
 static ct_status
 wait_for_sums(ct_bmuf *b, ct_comm *comm, int n_begun, ct_error *err)
 {
     ct_status status = CT_OK;
     for (int d = 0; d < n_begun; d++) {
-        ct_error *told = status == CT_OK ? err : NULL;
+        ct_error *reported = status == CT_OK ? err : NULL;
         if (b->n[d] != 0) {
-            const ct_status ended = ct_comm_wait(comm, b->work[d], told);
+            const ct_status ended = ct_comm_wait(comm, b->work[d], reported);
             status = status == CT_OK ? ended : status;
         }
         b->work[d] = NULL;
@@ -817,9 +796,9 @@ wait_for_sums(ct_bmuf *b, ct_comm *comm, int n_begun, ct_error *err)
     return status;
 }
 
-/* Nobody wants to know how they ended. */
+/* Ends collectives without use of the results. */
 static void
-forget_sums(ct_bmuf *b, ct_comm *comm, int n_begun)
+drop_sums(ct_bmuf *b, ct_comm *comm, int n_begun)
 {
     const ct_status ignored = wait_for_sums(b, comm, n_begun, NULL);
     (void)ignored;
@@ -836,7 +815,7 @@ begin_sums(ct_bmuf *b, ct_comm *comm, ct_error *err)
     }
     b->is_under_way = status == CT_OK;
     if (status != CT_OK) {
-        forget_sums(b, comm, d);
+        drop_sums(b, comm, d);
     }
     return status;
 }
@@ -844,40 +823,35 @@ begin_sums(ct_bmuf *b, ct_comm *comm, ct_error *err)
 ct_status
 ct_bmuf_begin(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 {
-    ct_status status = ct_bmuf_check_unchanged(b, list, err);
-    if (status == CT_OK && !b->alike) {
-        status = ct_bmuf_check_alike(b, comm, err);
-    }
+    ct_status status = check_block(b, comm, list, err);
     if (status == CT_OK) {
-        status = ct_bmuf_load_left(b, list, err);
+        status = ct_bmuf_load_pending(b, list, err);
     }
     if (status == CT_OK) {
         status = begin_sums(b, comm, err);
     }
-    b->is_away = status == CT_OK;
+    b->is_pending = status == CT_OK;
     return status;
 }
 
 static ct_status
-rejoin(ct_bmuf *b, const ct_bmuf_config *config, const ct_bmuf_list *list,
-       ct_dtype dtype, ct_error *err)
+apply_sums(ct_bmuf *b, const ct_bmuf_list *list, int dtype, ct_error *err)
 {
-    batch s = ct_bmuf_first_batch(list, dtype, 0);
+    batch s = first_batch(list, dtype, 0);
     ct_status status = CT_OK;
-    while (status == CT_OK && ct_bmuf_next_batch(&s, b->pieces)) {
-        s.shares = ct_bmuf_flat_at(&b->sums, dtype, s.start);
-        status = ct_bmuf_move_model(b, config, &s, err);
+    while (status == CT_OK && next_batch(&s, b->pieces)) {
+        s.terms = flat_at(&b->sums, s.dtype, s.start);
+        status = move_model(b, &s, err);
     }
     return status;
 }
 
 ct_status
-ct_bmuf_finish(ct_bmuf *b, const ct_bmuf_config *config, ct_comm *comm,
-               const ct_bmuf_list *list, ct_error *err)
+ct_bmuf_finish(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err)
 {
-    ct_status status = ct_bmuf_check_unchanged(b, list, err);
+    ct_status status = check_unchanged(b, list, err);
     if (status == CT_OK) {
-        status = ct_bmuf_reserve_operands(b, list->n, err);
+        status = reserve_operands(b, list->n, err);
     }
     if (status == CT_OK && !b->is_under_way) {
         status = begin_sums(b, comm, err);
@@ -886,9 +860,9 @@ ct_bmuf_finish(ct_bmuf *b, const ct_bmuf_config *config, ct_comm *comm,
         status = wait_for_sums(b, comm, CT_BMUF_DTYPES, err);
     }
     for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
-        status = rejoin(b, config, list, (ct_dtype)d, err);
+        status = apply_sums(b, list, d, err);
     }
-    b->is_away = status != CT_OK;
+    b->is_pending = status != CT_OK;
     return status;
 }
 
@@ -896,7 +870,7 @@ void
 ct_bmuf_abandon(ct_bmuf *b, ct_comm *comm)
 {
     if (b->is_under_way) {
-        forget_sums(b, comm, CT_BMUF_DTYPES);
+        drop_sums(b, comm, CT_BMUF_DTYPES);
     }
-    b->is_away = false;
+    b->is_pending = false;
 }

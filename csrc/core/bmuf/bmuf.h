@@ -1,10 +1,11 @@
-/* Blockwise model-update filtering: workers train apart for a block of updates, then
- * average how far they have come, and move the global model with a momentum of blocks.
+/* Blockwise model-update filtering: every rank takes local steps for a block of
+ * updates; then the average of the parameter deltas moves the global model, through a
+ * momentum of blocks.
  *
- * The sources are those of math/block.h. What a block needs of every parameter
- * lies in flat buffers, one for each dtype: a block is one pass that fills a buffer,
- * one collective over it, and one pass that moves the model; batch by batch while what
- * was filled is still in the cache, where a collective costs little. */
+ * Sources: those of math/block.h. A block's values for all parameters lie in flat
+ * buffers, one for each dtype: a block is one pass that fills a buffer, one collective
+ * over it, and one pass that moves the model; batch by batch, while the filled values
+ * are still in the cache, where collectives are cheap. */
 #ifndef CORE_BMUF_BMUF_H
 #define CORE_BMUF_BMUF_H
 
@@ -16,38 +17,37 @@
 
 typedef struct ct_bmuf_config {
     int64_t sync_iter; /* updates in a block; >= 1 */
-    int64_t warmup;    /* updates before the workers first meet; >= 0 */
-    double momentum;   /* finite, >= 0; 0: the models are averaged, nothing else */
+    int64_t warmup;    /* updates before the first synchronization; >= 0 */
+    double momentum;   /* finite, >= 0; 0: models are averaged, nothing else */
     double lr;         /* of blocks; finite, >= 0 */
     ct_block_look look;
-    double reach; /* what the momentum is multiplied by where it moves the model: 1, or
-                     SlowMo's lr times the optimizer's, with 1 / that for lr */
-    int64_t overlap; /* updates behind which a block's collective runs, < sync_iter;
-                        above 0 with 32 bits and a momentum above 0 alone */
-    int delta_bits;  /* in which distances travel: 32: as they are; 8 or 4 with a
-                        momentum above 0 alone */
+    double reach; /* factor of the momentum in the move of the model: 1, or SlowMo's lr
+                     times the optimizer's, with 1 / the optimizer's for lr */
+    int64_t overlap; /* updates during which a block's collective runs, < sync_iter;
+                        > 0 with 32 bits and a momentum > 0 alone */
+    int delta_bits;  /* of an exchanged element of the parameter delta: 32; 8 or 4,
+                        quantized, with a momentum > 0 alone */
 } ct_bmuf_config;
 
 /* CT_EINVAL names the field at fault. */
 CT_NODISCARD ct_status ct_bmuf_check(const ct_bmuf_config *config, ct_error *err);
 
-/* Whether distances travel quantized. */
 static inline bool
-ct_bmuf_is_coded(const ct_bmuf_config *config)
+ct_bmuf_is_quantized(const ct_bmuf_config *config)
 {
     return config->delta_bits == 8 || config->delta_bits == 4;
 }
 
-/* What follows an update. */
+/* The synchronization that is due after an update. */
 typedef enum ct_bmuf_event {
     CT_BMUF_NOTHING,
-    CT_BMUF_WARMUP_END, /* all take over the model of rank 0: never with warmup 0 */
+    CT_BMUF_WARMUP_END, /* all ranks take rank 0's model; never with warmup 0 */
     CT_BMUF_BLOCK_END
 } ct_bmuf_event;
 ct_bmuf_event ct_bmuf_after(const ct_bmuf_config *config, int64_t num_updates);
 
-/* A parameter as it is stored with the most bits, and its copy that the model computes
- * with; copy.data is NULL where there is none. */
+/* A parameter in its most precise form, and the copy that the model computes with;
+ * copy.data may be NULL. */
 typedef struct ct_bmuf_tensor {
     ct_span span, copy;
 } ct_bmuf_tensor;
@@ -57,38 +57,37 @@ typedef struct ct_bmuf_list {
     size_t n;
 } ct_bmuf_list;
 
+/* Blocks are computed and kept in CT_F64 for parameters of CT_F64 and in CT_F32 for all
+ * others, so that the rounding of narrower parameters is made up for in the next block.
+ */
 enum {
-    CT_BMUF_DTYPES = 2 /* CT_F32 and CT_F64 */
+    CT_BMUF_DTYPES = 2
 };
 
-/* The dtype in which blocks of parameters are computed and kept: F64, or F32 for all
- * that is narrower, so that their rounding is made up for in the next block. */
-static inline ct_dtype
-ct_bmuf_dtype(ct_dtype of_parameter)
-{
-    return of_parameter == CT_F64 ? CT_F64 : CT_F32;
-}
-
-/* A value for every element of every parameter: those of one dtype side by side. */
+/* A value for every element of every parameter: flat buffers, by dtype. */
 typedef struct ct_bmuf_flat {
     ct_scratch memory[CT_BMUF_DTYPES];
     bool is_single; /* F32 for all */
 } ct_bmuf_flat;
 
 typedef struct ct_bmuf {
+    ct_bmuf_config config; /* the caller's, from ct_bmuf_init on */
     const ct_device *device;
     void *stream;
-    ct_bmuf_flat global, momentum; /* nothing in them while momentum is 0 */
-    ct_bmuf_flat residual;    /* what codes of distances have missed on this rank */
-    size_t n[CT_BMUF_DTYPES]; /* elements in each of them */
-    ct_scratch wire;          /* codes that are sent, and those that come */
-    ct_bmuf_flat left, sums; /* the parameters when the ranks met, and what is summed */
+    int root;                      /* of ct_bmuf_adopt; the caller's */
+    ct_bmuf_flat global, momentum; /* empty while config.momentum is 0 */
+    ct_bmuf_flat residual;         /* error feedback of this rank's quantized deltas */
+    size_t n[CT_BMUF_DTYPES];      /* elements in each buffer */
+    ct_scratch wire;               /* quantized values to be sent, and received ones */
+    /* Of a pending block: the parameters at the block's end, and the sums of the ranks'
+     * deltas, under way. */
+    ct_bmuf_flat pending, sums;
     ct_work *work[CT_BMUF_DTYPES];
-    bool is_away;      /* a block has ended, and its average has not been taken yet */
-    bool is_under_way; /* and its collectives have begun */
+    bool is_pending;   /* a block has ended without use of the average so far */
+    bool is_under_way; /* and the collectives have begun */
     bool alike;        /* the global model is known to be the same on all ranks */
-    ct_scratch shares; /* of a batch: what is reduced */
-    struct ct_bmuf_piece *pieces; /* of a batch, with room for a list */
+    ct_scratch terms;  /* of a batch: this rank's terms of a sum over the ranks */
+    struct ct_bmuf_piece *pieces; /* of a batch; these arrays have room for a list */
     ct_update_span *spans;
     ct_span *to, *from;
     size_t room;
@@ -98,93 +97,55 @@ typedef struct ct_bmuf {
 void ct_bmuf_init(ct_bmuf *bmuf, const ct_device *device, void *stream);
 void ct_bmuf_fini(ct_bmuf *bmuf);
 
-/* The global model becomes the parameters and the momentum 0. Where the list is other
- * than at the last start, everything is laid out anew. */
-CT_NODISCARD ct_status ct_bmuf_start(ct_bmuf *bmuf, const ct_bmuf_config *config,
-                                     const ct_bmuf_list *list, ct_error *err);
-
-/* The end of the warm-up: every rank's parameters become those of rank 0, then as
- * ct_bmuf_start. */
-CT_NODISCARD ct_status ct_bmuf_take_over(ct_bmuf *bmuf, const ct_bmuf_config *config,
-                                         ct_comm *comm, const ct_bmuf_list *list,
-                                         ct_error *err);
-
-/* The ranks of a new group go on from the root's parameters, as they are, and its
- * momentum; root is the same on all. */
-CT_NODISCARD ct_status ct_bmuf_adopt(ct_bmuf *bmuf, const ct_bmuf_config *config,
-                                     ct_comm *comm, int root, const ct_bmuf_list *list,
+/* The global model becomes the parameters and the momentum 0. For another list than
+ * before, all buffers are laid out anew. */
+CT_NODISCARD ct_status ct_bmuf_start(ct_bmuf *bmuf, const ct_bmuf_list *list,
                                      ct_error *err);
+
+/* The end of the warm-up: every rank's parameters become rank 0's, then as
+ * ct_bmuf_start. */
+CT_NODISCARD ct_status ct_bmuf_take_over(ct_bmuf *bmuf, ct_comm *comm,
+                                         const ct_bmuf_list *list, ct_error *err);
+
+/* The ranks of a new group continue from the parameters, as they are, and the momentum
+ * of bmuf->root, the same rank on all. */
+CT_NODISCARD ct_status ct_bmuf_adopt(ct_bmuf *bmuf, ct_comm *comm,
+                                     const ct_bmuf_list *list, ct_error *err);
 
 /* The end of a block. CT_EINVAL on all ranks where a first block did not begin with the
  * same model on all. After CT_ECOMM some parameters may have moved and others not. */
-CT_NODISCARD ct_status ct_bmuf_synchronize(ct_bmuf *bmuf, const ct_bmuf_config *config,
-                                           ct_comm *comm, const ct_bmuf_list *list,
-                                           ct_error *err);
+CT_NODISCARD ct_status ct_bmuf_synchronize(ct_bmuf *bmuf, ct_comm *comm,
+                                           const ct_bmuf_list *list, ct_error *err);
 
-/* The end of a block whose average is taken later: begins the collectives and returns.
- * Until ct_bmuf_finish the parameters may go on; other collectives may come between. */
+/* The end of a block with a later use of the average: begins the collectives and
+ * returns. Until ct_bmuf_finish the parameters may change, and other collectives run.
+ */
 CT_NODISCARD ct_status ct_bmuf_begin(ct_bmuf *bmuf, ct_comm *comm,
                                      const ct_bmuf_list *list, ct_error *err);
 
-/* Takes the average: the global model moves, and the parameters become it and what they
- * have learnt since. */
-CT_NODISCARD ct_status ct_bmuf_finish(ct_bmuf *bmuf, const ct_bmuf_config *config,
-                                      ct_comm *comm, const ct_bmuf_list *list,
-                                      ct_error *err);
+/* Applies the pending average: the global model moves, and the parameters become the
+ * global model plus their own change since the block's end. */
+CT_NODISCARD ct_status ct_bmuf_finish(ct_bmuf *bmuf, ct_comm *comm,
+                                      const ct_bmuf_list *list, ct_error *err);
 
-/* Waits for what is under way and forgets it; never fails. Comes before ct_bmuf_start
- * and ct_bmuf_fini where something may be. */
+/* Waits for the collectives under way and drops the pending average; never fails. Comes
+ * before ct_bmuf_start and ct_bmuf_fini where collectives may be under way. */
 void ct_bmuf_abandon(ct_bmuf *bmuf, ct_comm *comm);
 
-/* Between the two: the parameters when the ranks met, from a list like theirs. Then
- * ct_bmuf_finish begins the collectives itself. */
-CT_NODISCARD ct_status ct_bmuf_load_left(ct_bmuf *bmuf, const ct_bmuf_list *from,
-                                         ct_error *err);
+/* Restores a pending average: `from` has the parameters at the block's end.
+ * ct_bmuf_finish then begins the collectives itself. */
+CT_NODISCARD ct_status ct_bmuf_load_pending(ct_bmuf *bmuf, const ct_bmuf_list *from,
+                                            ct_error *err);
 
-/* Every tensor becomes its average over the ranks: shares, summed. */
+/* Every tensor becomes its average over the ranks. */
 CT_NODISCARD ct_status ct_bmuf_average(ct_bmuf *bmuf, ct_comm *comm,
                                        const ct_bmuf_list *list, ct_error *err);
 
-/* The global model, the momentum or the residual of each parameter: to or from the
- * spans of a list like theirs, of any float dtypes that are as wide or wider.
- * ct_bmuf_start comes before. */
+/* Copies the values of a flat buffer to or from a list of as many elements as the
+ * parameters, of float dtypes that are as wide or wider. After ct_bmuf_start. */
 CT_NODISCARD ct_status ct_bmuf_save(ct_bmuf *bmuf, const ct_bmuf_flat *flat,
                                     const ct_bmuf_list *to, ct_error *err);
 CT_NODISCARD ct_status ct_bmuf_load(ct_bmuf *bmuf, const ct_bmuf_flat *flat,
                                     const ct_bmuf_list *from, ct_error *err);
-
-/* Lists of tensors, cut into batches of a size. */
-
-/* A part of a tensor, and where it is in the flat buffers of its dtype. */
-typedef struct ct_bmuf_piece {
-    ct_span span, copy;
-    size_t at;
-} ct_bmuf_piece;
-
-/* Pieces that are computed in one dtype, one behind the other, and where the next batch
- * starts. */
-typedef struct ct_bmuf_batch {
-    const ct_bmuf_list *list;
-    ct_dtype dtype;
-    size_t most; /* elements in a batch */
-    size_t n_pieces, n;
-    size_t start;          /* of the batch, in flat buffers */
-    void *shares;          /* of the batch: what is reduced; the caller's */
-    size_t tensor, offset; /* of the next piece */
-    size_t at;             /* of the next piece, in flat buffers */
-} ct_bmuf_batch;
-
-static inline ct_dtype
-ct_bmuf_flat_dtype(const ct_bmuf_flat *flat, ct_dtype dtype)
-{
-    return flat->is_single ? CT_F32 : dtype;
-}
-
-static inline void *
-ct_bmuf_flat_at(const ct_bmuf_flat *flat, ct_dtype dtype, size_t at)
-{
-    return (char *)flat->memory[dtype].data +
-           at * ct_dtype_size(ct_bmuf_flat_dtype(flat, dtype));
-}
 
 #endif

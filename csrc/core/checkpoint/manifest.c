@@ -1,3 +1,7 @@
+/* Writing, reading and verifying manifests.
+ *
+ * A manifest is data from outside: names that leave the folder, repeated entries and
+ * malformed checksums are rejected before any listed file is opened. */
 #define _POSIX_C_SOURCE 200809L
 #include "core/checkpoint/manifest.h"
 
@@ -140,36 +144,33 @@ read_crc(ct_json *json, uint32_t *crc, ct_error *err)
                : ct_json_fail(json, "expected a crc32c of 8 digits", err);
 }
 
+typedef struct entry {
+    uint64_t bytes;
+    uint32_t crc;
+    bool has_bytes, has_crc;
+} entry;
+
 static ct_status
-read_entry(ct_manifest *manifest, ct_json *json, ct_text name, ct_error *err)
+read_field(void *arg, ct_json *json, ct_text key, ct_error *err)
 {
-    bool first = true, more = true, has_bytes = false, has_crc = false;
-    uint64_t bytes = 0;
-    uint32_t crc = 0;
-    ct_status status = ct_json_enter(json, '{', err);
-    while (status == CT_OK && more) {
-        ct_text key;
-        status = ct_json_more(json, '{', &first, &more, &key, err);
-        if (status != CT_OK || !more) {
-            break;
-        }
-        if ((has_bytes && ct_text_is(key, "bytes")) ||
-            (has_crc && ct_text_is(key, "crc32c"))) {
-            return ct_json_fail(json, "a field of a file is there twice", err);
-        }
-        if (ct_text_is(key, "bytes")) {
-            status = ct_json_u64(json, &bytes, err);
-            has_bytes = true;
-        }
-        else if (ct_text_is(key, "crc32c")) {
-            status = read_crc(json, &crc, err);
-            has_crc = true;
-        }
-        else {
-            status = ct_json_skip(json, err);
-        }
+    entry *e = arg;
+    const bool is_bytes = ct_text_is(key, "bytes"), is_crc = ct_text_is(key, "crc32c");
+    if ((is_bytes && e->has_bytes) || (is_crc && e->has_crc)) {
+        return ct_json_fail(json, "a field of a file is there twice", err);
     }
-    if (status == CT_OK && !(has_bytes && has_crc)) {
+    e->has_bytes = e->has_bytes || is_bytes;
+    e->has_crc = e->has_crc || is_crc;
+    return is_bytes ? ct_json_u64(json, &e->bytes, err)
+           : is_crc ? read_crc(json, &e->crc, err)
+                    : ct_json_skip(json, err);
+}
+
+static ct_status
+read_file(void *arg, ct_json *json, ct_text name, ct_error *err)
+{
+    entry e = {0};
+    ct_status status = ct_json_each(json, '{', read_field, &e, err);
+    if (status == CT_OK && !(e.has_bytes && e.has_crc)) {
         return ct_json_fail(json, "a file lacks bytes or crc32c", err);
     }
     if (status == CT_OK && !ct_path_is_inside(name.data, name.n)) {
@@ -178,56 +179,43 @@ read_entry(ct_manifest *manifest, ct_json *json, ct_text name, ct_error *err)
                        (int)(name.n < 100 ? name.n : 100), name.data);
     }
     return status == CT_OK
-               ? ct_manifest_add(manifest, name.data, name.n, bytes, crc, err)
+               ? ct_manifest_add(arg, name.data, name.n, e.bytes, e.crc, err)
                : status;
 }
 
+typedef struct content {
+    ct_manifest *manifest;
+    uint64_t version;
+    bool has_files;
+} content;
+
 static ct_status
-read_files(ct_manifest *manifest, ct_json *json, ct_error *err)
+read_member(void *arg, ct_json *json, ct_text key, ct_error *err)
 {
-    bool first = true, more = true;
-    ct_status status = ct_json_enter(json, '{', err);
-    while (status == CT_OK && more) {
-        ct_text name;
-        status = ct_json_more(json, '{', &first, &more, &name, err);
-        if (status == CT_OK && more) {
-            status = read_entry(manifest, json, name, err);
-        }
+    content *c = arg;
+    if (ct_text_is(key, "version")) {
+        return ct_json_u64(json, &c->version, err);
     }
-    return status;
+    if (!ct_text_is(key, "files") || c->has_files) {
+        return ct_json_skip(json, err);
+    }
+    c->has_files = true;
+    return ct_json_each(json, '{', read_file, c->manifest, err);
 }
 
 static ct_status
 parse(ct_manifest *manifest, ct_json *json, ct_error *err)
 {
-    bool first = true, more = true, has_files = false;
-    uint64_t version = 0;
-    ct_status status = ct_json_enter(json, '{', err);
-    while (status == CT_OK && more) {
-        ct_text key;
-        status = ct_json_more(json, '{', &first, &more, &key, err);
-        if (status != CT_OK || !more) {
-            break;
-        }
-        if (ct_text_is(key, "version")) {
-            status = ct_json_u64(json, &version, err);
-        }
-        else if (ct_text_is(key, "files") && !has_files) {
-            status = read_files(manifest, json, err);
-            has_files = true;
-        }
-        else {
-            status = ct_json_skip(json, err);
-        }
-    }
+    content c = {.manifest = manifest};
+    ct_status status = ct_json_each(json, '{', read_member, &c, err);
     if (status == CT_OK) {
         status = ct_json_finish(json, err);
     }
-    if (status == CT_OK && (version != VERSION || !has_files)) {
+    if (status == CT_OK && (c.version != VERSION || !c.has_files)) {
         return ct_fail(err, CT_EINVAL,
                        "%s: not a manifest of version %d: version %llu, %s", json->what,
-                       VERSION, (unsigned long long)version,
-                       has_files ? "files listed" : "no files listed");
+                       VERSION, (unsigned long long)c.version,
+                       c.has_files ? "files listed" : "no files listed");
     }
     return status;
 }
@@ -255,7 +243,8 @@ read_text(const char *path, char **text, size_t *n, ct_error *err)
     return status;
 }
 
-/* Is a folder on the way to name a link? The manifest's writer passes over those. */
+/* Is a folder of the path `name` a link? The writer of manifests skips files below
+ * links. */
 static ct_status
 check_folders(const char *folder, const char *name, const char *what, ct_error *err)
 {
@@ -322,44 +311,28 @@ ct_manifest_read(ct_manifest *manifest, const char *folder, ct_error *err)
 }
 
 static ct_status
-check_file(const char *path, const ct_expected *expected, ct_error *err)
-{
-    ct_source source;
-    ct_status status = ct_source_open(&source, path, expected, err);
-    if (status != CT_OK) {
-        return status;
-    }
-    ct_extent whole = {.n = source.bytes};
-    status = ct_source_read_extents(&source, &whole, 1, CT_SUM_CRC32C, err);
-    if (status == CT_OK) {
-        status = ct_source_judge(&source, expected, whole.crc, err);
-    }
-    ct_source_close(&source);
-    return status;
-}
-
-static ct_status
-verify_file(const char *folder, const ct_manifest_file *file, ct_problem_fn *tell,
+verify_file(const char *folder, const ct_manifest_file *file, ct_problem_fn *report,
             void *arg, ct_error *err)
 {
-    ct_error found;
+    ct_error problem;
+    ct_expected found;
     const ct_expected expected = {file->bytes, file->crc32c};
     char *path = ct_path_join(folder, file->name);
     if (path == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for a path below %s", folder);
     }
-    ct_status status = check_file(path, &expected, &found);
+    ct_status status = ct_checksum_file(path, &expected, &found, &problem);
     ct_free(path);
-    return status == CT_OK ? CT_OK : tell(arg, found.message, err);
+    return status == CT_OK ? CT_OK : report(arg, problem.message, err);
 }
 
 ct_status
-ct_manifest_verify(const char *folder, ct_problem_fn *tell, void *arg, ct_error *err)
+ct_manifest_verify(const char *folder, ct_problem_fn *report, void *arg, ct_error *err)
 {
     ct_manifest manifest = {0};
     ct_status status = ct_manifest_read(&manifest, folder, err);
     for (size_t i = 0; i < manifest.n && status == CT_OK; i++) {
-        status = verify_file(folder, &manifest.files[i], tell, arg, err);
+        status = verify_file(folder, &manifest.files[i], report, arg, err);
     }
     ct_manifest_fini(&manifest);
     return status;

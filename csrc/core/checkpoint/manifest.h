@@ -1,7 +1,8 @@
-/* The list of a checkpoint's files with their sizes and checksums.
+/* The list of a checkpoint's files with sizes and checksums.
  *
  * {"version":1,"files":{"model.safetensors":{"bytes":N,"crc32c":"8 digits"},...}}
- * It is written last, so its presence says that everything before it was. */
+ *
+ * The manifest is written last: its presence proves that all files are complete. */
 #ifndef CT_MANIFEST_H
 #define CT_MANIFEST_H
 
@@ -10,9 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 #define CT_MANIFEST_NAME "ctrainer_manifest.json"
 
@@ -33,25 +32,23 @@ CT_NODISCARD ct_status ct_manifest_add(ct_manifest *manifest, const char *name,
                                        size_t name_n, uint64_t bytes, uint32_t crc32c,
                                        ct_error *err);
 
-/* Writes it into folder, files in the order of their names, and onto the disk. */
+/* Writes the manifest to folder, files sorted by name, and syncs it to the disk. */
 CT_NODISCARD ct_status ct_manifest_write(ct_manifest *manifest, const char *folder,
                                          ct_error *err);
 
-/* Reads folder's; CT_EIO with ENOENT where there is none. CT_EINVAL where it lists no
- * file, one twice, or one outside of folder, also by a link in the place of a folder.
- */
+/* Reads the folder's manifest; CT_EIO with ENOENT without a manifest. CT_EINVAL for
+ * an empty list, a file listed twice, or a file outside of the folder, also by a
+ * linked folder. */
 CT_NODISCARD ct_status ct_manifest_read(ct_manifest *manifest, const char *folder,
                                         ct_error *err);
 
-/* Compares every file that folder's manifest lists with the disk and tells of each
- * that is missing, of another size or damaged. Files that it does not list are no
- * problem. Fails only where the manifest cannot be read or memory is short. */
+/* Compares every listed file with the disk, and reports files that are missing,
+ * damaged or of another size. Other files are ignored. Fails only for an unreadable
+ * manifest or for lack of memory. */
 typedef ct_status ct_problem_fn(void *arg, const char *problem, ct_error *err);
-CT_NODISCARD ct_status ct_manifest_verify(const char *folder, ct_problem_fn *tell,
+CT_NODISCARD ct_status ct_manifest_verify(const char *folder, ct_problem_fn *report,
                                           void *arg, ct_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -1,6 +1,8 @@
-/* Files about to be written, put together from memory and from parts of other files,
- * and the set of files that one save consists of. Checksums inside a file are left
- * blank until a thread has the time to compute them. */
+/* Plans of files: pieces of memory and excerpts of other files, written in order.
+ *
+ * A checksum inside a file covers pieces that come after its place. The place stays
+ * blank until all pieces are summed, and the plan's own pieces, the only ones with
+ * such places, are summed last. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "core/checkpoint/plan.h"
@@ -132,7 +134,7 @@ apply_patch(const ct_plan *plan, const ct_patch *patch)
     }
 }
 
-/* The same where every piece but the plan's own has its checksums. */
+/* Fills in the patches; needs the checksums of all pieces but the plan's own. */
 static void
 ct_plan_fill_in(ct_plan *plan)
 {
@@ -182,8 +184,10 @@ ct_plan_write(const ct_plan *plan, const char *path, ct_error *err)
     return status;
 }
 
-/* A plan to a file in one pass: each block is read, summed and written before the next,
- * so that files larger than memory can be put together from others. */
+/* ---- streaming -------------------------------------------------------------------
+ *
+ * Each block is read, summed and written before the next, so that a file made of
+ * other files may be larger than memory. */
 
 enum {
     BLOCK_BYTES = 1 << 20
@@ -228,7 +232,7 @@ close_source(stream *s)
     s->source_path = NULL;
 }
 
-/* The last file stays open: a tensor's neighbour mostly lies in the same one. */
+/* The last file stays open: neighbouring tensors are mostly in the same file. */
 static ct_status
 open_source(stream *s, const char *path, ct_error *err)
 {
@@ -292,7 +296,7 @@ put_piece(stream *s, ct_plan_piece *piece, ct_error *err)
     return status;
 }
 
-/* Patches have changed what the plan owns: those pieces are written once more. */
+/* Writes the plan's own pieces again, with the patches. */
 static ct_status
 put_patched(stream *s, const ct_plan *plan, ct_error *err)
 {
@@ -328,7 +332,7 @@ put_plan(stream *s, ct_plan *plan, ct_error *err)
     return status;
 }
 
-/* Writes the plan to path, which is replaced, and puts it on the disk. */
+/* Replaces the file at path and syncs it to the disk. */
 static ct_status
 stream_to(ct_plan *plan, const char *path, ct_error *err)
 {
@@ -338,7 +342,7 @@ stream_to(ct_plan *plan, const char *path, ct_error *err)
         return ct_fail_io(err, errno, "create", path);
     }
     ct_status status = put_plan(&s, plan, err);
-    if (close(s.fd) < 0 && status == CT_OK) { /* NFS tells of a full disk only here */
+    if (close(s.fd) < 0 && status == CT_OK) { /* NFS reports a full disk only here */
         status = ct_fail_io(err, errno, "write", path);
     }
     return status == CT_OK ? ct_sync_file(path, err) : status;
@@ -375,183 +379,5 @@ ct_plan_publish(ct_plan *plan, const char *path, ct_error *err)
         status = sync_folder_of(beside, err);
     }
     ct_free(beside);
-    return status;
-}
-
-/* A file as it was right after it was written: if somebody has changed it since, its
- * checksum is worked out anew. */
-struct ct_fileset_file {
-    ct_plan plan;
-    bool written;
-    struct stat as_written;
-};
-
-void
-ct_fileset_clear(ct_fileset *set)
-{
-    for (size_t i = 0; i < set->n; i++) {
-        ct_plan_fini(&set->files[i].plan);
-    }
-    set->n = 0;
-}
-
-void
-ct_fileset_fini(ct_fileset *set)
-{
-    ct_fileset_clear(set);
-    ct_free(set->files);
-    *set = (ct_fileset){0};
-}
-
-static ct_fileset_file *
-find(const ct_fileset *set, const char *name)
-{
-    for (size_t i = 0; i < set->n; i++) {
-        if (strcmp(set->files[i].plan.name, name) == 0) {
-            return &set->files[i];
-        }
-    }
-    return NULL;
-}
-
-ct_status
-ct_fileset_keep(ct_fileset *set, ct_plan *plan, size_t *index, ct_error *err)
-{
-    ct_fileset_file *f = find(set, plan->name);
-    if (f != NULL) {
-        ct_plan_fini(&f->plan);
-    }
-    else {
-        void *block = set->files;
-        ct_status status = ct_grow(&block, &set->capacity, set->n + 1, sizeof *f, err);
-        set->files = block;
-        if (status != CT_OK) {
-            return status;
-        }
-        f = &set->files[set->n++];
-    }
-    *f = (ct_fileset_file){.plan = *plan};
-    *plan = (ct_plan){0};
-    *index = (size_t)(f - set->files);
-    return CT_OK;
-}
-
-/* "sub/name" needs a folder "sub". */
-static ct_status
-make_parent(char *path, const char *name, ct_error *err)
-{
-    char *slash = strchr(name, '/') == NULL ? NULL : strrchr(path, '/');
-    if (slash == NULL) {
-        return CT_OK;
-    }
-    *slash = '\0';
-    ct_status status = ct_make_folders(path, err);
-    *slash = '/';
-    return status;
-}
-
-ct_status
-ct_fileset_write_one(ct_fileset *set, size_t index, const char *folder, ct_error *err)
-{
-    ct_fileset_file *f = &set->files[index];
-    if (f->written) {
-        return CT_OK;
-    }
-    char *path = ct_path_join(folder, f->plan.name);
-    if (path == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory for the path of %s", f->plan.name);
-    }
-    ct_status status = make_parent(path, f->plan.name, err);
-    ct_plan_seal(&f->plan);
-    if (status == CT_OK) {
-        status = ct_plan_write(&f->plan, path, err);
-    }
-    if (status == CT_OK) {
-        f->written = stat(path, &f->as_written) == 0;
-    }
-    ct_free(path);
-    return status;
-}
-
-ct_status
-ct_fileset_write(ct_fileset *set, const char *folder, ct_error *err)
-{
-    ct_status status = CT_OK;
-    for (size_t i = 0; i < set->n && status == CT_OK; i++) {
-        status = ct_fileset_write_one(set, i, folder, err);
-    }
-    return status;
-}
-
-typedef struct fileset_listing {
-    const ct_fileset *set;
-    const char *folder;
-    ct_manifest manifest;
-} fileset_listing;
-
-static bool
-is_untouched(const ct_fileset_file *f, const struct stat *now)
-{
-    const struct stat *then = &f->as_written;
-    return f->written && then->st_ino == now->st_ino && then->st_size == now->st_size &&
-           then->st_mtim.tv_sec == now->st_mtim.tv_sec &&
-           then->st_mtim.tv_nsec == now->st_mtim.tv_nsec;
-}
-
-static ct_status
-count_file(fileset_listing *c, const char *name, const char *path, ct_error *err)
-{
-    struct stat now;
-    uint32_t crc = 0;
-    uint64_t bytes = 0;
-    ct_status status = CT_OK;
-    const ct_fileset_file *f = find(c->set, name);
-    if (stat(path, &now) < 0) {
-        return ct_fail_io(err, errno, "look at", path);
-    }
-    if (f != NULL && is_untouched(f, &now)) {
-        crc = f->plan.crc32c;
-        bytes = f->plan.bytes;
-    }
-    else {
-        status = ct_checksum_file(path, &crc, &bytes, err);
-    }
-    if (status == CT_OK) {
-        status = ct_sync_file(path, err);
-    }
-    return status == CT_OK
-               ? ct_manifest_add(&c->manifest, name, strlen(name), bytes, crc, err)
-               : status;
-}
-
-static ct_status
-visit(void *arg, const char *relative, int is_folder, ct_error *err)
-{
-    fileset_listing *c = arg;
-    if (strcmp(relative, CT_MANIFEST_NAME) == 0) {
-        return CT_OK; /* somebody's copy of another folder's: ours replaces it */
-    }
-    char *path = ct_path_join(c->folder, relative);
-    if (path == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory for a path below %s", c->folder);
-    }
-    ct_status status =
-        is_folder ? ct_sync_folder(path, err) : count_file(c, relative, path, err);
-    ct_free(path);
-    return status;
-}
-
-ct_status
-ct_fileset_sync(ct_fileset *set, const char *folder, ct_error *err)
-{
-    fileset_listing c = {.set = set, .folder = folder};
-    ct_status status = ct_walk(folder, visit, &c, err);
-    if (status == CT_OK) {
-        status = ct_manifest_write(&c.manifest, folder, err);
-    }
-    if (status == CT_OK) {
-        status = ct_sync_folder(folder, err);
-    }
-    ct_manifest_fini(&c.manifest);
     return status;
 }

@@ -1,9 +1,8 @@
-/* A file about to be written: its bytes in order, and the checksums inside it that are
- * left blank until somebody has time to work them out.
+/* The content of a file: its bytes in order, and checksums that are computed later.
  *
- * A plan is made where training waits, so making it reads no tensor; it is sealed and
- * written on the writer's thread. One that reads other files, of shards for instance,
- * is streamed instead: a block at a time is all that it holds of them. */
+ * A plan is made while training waits, so no tensor is read for it; the writer's
+ * thread seals and writes the plan. A plan with excerpts of other files, such as
+ * shards, is streamed through a single block of memory. */
 #ifndef CORE_CHECKPOINT_PLAN_H
 #define CORE_CHECKPOINT_PLAN_H
 
@@ -14,9 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 /* Bytes of another file. */
 typedef struct ct_excerpt {
@@ -25,7 +22,7 @@ typedef struct ct_excerpt {
     size_t n;
 } ct_excerpt;
 
-/* Bytes in memory, or excerpts, one after the other, where there are any. */
+/* Bytes in memory, or excerpts in order. */
 typedef struct ct_plan_piece {
     const void *data;
     size_t n;
@@ -42,8 +39,8 @@ typedef enum ct_patch_kind {
     CT_PATCH_CRC32       /* ZIP's checksum, four bytes, little-endian */
 } ct_patch_kind;
 
-/* The checksum of pieces [first, first + n) goes to `offset` in piece `to`, one that
- * the plan owns and that is not among them. For CT_PATCH_CRC32 n is 1. */
+/* Puts the checksum of pieces [first, first + n) at `offset` in piece `to`, which
+ * the plan owns and which is not among the summed pieces. n is 1 for CT_PATCH_CRC32. */
 typedef struct ct_patch {
     ct_patch_kind kind;
     size_t first, n;
@@ -66,11 +63,11 @@ void ct_plan_fini(ct_plan *plan);
 /* "name", "sub/name": never absolute, never with ".." (CT_EINVAL). */
 CT_NODISCARD ct_status ct_plan_set_name(ct_plan *plan, const char *name, ct_error *err);
 
-/* Appends what buf holds, taking it over and leaving buf empty. */
+/* Appends the bytes of buf, takes them over and leaves buf empty. */
 CT_NODISCARD ct_status ct_plan_add_buf(ct_plan *plan, ct_buf *buf, ct_error *err);
 
-/* Appends n borrowed bytes: they must stay as they are until the plan is written, or
- * be replaced by a copy (ct_arena_copy). */
+/* Appends n borrowed bytes, which must not change before the plan is written or the
+ * snapshot replaces them. */
 CT_NODISCARD ct_status ct_plan_add_data(ct_plan *plan, const void *data, size_t n,
                                         ct_error *err);
 
@@ -79,55 +76,22 @@ CT_NODISCARD ct_status ct_plan_add_data(ct_plan *plan, const void *data, size_t 
 CT_NODISCARD ct_status ct_plan_add_excerpts(ct_plan *plan, const ct_excerpt *excerpts,
                                             size_t n, ct_error *err);
 
-/* The pieces that it speaks of have been added. */
+/* All pieces of the patch have been added before. */
 CT_NODISCARD ct_status ct_plan_add_patch(ct_plan *plan, ct_patch patch, ct_error *err);
 
-/* Fills in every patch and the checksum of the whole: one pass over the data, a second
- * one where ZIP's checksum is wanted. */
+/* Fills in all patches and the checksum of the file: a pass over the data, and a
+ * second pass for ZIP's checksum. */
 void ct_plan_seal(ct_plan *plan);
 
-/* Seals and writes in one pass: beside path first, then synchronised and renamed, so
- * that path is never half a file. Holds one block of excerpts. CT_EINVAL where an
- * excerpt's file ends too soon. */
+/* Seals and writes in one pass, to a temporary file beside path that is synced and
+ * renamed, so that path is never half a file. CT_EINVAL where an excerpt's file ends
+ * too soon. */
 CT_NODISCARD ct_status ct_plan_publish(ct_plan *plan, const char *path, ct_error *err);
 
 /* Writes a sealed plan to path, replacing a file that is there. */
 CT_NODISCARD ct_status ct_plan_write(const ct_plan *plan, const char *path,
                                      ct_error *err);
 
-/* The files of one save: plans that are written once, and what is on the disk then.
- *
- * Others may write into the same folder, and over files of ours once these have been
- * written: the disk has the last word on what a checkpoint holds. */
-
-typedef struct ct_fileset_file ct_fileset_file;
-
-/* Starts as {0}. */
-typedef struct ct_fileset {
-    ct_fileset_file *files;
-    size_t n, capacity;
-} ct_fileset;
-
-void ct_fileset_fini(ct_fileset *set);
-void ct_fileset_clear(ct_fileset *set); /* forgets the files, keeps the memory */
-
-/* Takes a named plan over, leaving *plan empty; it replaces one of the same name. */
-CT_NODISCARD ct_status ct_fileset_keep(ct_fileset *set, ct_plan *plan, size_t *index,
-                                       ct_error *err);
-
-/* Writes one file, or all, into folder, but none a second time. */
-CT_NODISCARD ct_status ct_fileset_write_one(ct_fileset *set, size_t index,
-                                            const char *folder, ct_error *err);
-CT_NODISCARD ct_status ct_fileset_write(ct_fileset *set, const char *folder,
-                                        ct_error *err);
-
-/* Puts every file in folder, ours or not, on the disk, and last the manifest of them.
- */
-CT_NODISCARD ct_status ct_fileset_sync(ct_fileset *set, const char *folder,
-                                       ct_error *err);
-
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -1,5 +1,9 @@
-/* Writing: sort, header, pieces. Reading is in core/checkpoint/safetensors.c and
- * core/checkpoint/safetensors.c. */
+/* Writing and reading safetensors files.
+ *
+ * Tensors of a written file are sorted, so that each is aligned. Of a file that is
+ * read nothing is trusted: the header is bounded, summed if a checksum is there, and
+ * compared with the size of the file before data is read, so that a hostile header
+ * costs an error message and no more. */
 #define _GNU_SOURCE
 
 #include "core/checkpoint/safetensors.h"
@@ -13,32 +17,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* An entry of the index of names. */
-typedef struct ct_st_name {
-    ct_text name;
-    size_t index; /* into tensors */
-} ct_st_name;
+/* ---- dtypes ---------------------------------------------------------------------- */
 
-/* tensors is in the order of the data, by_name in the order of the names. Every text
- * points into header, every shape into extents. */
-struct ct_st_file {
-    ct_source source;
-    char *path;
-    char *header;
-    uint32_t header_crc; /* of the file up to its data */
-    bool header_checked; /* against the checksum in it */
-    uint64_t data_begin;
-    ct_st_tensor *tensors;
-    size_t n_tensors, tensors_capacity;
-    uint64_t *extents;
-    size_t n_extents, extents_capacity;
-    ct_st_name *by_name;
-    ct_st_pair *metadata;
-    size_t n_metadata, metadata_capacity;
-};
-
-/* In the library's order: tensors with a later dtype come first in a file, so that
- * every one is aligned to its element. */
+/* In the library's order: tensors of a later dtype come first in a file, so that
+ * each tensor is aligned to its elements. */
 static const struct {
     const char *tag;
     size_t bytes;
@@ -77,13 +59,15 @@ dtype_of(ct_text tag)
     return i;
 }
 
-/* Bytes of one element; 0 for a tag that the format does not have. */
+/* Bytes of an element; 0 for a tag outside of the format. */
 static size_t
-ct_st_tag_bytes(ct_text tag)
+tag_bytes(ct_text tag)
 {
     size_t i = dtype_of(tag);
     return i < DTYPE_COUNT ? dtypes[i].bytes : 0;
 }
+
+/* ---- writing --------------------------------------------------------------------- */
 
 static ct_text
 text_of(const char *tag)
@@ -104,7 +88,7 @@ check_entry(const ct_st_entry *entry, ct_error *err)
 {
     const char *name = entry->name.data;
     int n = (int)(entry->name.n < 200 ? entry->name.n : 200);
-    size_t bytes = ct_st_tag_bytes(text_of(entry->tag));
+    size_t bytes = tag_bytes(text_of(entry->tag));
     if (bytes == 0) {
         return ct_fail(err, CT_EINVAL, "tensor '%.*s': safetensors has no dtype '%s'",
                        n, name, entry->tag);
@@ -124,83 +108,76 @@ check_entry(const ct_st_entry *entry, ct_error *err)
     return CT_OK;
 }
 
-static ct_status
-add_pair(ct_buf *buf, ct_text key, ct_text value, ct_error *err)
+/* Text appended piece by piece; the first failure stays, later pieces are dropped. */
+typedef struct output {
+    ct_buf *buf;
+    ct_error *err;
+    ct_status status;
+} output;
+
+static void
+put(output *out, const char *text)
 {
-    ct_status status = ct_buf_json(buf, key.data, key.n, err);
-    if (status == CT_OK) {
-        status = ct_buf_text(buf, ":", err);
+    if (out->status == CT_OK) {
+        out->status = ct_buf_text(out->buf, text, out->err);
     }
-    return status == CT_OK ? ct_buf_json(buf, value.data, value.n, err) : status;
 }
 
-/* crc_at: where the digits of the checksums of data and header go. */
-static ct_status
-add_metadata(ct_buf *buf, const ct_st_pair *pairs, size_t n, size_t *crc_at,
-             ct_error *err)
+static void
+put_json(output *out, ct_text text)
 {
-    ct_status status = ct_buf_text(buf, "{\"__metadata__\":{", err);
-    for (size_t i = 0; i < n && status == CT_OK; i++) {
-        if (ct_text_is(pairs[i].key, CT_ST_CRC_KEY) ||
-            ct_text_is(pairs[i].key, CT_ST_HEADER_KEY)) {
-            continue; /* of the file that the metadata was read from */
-        }
-        status = add_pair(buf, pairs[i].key, pairs[i].value, err);
-        if (status == CT_OK) {
-            status = ct_buf_text(buf, ",", err);
-        }
+    if (out->status == CT_OK) {
+        out->status = ct_buf_json(out->buf, text.data, text.n, out->err);
     }
-    if (status == CT_OK) {
-        status = ct_buf_text(buf, "\"" CT_ST_CRC_KEY "\":\"", err);
-    }
-    crc_at[0] = buf->n;
-    if (status == CT_OK) {
-        status = ct_buf_text(buf, "00000000\",\"" CT_ST_HEADER_KEY "\":\"", err);
-    }
-    crc_at[1] = buf->n;
-    return status == CT_OK ? ct_buf_text(buf, "00000000\"}", err) : status;
 }
 
-static ct_status
-add_shape(ct_buf *buf, const ct_st_entry *entry, ct_error *err)
+static void
+put_u64(output *out, uint64_t value)
 {
-    ct_status status = CT_OK;
-    for (size_t i = 0; i < entry->ndim && status == CT_OK; i++) {
-        status = i > 0 ? ct_buf_text(buf, ",", err) : CT_OK;
-        if (status == CT_OK) {
-            status = ct_buf_u64(buf, entry->shape[i], err);
-        }
+    if (out->status == CT_OK) {
+        out->status = ct_buf_u64(out->buf, value, out->err);
     }
-    return status;
 }
 
-static ct_status
-add_tensor(ct_buf *buf, const ct_st_entry *entry, uint64_t offset, ct_error *err)
+/* crc_at: the places for the checksums of data and header. Checksums among the given
+ * pairs are skipped: they belong to the file of the metadata. */
+static void
+put_metadata(output *out, const ct_st_pair *pairs, size_t n, size_t *crc_at)
 {
-    ct_status status = ct_buf_text(buf, ",", err);
-    const char *const parts[] = {":{\"dtype\":\"", entry->tag, "\",\"shape\":["};
-    if (status == CT_OK) {
-        status = ct_buf_json(buf, entry->name.data, entry->name.n, err);
+    put(out, "{\"__metadata__\":{");
+    for (size_t i = 0; i < n; i++) {
+        if (!ct_text_is(pairs[i].key, CT_ST_CRC_KEY) &&
+            !ct_text_is(pairs[i].key, CT_ST_HEADER_KEY)) {
+            put_json(out, pairs[i].key);
+            put(out, ":");
+            put_json(out, pairs[i].value);
+            put(out, ",");
+        }
     }
-    for (size_t i = 0; i < 3 && status == CT_OK; i++) {
-        status = ct_buf_text(buf, parts[i], err);
+    put(out, "\"" CT_ST_CRC_KEY "\":\"");
+    crc_at[0] = out->buf->n;
+    put(out, "00000000\",\"" CT_ST_HEADER_KEY "\":\"");
+    crc_at[1] = out->buf->n;
+    put(out, "00000000\"}");
+}
+
+static void
+put_tensor(output *out, const ct_st_entry *entry, uint64_t offset)
+{
+    put(out, ",");
+    put_json(out, entry->name);
+    put(out, ":{\"dtype\":\"");
+    put(out, entry->tag);
+    put(out, "\",\"shape\":[");
+    for (size_t i = 0; i < entry->ndim; i++) {
+        put(out, i > 0 ? "," : "");
+        put_u64(out, entry->shape[i]);
     }
-    if (status == CT_OK) {
-        status = add_shape(buf, entry, err);
-    }
-    if (status == CT_OK) {
-        status = ct_buf_text(buf, "],\"data_offsets\":[", err);
-    }
-    if (status == CT_OK) {
-        status = ct_buf_u64(buf, offset, err);
-    }
-    if (status == CT_OK) {
-        status = ct_buf_text(buf, ",", err);
-    }
-    if (status == CT_OK) {
-        status = ct_buf_u64(buf, offset + entry->bytes, err);
-    }
-    return status == CT_OK ? ct_buf_text(buf, "]}", err) : status;
+    put(out, "],\"data_offsets\":[");
+    put_u64(out, offset);
+    put(out, ",");
+    put_u64(out, offset + entry->bytes);
+    put(out, "]}");
 }
 
 static ct_status
@@ -209,28 +186,23 @@ build_header(ct_buf *buf, const ct_st_entry *entries, size_t n,
              ct_error *err)
 {
     uint64_t offset = 0;
-    ct_status status = ct_buf_le64(buf, 0, err); /* its length, known at the end */
-    if (status == CT_OK) {
-        status = add_metadata(buf, metadata, n_metadata, crc_at, err);
-    }
-    for (size_t i = 0; i < n && status == CT_OK; i++) {
-        status = add_tensor(buf, &entries[i], offset, err);
+    output out = {buf, err, ct_buf_le64(buf, 0, err)}; /* the length, set at the end */
+    put_metadata(&out, metadata, n_metadata, crc_at);
+    for (size_t i = 0; i < n; i++) {
+        put_tensor(&out, &entries[i], offset);
         offset += entries[i].bytes;
     }
-    if (status == CT_OK) {
-        status = ct_buf_text(buf, "}", err);
+    put(&out, "}");
+    while (out.status == CT_OK && buf->n % HEADER_ALIGNMENT != 0) {
+        put(&out, " ");
     }
-    size_t pad = (HEADER_ALIGNMENT - buf->n % HEADER_ALIGNMENT) % HEADER_ALIGNMENT;
-    if (status == CT_OK && pad > 0) {
-        status = ct_buf_fill(buf, ' ', pad, err);
-    }
-    if (status == CT_OK) {
+    if (out.status == CT_OK) {
         ct_store_le64(buf->data, buf->n - 8);
         char digits[CT_ST_CRC_DIGITS + 1];
         (void)snprintf(digits, sizeof digits, "%08x", ct_crc32c(0, buf->data, buf->n));
         memcpy(buf->data + crc_at[1], digits, CT_ST_CRC_DIGITS);
     }
-    return status;
+    return out.status;
 }
 
 static ct_status
@@ -271,113 +243,31 @@ ct_st_plan(ct_plan *plan, ct_st_entry *entries, size_t n, const ct_st_pair *meta
     return status;
 }
 
-/* Reading the data of an open safetensors file, straight to where it belongs. */
+/* ---- the header ------------------------------------------------------------------ */
 
-const ct_st_tensor *
-ct_st_tensors_borrow(const ct_st_file *file, size_t *n)
-{
-    *n = file->n_tensors;
-    return file->tensors;
-}
+/* An entry of the index of names. */
+typedef struct ct_st_name {
+    ct_text name;
+    size_t index; /* into tensors */
+} ct_st_name;
 
-const ct_st_pair *
-ct_st_metadata_borrow(const ct_st_file *file, size_t *n)
-{
-    *n = file->n_metadata;
-    return file->metadata;
-}
-
-static int
-compare_to_name(const void *key, const void *item)
-{
-    const ct_text *name = key;
-    const ct_st_name *entry = item;
-    return ct_text_compare(*name, entry->name);
-}
-
-const ct_st_tensor *
-ct_st_find_borrow(const ct_st_file *file, ct_text name)
-{
-    const ct_st_name *found = bsearch(&name, file->by_name, file->n_tensors,
-                                      sizeof(ct_st_name), compare_to_name);
-    return found == NULL ? NULL : &file->tensors[found->index];
-}
-
-/* The checksum of the data that the file carries; false if it has none. */
-static bool
-find_crc(const ct_st_file *file, uint32_t *crc)
-{
-    for (size_t i = 0; i < file->n_metadata; i++) {
-        const ct_st_pair *pair = &file->metadata[i];
-        char digits[CT_ST_CRC_DIGITS + 1] = {0};
-        char *end = NULL;
-        if (!ct_text_is(pair->key, CT_ST_CRC_KEY) ||
-            pair->value.n != CT_ST_CRC_DIGITS) {
-            continue;
-        }
-        for (int k = 0; k < CT_ST_CRC_DIGITS; k++) {
-            digits[k] = pair->value.data[k];
-        }
-        *crc = (uint32_t)strtoul(digits, &end, 16);
-        return end == digits + CT_ST_CRC_DIGITS;
-    }
-    return false;
-}
-
-/* The data has no gaps: its checksum is that of all tensors in their order. */
-static uint32_t
-join(const ct_st_file *file, const ct_extent *extents, uint32_t crc)
-{
-    for (size_t i = 0; i < file->n_tensors; i++) {
-        crc = ct_crc32c_combine(crc, extents[i].crc, extents[i].n);
-    }
-    return crc;
-}
-
-static ct_status
-judge(const ct_st_file *file, const ct_extent *extents, const uint32_t *own,
-      const ct_expected *expected, ct_error *err)
-{
-    uint32_t crc = join(file, extents, 0);
-    if (own != NULL && crc != *own) {
-        return ct_fail(err, CT_EINVAL,
-                       "%s: its data is damaged: checksum %08x, written as %08x",
-                       file->path, crc, *own);
-    }
-    return expected == NULL
-               ? CT_OK
-               : ct_source_judge(&file->source, expected,
-                                 join(file, extents, file->header_crc), err);
-}
-
-ct_status
-ct_st_read(const ct_st_file *file, void *const *targets, bool check,
-           const ct_expected *expected, ct_error *err)
-{
-    uint32_t crc = 0;
-    const uint32_t *own = check && find_crc(file, &crc) ? &crc : NULL;
-    bool summed = own != NULL || expected != NULL;
-    ct_extent *extents = ct_calloc(file->n_tensors + 1, sizeof *extents);
-    if (extents == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory to read %s", file->path);
-    }
-    for (size_t i = 0; i < file->n_tensors; i++) {
-        const ct_st_tensor *t = &file->tensors[i];
-        extents[i] = (ct_extent){
-            .offset = t->begin, .n = t->end - t->begin, .target = targets[i]};
-    }
-    ct_status status =
-        ct_source_read_extents(&file->source, extents, file->n_tensors,
-                               summed ? CT_SUM_CRC32C : CT_SUM_NONE, err);
-    if (status == CT_OK && summed) {
-        status = judge(file, extents, own, expected, err);
-    }
-    ct_free(extents);
-    return status;
-}
-
-/* Opening safetensors files: a hostile header must cost an error message and no more.
- */
+/* tensors is in the order of the data, by_name in the order of the names. Every text
+ * points into header, every shape into extents. */
+struct ct_st_file {
+    ct_source source;
+    char *path;
+    char *header;
+    uint32_t header_crc; /* of the file before the data */
+    bool header_checked; /* agrees with its own checksum */
+    uint64_t data_begin;
+    ct_st_tensor *tensors;
+    size_t n_tensors, tensors_capacity;
+    uint64_t *extents;
+    size_t n_extents, extents_capacity;
+    ct_st_name *by_name;
+    ct_st_pair *metadata;
+    size_t n_metadata, metadata_capacity;
+};
 
 /* The library's own limit; a header of more is rejected unread. */
 #define HEADER_LIMIT 100000000u
@@ -385,22 +275,6 @@ ct_st_read(const ct_st_file *file, void *const *targets, bool check,
 enum {
     MAX_NDIM = 64
 };
-
-void
-ct_st_close(ct_st_file *file)
-{
-    if (file == NULL) {
-        return;
-    }
-    ct_source_close(&file->source);
-    ct_free(file->metadata);
-    ct_free(file->by_name);
-    ct_free(file->extents);
-    ct_free(file->tensors);
-    ct_free(file->header);
-    ct_free(file->path);
-    ct_free(file);
-}
 
 static ct_status
 fail_tensor(const ct_st_file *file, const ct_st_tensor *tensor, const char *message,
@@ -412,79 +286,21 @@ fail_tensor(const ct_st_file *file, const ct_st_tensor *tensor, const char *mess
 }
 
 static ct_status
-read_metadata(ct_st_file *file, ct_json *json, ct_error *err)
+read_pair(void *arg, ct_json *json, ct_text key, ct_error *err)
 {
-    bool first = true, more = true;
-    ct_status status = ct_json_enter(json, '{', err);
-    while (status == CT_OK) {
-        ct_st_pair pair;
-        void *block = file->metadata;
-        status = ct_json_more(json, '{', &first, &more, &pair.key, err);
-        if (status != CT_OK || !more) {
-            return status;
-        }
-        status = ct_json_string(json, &pair.value, err);
-        if (status == CT_OK) {
-            status = ct_grow(&block, &file->metadata_capacity, file->n_metadata + 1,
-                             sizeof pair, err);
-            file->metadata = block;
-        }
-        if (status == CT_OK) {
-            file->metadata[file->n_metadata++] = pair;
-        }
-    }
-    return status;
-}
-
-static ct_status
-read_shape(ct_st_file *file, ct_json *json, ct_st_tensor *tensor, ct_error *err)
-{
-    bool first = true, more = true;
-    ct_status status = ct_json_enter(json, '[', err);
-    tensor->ndim = 0;
-    while (status == CT_OK) {
-        uint64_t extent;
-        void *block = file->extents;
-        status = ct_json_more(json, '[', &first, &more, NULL, err);
-        if (status != CT_OK || !more) {
-            return status;
-        }
-        if (tensor->ndim == MAX_NDIM) {
-            return ct_json_fail(json, "a tensor has more than 64 dimensions", err);
-        }
-        status = ct_json_u64(json, &extent, err);
-        if (status == CT_OK) {
-            status = ct_grow(&block, &file->extents_capacity, file->n_extents + 1,
-                             sizeof extent, err);
-            file->extents = block;
-        }
-        if (status == CT_OK) {
-            file->extents[file->n_extents++] = extent;
-            tensor->ndim++;
-        }
-    }
-    return status;
-}
-
-static ct_status
-read_offsets(ct_json *json, ct_st_tensor *tensor, ct_error *err)
-{
-    uint64_t *const bounds[2] = {&tensor->begin, &tensor->end};
-    bool first = true, more = true;
-    ct_status status = ct_json_enter(json, '[', err);
-    for (int i = 0; i < 2 && status == CT_OK; i++) {
-        status = ct_json_more(json, '[', &first, &more, NULL, err);
-        if (status == CT_OK) {
-            status = more ? ct_json_u64(json, bounds[i], err)
-                          : ct_json_fail(json, "expected two data_offsets", err);
-        }
+    ct_st_file *file = arg;
+    ct_st_pair pair = {.key = key};
+    void *block = file->metadata;
+    ct_status status = ct_json_string(json, &pair.value, err);
+    if (status == CT_OK) {
+        status = ct_grow(&block, &file->metadata_capacity, file->n_metadata + 1,
+                         sizeof pair, err);
+        file->metadata = block;
     }
     if (status == CT_OK) {
-        status = ct_json_more(json, '[', &first, &more, NULL, err);
+        file->metadata[file->n_metadata++] = pair;
     }
-    return status == CT_OK && more
-               ? ct_json_fail(json, "expected two data_offsets", err)
-               : status;
+    return status;
 }
 
 enum {
@@ -494,50 +310,93 @@ enum {
     HAS_ALL = 7
 };
 
+/* A tensor's entry in the header, as far as it is read. */
+typedef struct header_entry {
+    ct_st_file *file;
+    ct_st_tensor tensor;
+    int seen; /* HAS_DTYPE and the like */
+    int n_offsets;
+} header_entry;
+
 static ct_status
-read_field(ct_st_file *file, ct_json *json, ct_text key, ct_st_tensor *tensor,
-           int *seen, ct_error *err)
+read_extent(void *arg, ct_json *json, ct_text key, ct_error *err)
 {
+    header_entry *entry = arg;
+    ct_st_file *file = entry->file;
+    uint64_t extent;
+    void *block = file->extents;
+    (void)key;
+    if (entry->tensor.ndim == MAX_NDIM) {
+        return ct_json_fail(json, "a tensor has more than 64 dimensions", err);
+    }
+    ct_status status = ct_json_u64(json, &extent, err);
+    if (status == CT_OK) {
+        status = ct_grow(&block, &file->extents_capacity, file->n_extents + 1,
+                         sizeof extent, err);
+        file->extents = block;
+    }
+    if (status == CT_OK) {
+        file->extents[file->n_extents++] = extent;
+        entry->tensor.ndim++;
+    }
+    return status;
+}
+
+static ct_status
+read_offset(void *arg, ct_json *json, ct_text key, ct_error *err)
+{
+    header_entry *entry = arg;
+    uint64_t *const bounds[2] = {&entry->tensor.begin, &entry->tensor.end};
+    (void)key;
+    return entry->n_offsets < 2 ? ct_json_u64(json, bounds[entry->n_offsets++], err)
+                                : ct_json_fail(json, "expected two data_offsets", err);
+}
+
+static ct_status
+read_field(void *arg, ct_json *json, ct_text key, ct_error *err)
+{
+    header_entry *entry = arg;
     int field = ct_text_is(key, "dtype")          ? HAS_DTYPE
                 : ct_text_is(key, "shape")        ? HAS_SHAPE
                 : ct_text_is(key, "data_offsets") ? HAS_OFFSETS
                                                   : 0;
-    if (field == 0 || (*seen & field) != 0) {
+    if (field == 0 || (entry->seen & field) != 0) {
         return ct_json_fail(json, "unknown or repeated field of a tensor", err);
     }
-    *seen |= field;
+    entry->seen |= field;
     if (field == HAS_DTYPE) {
-        return ct_json_string(json, &tensor->tag, err);
+        return ct_json_string(json, &entry->tensor.tag, err);
     }
-    return field == HAS_SHAPE ? read_shape(file, json, tensor, err)
-                              : read_offsets(json, tensor, err);
+    if (field == HAS_SHAPE) {
+        return ct_json_each(json, '[', read_extent, entry, err);
+    }
+    ct_status status = ct_json_each(json, '[', read_offset, entry, err);
+    return status == CT_OK && entry->n_offsets < 2
+               ? ct_json_fail(json, "expected two data_offsets", err)
+               : status;
 }
 
 static ct_status
-read_tensor(ct_st_file *file, ct_json *json, ct_text name, ct_error *err)
+read_entry(void *arg, ct_json *json, ct_text name, ct_error *err)
 {
-    ct_st_tensor tensor = {.name = name};
-    bool first = true, more = true;
-    int seen = 0;
+    ct_st_file *file = arg;
+    header_entry entry = {.file = file, .tensor = {.name = name}};
     void *block = file->tensors;
-    ct_status status = ct_json_enter(json, '{', err);
-    while (status == CT_OK && more) {
-        ct_text key;
-        status = ct_json_more(json, '{', &first, &more, &key, err);
-        if (status == CT_OK && more) {
-            status = read_field(file, json, key, &tensor, &seen, err);
-        }
+    if (ct_text_is(name, "__metadata__")) {
+        return ct_json_each(json, '{', read_pair, file, err);
     }
-    if (status == CT_OK && seen != HAS_ALL) {
-        status = fail_tensor(file, &tensor, "lacks dtype, shape or data_offsets", err);
+    ct_status status = ct_json_each(json, '{', read_field, &entry, err);
+    if (status == CT_OK && entry.seen != HAS_ALL) {
+        status =
+            fail_tensor(file, &entry.tensor, "lacks dtype, shape or data_offsets", err);
     }
     if (status == CT_OK) {
         status = ct_grow(&block, &file->tensors_capacity, file->n_tensors + 1,
-                         sizeof tensor, err);
+                         sizeof entry.tensor, err);
         file->tensors = block;
     }
     if (status == CT_OK) {
-        file->tensors[file->n_tensors++] = tensor;
+        file->tensors[file->n_tensors++] = entry.tensor;
     }
     return status;
 }
@@ -546,20 +405,126 @@ static ct_status
 parse_header(ct_st_file *file, size_t n, ct_error *err)
 {
     ct_json json;
-    bool first = true, more = true;
     ct_json_init(&json, file->path, file->header, n);
-    ct_status status = ct_json_enter(&json, '{', err);
-    while (status == CT_OK) {
-        ct_text key;
-        status = ct_json_more(&json, '{', &first, &more, &key, err);
-        if (status != CT_OK || !more) {
-            break;
-        }
-        status = ct_text_is(key, "__metadata__") ? read_metadata(file, &json, err)
-                                                 : read_tensor(file, &json, key, err);
-    }
+    ct_status status = ct_json_each(&json, '{', read_entry, file, err);
     return status == CT_OK ? ct_json_finish(&json, err) : status;
 }
+
+static ct_status
+fail_header(const ct_st_file *file, ct_error *err)
+{
+    return ct_fail(err, CT_EINVAL,
+                   "%s: its header is damaged, or rewritten by a program that kept the "
+                   "metadata of ctrainer.*",
+                   file->path);
+}
+
+/* The digits of a checksum in the header's text, "KEY":"00000000" in the writer's
+ * spelling; NULL without a checksum. */
+static char *
+find_digits(const ct_st_file *file, size_t n, const char *key)
+{
+    char *found = memmem(file->header, n, key, strlen(key));
+    char *digits = found == NULL ? NULL : found + strlen(key);
+    return digits != NULL && file->header + n - digits >= CT_ST_CRC_DIGITS ? digits
+                                                                           : NULL;
+}
+
+/* Do the characters after the data's checksum nearly spell the key of the header's?
+ * Then the key is damaged. */
+static bool
+is_spoilt_key(const ct_st_file *file, size_t n, const char *digits)
+{
+    static const char next[] = "\",\"" CT_ST_HEADER_KEY "\":\"";
+    const char *at = digits + CT_ST_CRC_DIGITS;
+    size_t differ = 0;
+    if ((size_t)(file->header + n - at) < sizeof next - 1) {
+        return false;
+    }
+    for (size_t i = 0; i < sizeof next - 1; i++) {
+        differ += at[i] != next[i];
+    }
+    return differ <= 6;
+}
+
+/* Is the checksum at digits[1] that of the header with zeros at both places? */
+static bool
+is_whole(const ct_st_file *file, uint32_t begun, size_t n, char *const *digits)
+{
+    char saved[2][CT_ST_CRC_DIGITS], computed[CT_ST_CRC_DIGITS + 1];
+    for (int i = 0; i < 2; i++) {
+        memcpy(saved[i], digits[i], CT_ST_CRC_DIGITS);
+        memset(digits[i], '0', CT_ST_CRC_DIGITS);
+    }
+    (void)snprintf(computed, sizeof computed, "%08x",
+                   ct_crc32c(begun, file->header, n));
+    for (int i = 0; i < 2; i++) {
+        memcpy(digits[i], saved[i], CT_ST_CRC_DIGITS);
+    }
+    return memcmp(computed, saved[1], CT_ST_CRC_DIGITS) == 0;
+}
+
+/* Compares the header with its checksum, if there is one. Parsing overwrites the
+ * header, so the comparison comes first. */
+static ct_status
+check_header(ct_st_file *file, const unsigned char *length, size_t n, ct_error *err)
+{
+    char *const digits[] = {find_digits(file, n, "\"" CT_ST_CRC_KEY "\":\""),
+                            find_digits(file, n, "\"" CT_ST_HEADER_KEY "\":\"")};
+    uint32_t begun = ct_crc32c(0, length, 8);
+    file->header_crc = ct_crc32c(begun, file->header, n);
+    if (digits[1] == NULL) {
+        return digits[0] != NULL && is_spoilt_key(file, n, digits[0])
+                   ? fail_header(file, err)
+                   : CT_OK;
+    }
+    if (digits[0] == NULL || !is_whole(file, begun, n, digits)) {
+        return fail_header(file, err);
+    }
+    file->header_checked = true;
+    return CT_OK;
+}
+
+static ct_status
+load_header(ct_st_file *file, ct_error *err)
+{
+    unsigned char length[8];
+    const ct_source *source = &file->source;
+    if (source->bytes < 8) {
+        return ct_fail(err, CT_EINVAL, "%s: %llu bytes are no safetensors file",
+                       file->path, (unsigned long long)source->bytes);
+    }
+    ct_status status = ct_source_read(source, length, 8, 0, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    uint64_t n = ct_load_le64(length);
+    if (n > HEADER_LIMIT || n > source->bytes - 8) {
+        return ct_fail(
+            err, CT_EINVAL, "%s: a header of %llu bytes does not fit a file of %llu",
+            file->path, (unsigned long long)n, (unsigned long long)source->bytes);
+    }
+    file->data_begin = 8 + n;
+    if ((file->header = ct_alloc((size_t)n + 1)) == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory to read %s", file->path);
+    }
+    status = ct_source_read(source, file->header, (size_t)n, 8, err);
+    if (status == CT_OK) {
+        status = check_header(file, length, (size_t)n, err);
+    }
+    if (status == CT_OK) {
+        status = parse_header(file, (size_t)n, err);
+    }
+    for (size_t i = 0; i < file->n_metadata && status == CT_OK; i++) {
+        if (ct_text_is(file->metadata[i].key, CT_ST_HEADER_KEY) &&
+            !file->header_checked) { /* not in the writer's spelling */
+            status = fail_header(file, err);
+        }
+    }
+    return status;
+}
+
+/* ---- the tensors ----------------------------------------------------------------- */
 
 static int
 compare_begins(const void *left, const void *right)
@@ -579,7 +544,7 @@ compare_names(const void *left, const void *right)
 static ct_status
 check_size(const ct_st_file *file, const ct_st_tensor *tensor, ct_error *err)
 {
-    uint64_t bytes = ct_st_tag_bytes(tensor->tag);
+    uint64_t bytes = tag_bytes(tensor->tag);
     if (bytes == 0) {
         return fail_tensor(file, tensor, "has a dtype that this reader lacks", err);
     }
@@ -651,7 +616,7 @@ index_names(ct_st_file *file, ct_error *err)
     return CT_OK;
 }
 
-/* Shapes are found only now, as extents moved while it grew. */
+/* Sets the tensors' shapes: extents has moved while it grew. */
 static void
 place_shapes(ct_st_file *file)
 {
@@ -662,117 +627,20 @@ place_shapes(ct_st_file *file)
     }
 }
 
-static ct_status
-fail_header(const ct_st_file *file, ct_error *err)
+void
+ct_st_close(ct_st_file *file)
 {
-    return ct_fail(err, CT_EINVAL,
-                   "%s: its header is damaged, or rewritten by a program that kept the "
-                   "metadata of ctrainer.*",
-                   file->path);
-}
-
-/* The digits of a checksum in the header's text, "KEY":"00000000" as the writer puts
- * it; NULL where there are none. */
-static char *
-find_digits(const ct_st_file *file, size_t n, const char *key)
-{
-    char *found = memmem(file->header, n, key, strlen(key));
-    char *digits = found == NULL ? NULL : found + strlen(key);
-    return digits != NULL && file->header + n - digits >= CT_ST_CRC_DIGITS ? digits
-                                                                           : NULL;
-}
-
-/* Is what follows the checksum of the data nearly the key of the header's? */
-static bool
-is_spoilt_key(const ct_st_file *file, size_t n, const char *digits)
-{
-    static const char next[] = "\",\"" CT_ST_HEADER_KEY "\":\"";
-    const char *at = digits + CT_ST_CRC_DIGITS;
-    size_t differ = 0;
-    if ((size_t)(file->header + n - at) < sizeof next - 1) {
-        return false;
+    if (file == NULL) {
+        return;
     }
-    for (size_t i = 0; i < sizeof next - 1; i++) {
-        differ += at[i] != next[i];
-    }
-    return differ <= 6;
-}
-
-/* Is the checksum at digits[1] that of the header with zeros at both places? */
-static bool
-is_whole(const ct_st_file *file, uint32_t begun, size_t n, char *const *digits)
-{
-    char saved[2][CT_ST_CRC_DIGITS], computed[CT_ST_CRC_DIGITS + 1];
-    for (int i = 0; i < 2; i++) {
-        memcpy(saved[i], digits[i], CT_ST_CRC_DIGITS);
-        memset(digits[i], '0', CT_ST_CRC_DIGITS);
-    }
-    (void)snprintf(computed, sizeof computed, "%08x",
-                   ct_crc32c(begun, file->header, n));
-    for (int i = 0; i < 2; i++) {
-        memcpy(digits[i], saved[i], CT_ST_CRC_DIGITS);
-    }
-    return memcmp(computed, saved[1], CT_ST_CRC_DIGITS) == 0;
-}
-
-/* Compares the header with the checksum that it carries, if it does, before it is
- * parsed, which changes it. */
-static ct_status
-check_header(ct_st_file *file, const unsigned char *length, size_t n, ct_error *err)
-{
-    char *const digits[] = {find_digits(file, n, "\"" CT_ST_CRC_KEY "\":\""),
-                            find_digits(file, n, "\"" CT_ST_HEADER_KEY "\":\"")};
-    uint32_t begun = ct_crc32c(0, length, 8);
-    file->header_crc = ct_crc32c(begun, file->header, n);
-    if (digits[1] == NULL) {
-        return digits[0] != NULL && is_spoilt_key(file, n, digits[0])
-                   ? fail_header(file, err)
-                   : CT_OK;
-    }
-    if (digits[0] == NULL || !is_whole(file, begun, n, digits)) {
-        return fail_header(file, err);
-    }
-    file->header_checked = true;
-    return CT_OK;
-}
-
-static ct_status
-load_header(ct_st_file *file, ct_error *err)
-{
-    unsigned char length[8];
-    const ct_source *source = &file->source;
-    if (source->bytes < 8) {
-        return ct_fail(err, CT_EINVAL, "%s: %llu bytes are no safetensors file",
-                       file->path, (unsigned long long)source->bytes);
-    }
-    ct_status status = ct_source_read(source, length, 8, 0, err);
-    if (status != CT_OK) {
-        return status;
-    }
-    uint64_t n = ct_load_le64(length);
-    if (n > HEADER_LIMIT || n > source->bytes - 8) {
-        return ct_fail(
-            err, CT_EINVAL, "%s: a header of %llu bytes does not fit a file of %llu",
-            file->path, (unsigned long long)n, (unsigned long long)source->bytes);
-    }
-    file->data_begin = 8 + n;
-    if ((file->header = ct_alloc((size_t)n + 1)) == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory to read %s", file->path);
-    }
-    status = ct_source_read(source, file->header, (size_t)n, 8, err);
-    if (status == CT_OK) {
-        status = check_header(file, length, (size_t)n, err);
-    }
-    if (status == CT_OK) {
-        status = parse_header(file, (size_t)n, err);
-    }
-    for (size_t i = 0; i < file->n_metadata && status == CT_OK; i++) {
-        if (ct_text_is(file->metadata[i].key, CT_ST_HEADER_KEY) &&
-            !file->header_checked) { /* not as the writer puts it */
-            status = fail_header(file, err);
-        }
-    }
-    return status;
+    ct_source_close(&file->source);
+    ct_free(file->metadata);
+    ct_free(file->by_name);
+    ct_free(file->extents);
+    ct_free(file->tensors);
+    ct_free(file->header);
+    ct_free(file->path);
+    ct_free(file);
 }
 
 static ct_status
@@ -813,4 +681,110 @@ ct_st_open(ct_st_file **file, const char *path, const ct_expected *expected,
     }
     *file = made;
     return CT_OK;
+}
+
+const ct_st_tensor *
+ct_st_tensors_borrow(const ct_st_file *file, size_t *n)
+{
+    *n = file->n_tensors;
+    return file->tensors;
+}
+
+const ct_st_pair *
+ct_st_metadata_borrow(const ct_st_file *file, size_t *n)
+{
+    *n = file->n_metadata;
+    return file->metadata;
+}
+
+static int
+compare_to_name(const void *key, const void *item)
+{
+    const ct_text *name = key;
+    const ct_st_name *entry = item;
+    return ct_text_compare(*name, entry->name);
+}
+
+const ct_st_tensor *
+ct_st_find_borrow(const ct_st_file *file, ct_text name)
+{
+    const ct_st_name *found = bsearch(&name, file->by_name, file->n_tensors,
+                                      sizeof(ct_st_name), compare_to_name);
+    return found == NULL ? NULL : &file->tensors[found->index];
+}
+
+/* ---- the data -------------------------------------------------------------------- */
+
+/* The data's checksum in the metadata; false without a checksum. */
+static bool
+find_crc(const ct_st_file *file, uint32_t *crc)
+{
+    for (size_t i = 0; i < file->n_metadata; i++) {
+        const ct_st_pair *pair = &file->metadata[i];
+        char digits[CT_ST_CRC_DIGITS + 1] = {0};
+        char *end = NULL;
+        if (!ct_text_is(pair->key, CT_ST_CRC_KEY) ||
+            pair->value.n != CT_ST_CRC_DIGITS) {
+            continue;
+        }
+        for (int k = 0; k < CT_ST_CRC_DIGITS; k++) {
+            digits[k] = pair->value.data[k];
+        }
+        *crc = (uint32_t)strtoul(digits, &end, 16);
+        return end == digits + CT_ST_CRC_DIGITS;
+    }
+    return false;
+}
+
+/* The data has no gaps: its checksum combines the tensors' in order. */
+static uint32_t
+join(const ct_st_file *file, const ct_extent *extents, uint32_t crc)
+{
+    for (size_t i = 0; i < file->n_tensors; i++) {
+        crc = ct_crc32c_combine(crc, extents[i].crc, extents[i].n);
+    }
+    return crc;
+}
+
+static ct_status
+judge(const ct_st_file *file, const ct_extent *extents, const uint32_t *own,
+      const ct_expected *expected, ct_error *err)
+{
+    uint32_t crc = join(file, extents, 0);
+    if (own != NULL && crc != *own) {
+        return ct_fail(err, CT_EINVAL,
+                       "%s: its data is damaged: checksum %08x, written as %08x",
+                       file->path, crc, *own);
+    }
+    return expected == NULL
+               ? CT_OK
+               : ct_source_judge(&file->source, expected,
+                                 join(file, extents, file->header_crc), err);
+}
+
+ct_status
+ct_st_read(const ct_st_file *file, void *const *targets, bool check,
+           const ct_expected *expected, ct_error *err)
+{
+    uint32_t crc = 0;
+    const uint32_t *own = check && find_crc(file, &crc) ? &crc : NULL;
+    bool summed = own != NULL || expected != NULL;
+    ct_extent *extents = ct_calloc(file->n_tensors + 1, sizeof *extents);
+    if (extents == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory to read %s", file->path);
+    }
+    for (size_t i = 0; i < file->n_tensors; i++) {
+        const ct_st_tensor *t = &file->tensors[i];
+        extents[i] = (ct_extent){.offset = t->begin,
+                                 .n = t->end - t->begin,
+                                 .target = targets == NULL ? NULL : targets[i]};
+    }
+    ct_status status =
+        ct_source_read_extents(&file->source, extents, file->n_tensors,
+                               summed ? CT_SUM_CRC32C : CT_SUM_NONE, err);
+    if (status == CT_OK && summed) {
+        status = judge(file, extents, own, expected, err);
+    }
+    ct_free(extents);
+    return status;
 }

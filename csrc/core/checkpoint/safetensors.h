@@ -1,9 +1,9 @@
 /* The safetensors format: named tensors behind a JSON header.
  *
- * Written as the safetensors library writes it (tensors by falling dtype, then name;
- * data aligned to 8 bytes) plus a CRC-32C of the data among the metadata, under
- * CT_ST_CRC_KEY, and one of the header. Read with every promise of the header checked
- * against the file.
+ * Files are written as by the safetensors library (tensors by falling dtype, then
+ * name; data aligned to 8 bytes), plus two CRC-32C in the metadata: of the data
+ * under CT_ST_CRC_KEY, and of the header. Reading checks every statement of the
+ * header against the file.
  *
  * Source: github.com/huggingface/safetensors, README, "Format". */
 #ifndef CORE_CHECKPOINT_SAFETENSORS_H
@@ -17,9 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 #define CT_ST_CRC_KEY "ctrainer.crc32c"
 
@@ -30,7 +28,7 @@ enum {
     CT_ST_CRC_DIGITS = 8
 };
 
-/* One tensor to write; everything is borrowed, data until the plan is written. */
+/* A tensor to write; borrowed, the data until the plan is written. */
 typedef struct ct_st_entry {
     ct_text name;    /* UTF-8 */
     const char *tag; /* "F32", ... */
@@ -46,8 +44,9 @@ typedef struct ct_st_pair {
     ct_text key, value;
 } ct_st_pair;
 
-/* Makes the plan of a file of entries[0..n), which are sorted in place. CT_EINVAL names
- * a tensor whose tag is unknown or whose bytes do not fit its shape. */
+/* Makes the plan of a file of entries[0..n), and sorts the entries in place.
+ * CT_EINVAL names a tensor with an unknown tag, or with bytes that do not fit the
+ * shape. */
 CT_NODISCARD ct_status ct_st_plan(ct_plan *plan, ct_st_entry *entries, size_t n,
                                   const ct_st_pair *metadata, size_t n_metadata,
                                   ct_error *err);
@@ -61,9 +60,8 @@ typedef struct ct_st_tensor {
 
 typedef struct ct_st_file ct_st_file;
 
-/* Opens and checks path. CT_EIO when it cannot be read; CT_EINVAL when it is not whole
- * or not safetensors, naming the file and what is wrong with it. expected: may be NULL.
- */
+/* Opens and checks path. CT_EIO for an unreadable file; CT_EINVAL, with the file and
+ * the reason, for a file that is damaged or not safetensors. expected: may be NULL. */
 CT_NODISCARD ct_status ct_st_open(ct_st_file **file, const char *path,
                                   const ct_expected *expected, ct_error *err);
 void ct_st_close(ct_st_file *file); /* NULL is fine */
@@ -73,16 +71,14 @@ const ct_st_tensor *ct_st_tensors_borrow(const ct_st_file *file, size_t *n);
 const ct_st_pair *ct_st_metadata_borrow(const ct_st_file *file, size_t *n);
 const ct_st_tensor *ct_st_find_borrow(const ct_st_file *file, ct_text name);
 
-/* Reads tensors[i]'s bytes into targets[i] (NULL: left out), for all n of the file, on
- * the pool's threads. With `check` and a checksum in the file, or an expected one (may
- * be NULL), all data is summed, also what is left out; CT_EINVAL when it differs, with
- * the targets overwritten by then. */
+/* Reads tensors[i] to targets[i], for all tensors of the file, on the pool's
+ * threads; a target may be NULL, and targets too. With `check` and a checksum in the
+ * file, or with `expected` (may be NULL), all data is summed, skipped tensors
+ * included. CT_EINVAL for another checksum; targets are overwritten by then. */
 CT_NODISCARD ct_status ct_st_read(const ct_st_file *file, void *const *targets,
                                   bool check, const ct_expected *expected,
                                   ct_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -1,3 +1,7 @@
+/* Reading files in parallel, with checksums.
+ *
+ * Extents are divided into portions of a fixed size and their checksums are combined in
+ * order, so that the result does not depend on the number of threads. */
 #define _POSIX_C_SOURCE 200809L
 #include "core/checkpoint/source.h"
 
@@ -11,8 +15,8 @@
 #include <unistd.h>
 
 enum {
-    PORTION_BYTES = 4 << 20, /* read by one thread at a time */
-    BLOCK_BYTES = 128 << 10  /* summed while it is still in the cache */
+    PORTION_BYTES = 4 << 20, /* read by a thread at a time */
+    BLOCK_BYTES = 128 << 10  /* summed while the cache has the block */
 };
 
 void
@@ -61,10 +65,10 @@ ct_source_read(const ct_source *source, void *data, size_t n, uint64_t offset,
     return CT_OK;
 }
 
-/* One batch of the pool. */
+/* A batch of the pool. */
 typedef struct portion {
     const ct_source *source;
-    size_t extent; /* the one that it is part of */
+    size_t extent; /* the extent of this portion */
     uint64_t offset;
     size_t n;
     unsigned char *target; /* NULL: only summed */
@@ -96,10 +100,10 @@ read_portion(void *arg, size_t batch)
     ct_free(scratch);
 }
 
-/* Cuts every extent into portions; with portions NULL only counts them. */
+/* Divides every extent into portions, or with portions NULL counts them. */
 static size_t
-cut(const ct_source *source, const ct_extent *extents, size_t n, ct_sum sum,
-    portion *portions)
+partition(const ct_source *source, const ct_extent *extents, size_t n, ct_sum sum,
+          portion *portions)
 {
     size_t count = 0;
     for (size_t i = 0; i < n; i++) {
@@ -150,7 +154,7 @@ ct_status
 ct_source_read_extents(const ct_source *source, ct_extent *extents, size_t n,
                        ct_sum sum, ct_error *err)
 {
-    size_t count = cut(source, extents, n, sum, NULL);
+    size_t count = partition(source, extents, n, sum, NULL);
     portion *portions = ct_calloc(count + 1, sizeof *portions);
     if (portions == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to read %s", source->path);
@@ -158,7 +162,7 @@ ct_source_read_extents(const ct_source *source, ct_extent *extents, size_t n,
     for (size_t i = 0; i < n; i++) {
         extents[i].crc = 0;
     }
-    (void)cut(source, extents, n, sum, portions);
+    (void)partition(source, extents, n, sum, portions);
     ct_pool_run(read_portion, portions, count);
     ct_status status = join(extents, portions, count, err);
     ct_free(portions);
@@ -177,17 +181,20 @@ ct_source_judge(const ct_source *source, const ct_expected *expected, uint32_t c
 }
 
 ct_status
-ct_checksum_file(const char *path, uint32_t *crc32c, uint64_t *bytes, ct_error *err)
+ct_checksum_file(const char *path, const ct_expected *expected, ct_expected *found,
+                 ct_error *err)
 {
     ct_source source;
-    ct_status status = ct_source_open(&source, path, NULL, err);
+    ct_status status = ct_source_open(&source, path, expected, err);
     if (status != CT_OK) {
         return status;
     }
     ct_extent whole = {.n = source.bytes};
     status = ct_source_read_extents(&source, &whole, 1, CT_SUM_CRC32C, err);
+    if (status == CT_OK && expected != NULL) {
+        status = ct_source_judge(&source, expected, whole.crc, err);
+    }
     ct_source_close(&source);
-    *crc32c = whole.crc;
-    *bytes = source.bytes;
+    *found = (ct_expected){source.bytes, whole.crc};
     return status;
 }

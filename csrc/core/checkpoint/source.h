@@ -1,7 +1,7 @@
-/* A file that is read once: its bytes are checked as they are read.
+/* A file that is read once, with its bytes checked on the way.
  *
- * A checkpoint's files may be damaged, cut short or something else than files. What is
- * parsed is what has been checked: the same bytes, read through one descriptor. */
+ * Files of a checkpoint may be damaged, cut short, or no regular files. Only checked
+ * bytes are parsed: both steps use the same bytes from one descriptor. */
 #ifndef CT_SOURCE_H
 #define CT_SOURCE_H
 
@@ -10,11 +10,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
-/* What a manifest says of a file. */
+/* A file's size and checksum in a manifest. */
 typedef struct ct_expected {
     uint64_t bytes;
     uint32_t crc32c;
@@ -28,13 +26,13 @@ typedef struct ct_source {
     uint64_t bytes;
 } ct_source;
 
-/* Opens path. CT_EIO where it cannot be read; CT_EINVAL where it is no regular file, or
- * with `expected` (may be NULL) not as long as that says. */
+/* Opens path. CT_EIO for an unreadable file; CT_EINVAL for no regular file, or with
+ * `expected` (may be NULL) for another size. */
 CT_NODISCARD ct_status ct_source_open(ct_source *source, const char *path,
                                       const ct_expected *expected, ct_error *err);
 void ct_source_close(ct_source *source);
 
-/* n bytes at offset; CT_EINVAL where the source ends sooner. */
+/* n bytes at offset; CT_EINVAL past the end. */
 CT_NODISCARD ct_status ct_source_read(const ct_source *source, void *data, size_t n,
                                       uint64_t offset, ct_error *err);
 
@@ -48,7 +46,7 @@ typedef enum ct_sum {
 typedef struct ct_extent {
     uint64_t offset, n;
     void *target; /* n bytes; NULL: only summed */
-    uint32_t crc; /* of these bytes, once read with a sum */
+    uint32_t crc; /* of the bytes, after a read with a sum */
 } ct_extent;
 
 /* Reads extents[0..n) on the pool's threads, summing each with `sum`. */
@@ -56,17 +54,16 @@ CT_NODISCARD ct_status ct_source_read_extents(const ct_source *source,
                                               ct_extent *extents, size_t n, ct_sum sum,
                                               ct_error *err);
 
-/* CT_EINVAL unless crc32c, of the whole source, is the expected one. */
+/* CT_EINVAL unless crc32c, of the whole source, is as expected. */
 CT_NODISCARD ct_status ct_source_judge(const ct_source *source,
                                        const ct_expected *expected, uint32_t crc32c,
                                        ct_error *err);
 
-/* The checksum and size of a whole file. */
-CT_NODISCARD ct_status ct_checksum_file(const char *path, uint32_t *crc32c,
-                                        uint64_t *bytes, ct_error *err);
+/* The size and checksum of a whole file; with `expected` (may be NULL) CT_EINVAL unless
+ * both agree with that. */
+CT_NODISCARD ct_status ct_checksum_file(const char *path, const ct_expected *expected,
+                                        ct_expected *found, ct_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -1,3 +1,9 @@
+/* Folders that appear under their final names complete, and the recovery of folders
+ * that a killed process was replacing.
+ *
+ * At every moment each folder exists under its final name, or below an outer folder in
+ * a place that recovery searches. An outer folder is removed only after all names are
+ * restored, and only by the process that has locked it. */
 #define _GNU_SOURCE
 #include "core/checkpoint/staging.h"
 
@@ -16,10 +22,10 @@
 
 static const char prefix[] = ".ctrainer-saving-";
 
-/* Below outer: NAME as it was, while it is replaced without an exchange of names. */
+/* Below outer: the old NAME, during a replacement in two renames. */
 static const char replaced[] = ".replaced";
 
-/* Below outer: NAME as it was, while PARENT/NAME is a link to outer/NAME. */
+/* Below outer: the old NAME, while PARENT/NAME is a link to outer/NAME. */
 static const char hidden[] = ".hidden";
 
 enum {
@@ -40,8 +46,8 @@ ct_staging_forget(ct_staging *staging)
     *staging = (ct_staging){.lock = -1};
 }
 
-/* PARENT/NAME is away if its replacement was cut off between two renames. What was to
- * take its place is whole: it is renamed last of all. */
+/* PARENT/NAME is missing if a replacement was interrupted between two renames. The
+ * new folder is complete then: its rename comes last of all. */
 static bool
 put_back(const char *parent, const char *outer, const char *name)
 {
@@ -64,8 +70,8 @@ is_link_into(const char *path, const char *outer)
            target[n] == '/';
 }
 
-/* PARENT/NAME is a link to an unfinished save: takes it away, and puts back what had
- * the name. False where that could not be. */
+/* Removes PARENT/NAME, a link to an unfinished save, and restores the old folder of
+ * that name. False on failure. */
 static bool
 unlink_shown(const char *parent, const char *outer, const char *name)
 {
@@ -80,16 +86,19 @@ unlink_shown(const char *parent, const char *outer, const char *name)
     return done;
 }
 
-/* False where a folder is still without its name: outer must stay. */
+/* Calls visit with the name of each entry of the folder; false once it returns false.
+ */
+typedef bool visit_fn(void *arg, const char *name);
+
 static bool
-unlink_all_shown(const char *parent, const char *outer)
+each_entry(const char *folder, visit_fn *visit, void *arg)
 {
     bool done = true;
     struct dirent *entry;
-    DIR *dir = opendir(outer);
+    DIR *dir = opendir(folder);
     while (dir != NULL && (entry = readdir(dir)) != NULL) {
-        if (entry->d_name[0] != '.') {
-            done = unlink_shown(parent, outer, entry->d_name) && done;
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) {
+            done = visit(arg, entry->d_name) && done;
         }
     }
     if (dir != NULL) {
@@ -98,24 +107,33 @@ unlink_all_shown(const char *parent, const char *outer)
     return done;
 }
 
-/* The same for all that a save may have taken a name from. */
+typedef struct recovery {
+    const char *parent, *outer, *old;
+} recovery;
+
+static bool
+restore_shown(void *arg, const char *name)
+{
+    const recovery *r = arg;
+    return name[0] == '.' || unlink_shown(r->parent, r->outer, name);
+}
+
+static bool
+restore_replaced(void *arg, const char *name)
+{
+    const recovery *r = arg;
+    return put_back(r->parent, r->outer, name) || put_back(r->parent, r->old, name);
+}
+
+/* Restores all names that a save has taken. False while a folder is without its name:
+ * outer must stay. */
 static bool
 recover(const char *parent, const char *outer)
 {
-    bool done = unlink_all_shown(parent, outer);
-    struct dirent *entry;
     char *old = ct_path_join(outer, replaced);
-    DIR *dir = old == NULL ? NULL : opendir(old);
-    while (dir != NULL && (entry = readdir(dir)) != NULL) {
-        const char *name = entry->d_name;
-        if (strcmp(name, ".") != 0 && strcmp(name, "..") != 0) {
-            done =
-                done && (put_back(parent, outer, name) || put_back(parent, old, name));
-        }
-    }
-    if (dir != NULL) {
-        (void)closedir(dir);
-    }
+    recovery r = {parent, outer, old};
+    bool done = each_entry(outer, restore_shown, &r);
+    done = done && (old == NULL || each_entry(old, restore_replaced, &r));
     ct_free(old);
     return done;
 }
@@ -129,40 +147,32 @@ ct_staging_close(ct_staging *staging)
     ct_staging_forget(staging);
 }
 
-/* A folder nobody has locked belonged to a process that is gone. */
-static void
-remove_if_stale(const char *parent, const char *path)
+/* A folder without a lock belonged to a process that is gone. */
+static bool
+remove_if_stale(void *arg, const char *name)
 {
-    int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0) {
-        return;
-    }
-    if (flock(fd, LOCK_EX | LOCK_NB) == 0 && recover(parent, path)) {
+    char *path =
+        strncmp(name, prefix, sizeof prefix - 1) == 0 ? ct_path_join(arg, name) : NULL;
+    int fd =
+        path == NULL ? -1 : open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0 && recover(arg, path)) {
         (void)!ct_remove_tree(path, NULL);
     }
-    (void)close(fd);
+    if (fd >= 0) {
+        (void)close(fd);
+    }
+    ct_free(path);
+    return true;
 }
 
 void
 ct_staging_recover(const char *parent)
 {
-    struct dirent *entry;
-    DIR *dir = opendir(parent);
-    while (dir != NULL && (entry = readdir(dir)) != NULL) {
-        char *path = NULL;
-        if (strncmp(entry->d_name, prefix, sizeof prefix - 1) == 0 &&
-            (path = ct_path_join(parent, entry->d_name)) != NULL) {
-            remove_if_stale(parent, path);
-        }
-        ct_free(path);
-    }
-    if (dir != NULL) {
-        (void)closedir(dir);
-    }
+    (void)each_entry(parent, remove_if_stale, (void *)parent);
 }
 
-/* Between making a folder and locking it another process may take it for stale and
- * remove it; hence the look whether the locked one still has its name. */
+/* Between mkdtemp() and flock() another process may find the folder stale and remove
+ * it: only a locked folder that still has its name counts. */
 static bool
 lock_outer(ct_staging *staging)
 {
@@ -208,7 +218,7 @@ name_folders(ct_staging *staging, const char *final_folder, ct_error *err)
     staging->final = ct_path_join("", final_folder);
     staging->parent = n == 0 ? ct_path_join("", ".") : ct_path_join("", final_folder);
     if (staging->parent != NULL) {
-        staging->parent[n > 1 ? n - 1 : 1] = '\0'; /* "." and "/" keep their one byte */
+        staging->parent[n > 1 ? n - 1 : 1] = '\0'; /* "." and "/" keep one byte */
         staging->outer = ct_path_join(staging->parent, outer);
     }
     return staging->final == NULL || staging->outer == NULL
@@ -263,24 +273,23 @@ ct_staging_open(ct_staging *staging, const char *final_folder, ct_error *err)
     return status;
 }
 
-/* Out of the link's way; errno tells why not. */
+/* Moves PARENT/NAME to outer/SUB/NAME, which *moved names for ct_free() even on
+ * failure. 0, or the error's number. */
 static int
-hide_final(const ct_staging *staging)
+put_aside(const ct_staging *staging, const char *sub, char **moved)
 {
-    char *aside = ct_path_join(staging->outer, hidden);
-    char *old =
-        aside == NULL ? NULL : ct_path_join(aside, ct_path_name(staging->final));
-    int failed = old == NULL ? ENOMEM : 0;
-    if (failed == 0 && mkdir(aside, 0777) < 0 && errno != EEXIST) {
+    char *aside = ct_path_join(staging->outer, sub);
+    int failed = 0;
+    *moved = aside == NULL ? NULL : ct_path_join(aside, ct_path_name(staging->final));
+    if (*moved == NULL) {
+        failed = ENOMEM;
+    }
+    else if ((mkdir(aside, 0777) < 0 && errno != EEXIST) ||
+             rename(staging->final, *moved) < 0) {
         failed = errno;
     }
-    if (failed == 0 && rename(staging->final, old) < 0) {
-        failed = errno;
-    }
-    ct_free(old);
     ct_free(aside);
-    errno = failed;
-    return failed == 0 ? 0 : -1;
+    return failed;
 }
 
 ct_status
@@ -290,8 +299,13 @@ ct_staging_show(ct_staging *staging, ct_error *err)
     if (staging->shown) {
         return CT_OK;
     }
-    if (staging->had_final && hide_final(staging) < 0) {
-        return ct_fail_io(err, errno, "put aside", staging->final);
+    if (staging->had_final) {
+        char *moved;
+        const int failed = put_aside(staging, hidden, &moved);
+        ct_free(moved);
+        if (failed != 0) {
+            return ct_fail_io(err, failed, "put aside", staging->final);
+        }
     }
     char *target = ct_path_join(ct_path_name(staging->outer), name);
     ct_status status =
@@ -348,26 +362,8 @@ ct_staging_adopt(ct_staging *staging, ct_error *err)
     return status;
 }
 
-/* Two renames; errno tells why not. */
-static int
-replace_in_steps(const ct_staging *staging, const char *away)
-{
-    char *old = ct_path_join(away, ct_path_name(staging->final));
-    if (old == NULL) {
-        errno = ENOMEM;
-        return -1;
-    }
-    int failed = rename(staging->final, old) < 0 ? errno : 0;
-    if (failed == 0 && rename(staging->folder, staging->final) < 0) {
-        failed = errno;
-        (void)!rename(old, staging->final); /* failing, it stays where recovery looks */
-    }
-    ct_free(old);
-    errno = failed;
-    return failed == 0 ? 0 : -1;
-}
-
-/* The old folder ends up in outer, where closing removes it. */
+/* The old folder moves to outer, to be removed by ct_staging_close(). 0, or the error's
+ * number. */
 static int
 exchange(const ct_staging *staging)
 {
@@ -377,31 +373,28 @@ exchange(const ct_staging *staging)
         return 0;
     }
     if (errno != EINVAL && errno != ENOSYS) {
-        return -1;
+        return errno;
     }
 #endif
-    char *away = ct_path_join(staging->outer, replaced);
-    int failed = away == NULL ? ENOMEM : 0;
-    if (failed == 0 && mkdir(away, 0777) < 0 && errno != EEXIST) {
+    char *moved;
+    int failed = put_aside(staging, replaced, &moved);
+    if (failed == 0 && rename(staging->folder, staging->final) < 0) {
         failed = errno;
+        (void)!rename(moved, staging->final); /* else recovery finds the folder */
     }
-    if (failed == 0 && replace_in_steps(staging, away) < 0) {
-        failed = errno;
-    }
-    ct_free(away);
-    errno = failed;
-    return failed == 0 ? 0 : -1;
+    ct_free(moved);
+    return failed;
 }
 
 ct_status
 ct_staging_publish(ct_staging *staging, ct_error *err)
 {
-    int failed = rename(staging->folder, staging->final);
-    if (failed < 0 && (errno == ENOTEMPTY || errno == EEXIST)) {
+    int failed = rename(staging->folder, staging->final) < 0 ? errno : 0;
+    if (failed == ENOTEMPTY || failed == EEXIST) {
         failed = exchange(staging);
     }
-    return failed < 0 ? ct_fail_io(err, errno, "put in place", staging->final)
-                      : ct_sync_folder(staging->parent, err);
+    return failed != 0 ? ct_fail_io(err, failed, "put in place", staging->final)
+                       : ct_sync_folder(staging->parent, err);
 }
 
 ct_status

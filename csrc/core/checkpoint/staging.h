@@ -1,8 +1,8 @@
-/* A folder that appears under its final name whole or not at all.
+/* A folder that appears under its final name complete or not at all.
  *
- * Files go to PARENT/.ctrainer-saving-XXXXXX/NAME; publishing renames that to
- * PARENT/NAME. The outer folder is locked while its maker lives, so that what a killed
- * process left is recognised and removed by the next one that saves there. */
+ * Files go to PARENT/.ctrainer-saving-XXXXXX/NAME; publishing renames that folder to
+ * PARENT/NAME. The outer folder is locked while its process lives: the next process
+ * that saves there recognises and removes the folders of killed processes. */
 #ifndef CT_STAGING_H
 #define CT_STAGING_H
 
@@ -10,58 +10,54 @@
 
 #include <stdbool.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 /* Starts as {0}; all strings owned. */
 typedef struct ct_staging {
     char *final;    /* PARENT/NAME */
     char *parent;   /* PARENT */
     char *outer;    /* PARENT/.ctrainer-saving-XXXXXX */
-    char *folder;   /* outer/NAME, where files go */
-    int lock;       /* descriptor of outer, locked; -1 where locks are not to be had */
+    char *folder;   /* outer/NAME, for the files */
+    int lock;       /* descriptor of outer, locked; -1 on a file system without locks */
     bool had_final; /* final was there already */
     bool shown;     /* final is a link to folder */
     int buried;     /* folders moved to outer so far */
 } ct_staging;
 
-/* Makes the folders, PARENT too, after removing what killed processes left there.
- * CT_EIO leaves *staging empty. */
+/* Makes the folders, PARENT too, and removes the folders of killed processes. CT_EIO
+ * leaves *staging empty. */
 CT_NODISCARD ct_status ct_staging_open(ct_staging *staging, const char *final_folder,
                                        ct_error *err);
 
-/* Puts back what a process that was killed while it replaced a folder of parent left
- * without its name, as far as it can, and removes what else dead processes left. */
+/* Restores folders of parent that a killed process was replacing, as far as
+ * possible, and removes other folders of killed processes. */
 void ct_staging_recover(const char *parent);
 
-/* Makes final a link to folder, so that files can be read and written there under their
- * final names; a folder of that name waits in outer. Where the file system has no links
- * nothing changes. */
+/* Makes final a link to folder, so that files can be read and written under their
+ * final names; an old folder of that name waits in outer. No change on a file system
+ * without links. */
 CT_NODISCARD ct_status ct_staging_show(ct_staging *staging, ct_error *err);
 
-/* Takes the link of ct_staging_show away. Without it, moves into folder what somebody
- * wrote to final meanwhile, if final was not there at the start. */
+/* Removes the link of ct_staging_show. Without a link, and if final was not there at
+ * the start, moves files that others wrote to final into folder. */
 CT_NODISCARD ct_status ct_staging_adopt(ct_staging *staging, ct_error *err);
 
-/* Renames folder to final, replacing a folder of that name, and puts the change on the
- * disk. Where the file system can exchange names, final is there at every moment;
- * elsewhere it is away between two renames: the second one's failure brings the old
- * folder back, and ct_staging_recover what a killed process left. */
+/* Renames folder to final, in place of an old folder, and syncs PARENT. If the file
+ * system can exchange names, final exists at every moment. Otherwise it is missing
+ * between two renames: after a failure of the second the old folder is restored,
+ * after a kill by ct_staging_recover. */
 CT_NODISCARD ct_status ct_staging_publish(ct_staging *staging, ct_error *err);
 
-/* Moves another folder of PARENT out of sight; closing removes it. */
+/* Moves another folder of PARENT to outer, to be removed by ct_staging_close. */
 CT_NODISCARD ct_status ct_staging_bury(ct_staging *staging, const char *folder,
                                        ct_error *err);
 
-/* Removes whatever is left of it, as far as it can, and frees it. */
+/* Removes the folders, as far as possible, and frees *staging. */
 void ct_staging_close(ct_staging *staging);
 
-/* Frees it without touching the disk: what a forked child must do. */
+/* Frees *staging and leaves the disk alone, as a forked child must. */
 void ct_staging_forget(ct_staging *staging);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -1,3 +1,4 @@
+/* Lengths are gathered first; an all_gather has equal parts. */
 #include "core/comm/bytes.h"
 
 #include "core/base/alloc.h"
@@ -19,7 +20,7 @@ gather_lengths(ct_comm *comm, size_t n, ct_gathered *out, ct_error *err)
     int64_t mine = (int64_t)n;
     const size_t ranks = (size_t)comm->world_size;
     const ct_span in = {&mine, 1, CT_I64}, all = {out->n, ranks, CT_I64};
-    ct_status status = comm->ops->all_gather(comm, &all, &in, err);
+    ct_status status = ct_comm_all_gather(comm, &all, &in, err);
     for (size_t r = 0; status == CT_OK && r < ranks; r++) {
         out->stride = (size_t)out->n[r] > out->stride ? (size_t)out->n[r] : out->stride;
     }
@@ -43,7 +44,7 @@ gather_padded(ct_comm *comm, const void *data, size_t n, ct_gathered *out,
     }
     const ct_span in = {own, out->stride, CT_U8};
     const ct_span all = {out->data, ranks * out->stride, CT_U8};
-    return comm->ops->all_gather(comm, &all, &in, err);
+    return ct_comm_all_gather(comm, &all, &in, err);
 }
 
 ct_status
@@ -62,48 +63,4 @@ ct_comm_gather_bytes(ct_comm *comm, const void *data, size_t n, ct_gathered *out
         ct_gathered_fini(out);
     }
     return status;
-}
-
-static size_t
-padded(size_t n)
-{
-    return (n + CT_PACKET_ALIGNMENT - 1) / CT_PACKET_ALIGNMENT * CT_PACKET_ALIGNMENT;
-}
-
-ct_status
-ct_packet_put(ct_packet *packet, const void *record, size_t n, ct_error *err)
-{
-    if (n > SIZE_MAX / 2 - packet->n) {
-        return ct_fail(err, CT_ENOMEM, "no memory for a message of more than %zu bytes",
-                       n);
-    }
-    const size_t end = packet->n + padded(n);
-    const ct_status status = ct_grow(&packet->data, &packet->capacity, end, 1, err);
-    if (status != CT_OK || n == 0) {
-        return status;
-    }
-    unsigned char *to = (unsigned char *)packet->data + packet->n;
-    memcpy(to, record, n);
-    memset(to + n, 0, end - packet->n - n);
-    packet->n = end;
-    return CT_OK;
-}
-
-void
-ct_packet_fini(ct_packet *packet)
-{
-    ct_free(packet->data);
-    *packet = (ct_packet){0};
-}
-
-const void *
-ct_packet_take(ct_packet_reader *reader, size_t n)
-{
-    const size_t left = reader->n - reader->at;
-    if (n > left || padded(n) > left) {
-        return NULL;
-    }
-    const void *record = (const unsigned char *)reader->data + reader->at;
-    reader->at += padded(n);
-    return record;
 }

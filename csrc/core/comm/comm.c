@@ -1,3 +1,9 @@
+/* The common part of all backends: dispatch, and the comparison of the ranks'
+ * requests.
+ *
+ * A request is rejected on all ranks or on none: lengths and dtypes are checked only
+ * once the requests are known to be alike. Otherwise one rank would return with an
+ * error while the others wait in the collective. */
 #include "core/comm/comm.h"
 
 #include "core/base/alloc.h"
@@ -36,29 +42,57 @@ ct_comm_check_here(const ct_comm *comm, const char *what, ct_error *err)
 }
 
 ct_status
-ct_comm_run(ct_comm *comm, const ct_request *r, ct_error *err)
+ct_comm_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
 {
-    const ct_comm_ops *ops = comm->ops;
-    switch (r->what) {
-    case CT_ALL_REDUCE:
-        return ops->all_reduce(comm, &r->in, r->op, err);
-    case CT_ALL_GATHER:
-        return ops->all_gather(comm, &r->out, &r->in, err);
-    case CT_REDUCE_SCATTER:
-        return ops->reduce_scatter(comm, &r->out, &r->in, r->op, err);
-    case CT_ALL_TO_ALL:
-        return ops->all_to_all(comm, &r->out, &r->in, err);
-    case CT_BROADCAST:
-        return ops->broadcast(comm, &r->in, r->root, err);
-    case CT_REDUCE:
-        return ops->reduce(comm, &r->in, r->op, r->root, err);
-    case CT_BARRIER:
-        break;
-    }
-    return ops->barrier(comm, err);
+    const ct_request r = {.what = CT_ALL_REDUCE, .op = op, .in = *span};
+    return ct_comm_run(comm, &r, err);
 }
 
-/* No work stands for one that has ended. */
+ct_status
+ct_comm_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+{
+    const ct_request r = {.what = CT_ALL_GATHER, .in = *in, .out = *out};
+    return ct_comm_run(comm, &r, err);
+}
+
+ct_status
+ct_comm_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
+                       ct_reduce_op op, ct_error *err)
+{
+    const ct_request r = {.what = CT_REDUCE_SCATTER, .op = op, .in = *in, .out = *out};
+    return ct_comm_run(comm, &r, err);
+}
+
+ct_status
+ct_comm_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+{
+    const ct_request r = {.what = CT_ALL_TO_ALL, .in = *in, .out = *out};
+    return ct_comm_run(comm, &r, err);
+}
+
+ct_status
+ct_comm_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
+{
+    const ct_request r = {.what = CT_BROADCAST, .root = root, .in = *span};
+    return ct_comm_run(comm, &r, err);
+}
+
+ct_status
+ct_comm_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
+               ct_error *err)
+{
+    const ct_request r = {.what = CT_REDUCE, .op = op, .root = root, .in = *span};
+    return ct_comm_run(comm, &r, err);
+}
+
+ct_status
+ct_comm_barrier(ct_comm *comm, ct_error *err)
+{
+    const ct_request r = {.what = CT_BARRIER};
+    return ct_comm_run(comm, &r, err);
+}
+
+/* NULL stands for a work that ended at the start. */
 ct_status
 ct_comm_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
 {
@@ -94,9 +128,20 @@ ct_collective_name(ct_collective what)
     return names[what];
 }
 
-/* Whether two ranks ask for the same. */
+const char *
+ct_reduce_op_name(ct_reduce_op op)
+{
+    static const char *const names[] = {
+        [CT_REDUCE_SUM] = "sum",
+        [CT_REDUCE_MEAN] = "mean",
+        [CT_REDUCE_MAX] = "max",
+        [CT_REDUCE_MIN] = "min",
+    };
+    return names[op];
+}
+
 static bool
-ct_request_is_like(const ct_request *a, const ct_request *b)
+is_like(const ct_request *a, const ct_request *b)
 {
     return a->what == b->what && a->out.n == b->out.n && a->in.n == b->in.n &&
            a->out.dtype == b->out.dtype && a->in.dtype == b->in.dtype &&
@@ -131,23 +176,22 @@ ct_request_labelled(const ct_comm *comm, const ct_request *request)
     return r;
 }
 
-static ct_description
-ct_request_describe(const ct_request *r)
+/* "all_reduce of 3 float32 to 0 (max, root 0)" */
+typedef struct description {
+    char text[96];
+} description;
+
+static description
+describe(const ct_request *r)
 {
-    static const char *const ops[] = {
-        [CT_REDUCE_SUM] = "sum",
-        [CT_REDUCE_MEAN] = "mean",
-        [CT_REDUCE_MAX] = "max",
-        [CT_REDUCE_MIN] = "min",
-    };
-    ct_description d;
+    description d;
     (void)snprintf(d.text, sizeof d.text, "%s of %zu %s to %zu (%s, root %d)",
                    ct_collective_name(r->what), r->in.n, ct_dtype_name(r->in.dtype),
-                   r->out.n, ops[r->op], r->root);
+                   r->out.n, ct_reduce_op_name(r->op), r->root);
     return d;
 }
 
-/* "gathers 'layers.1'", or what is called without a name. */
+/* "gathers 'layers.1'", or the whole request without a label. */
 static void
 say(const ct_request *r, bool counts, char *text, size_t room)
 {
@@ -163,7 +207,7 @@ say(const ct_request *r, bool counts, char *text, size_t room)
                        (unsigned long long)r->label.call);
     }
     if (r->label.tag == 0) {
-        (void)snprintf(text, room, "calls %s", ct_request_describe(r).text);
+        (void)snprintf(text, room, "calls %s", describe(r).text);
     }
     else if (r->label.is_step) {
         (void)snprintf(text, room, "is in %s", r->label.name);
@@ -173,14 +217,14 @@ say(const ct_request *r, bool counts, char *text, size_t room)
     }
 }
 
-/* How many ask for the same as `rank`. */
+/* The number of ranks whose requests are like that of `rank`. */
 static int
 count_like(ct_request_at *at, const void *group, int world_size, int rank)
 {
     const ct_request *request = at(group, rank);
     int n = 0;
     for (int other = 0; other < world_size; other++) {
-        n += ct_request_is_like(request, at(group, other));
+        n += is_like(request, at(group, other));
     }
     return n;
 }
@@ -193,8 +237,7 @@ fail_different(const ct_request *a, int rank_a, const ct_request *b, int rank_b,
     if (a->label.tag == 0 && b->label.tag == 0) {
         return ct_fail(err, CT_EINVAL,
                        "all ranks must call the same: rank %d called %s, rank %d %s%s",
-                       rank_a, ct_request_describe(a).text, rank_b,
-                       ct_request_describe(b).text, who);
+                       rank_a, describe(a).text, rank_b, describe(b).text, who);
     }
     const bool counts = a->label.tag == b->label.tag;
     say(a, counts, text_a, sizeof text_a);
@@ -218,7 +261,7 @@ ct_requests_compare(ct_request_at *at, const void *group, int world_size,
                     const ct_rank_names *names, ct_error *err)
 {
     int most = 0, wrong = 1;
-    while (wrong < world_size && ct_request_is_like(at(group, 0), at(group, wrong))) {
+    while (wrong < world_size && is_like(at(group, 0), at(group, wrong))) {
         wrong++;
     }
     if (wrong >= world_size) {
@@ -231,7 +274,7 @@ ct_requests_compare(ct_request_at *at, const void *group, int world_size,
         best = n > best ? n : best;
     }
     if (most != 0) {
-        for (wrong = 0; ct_request_is_like(at(group, most), at(group, wrong));) {
+        for (wrong = 0; is_like(at(group, most), at(group, wrong));) {
             wrong++;
         }
     }
@@ -253,7 +296,7 @@ request_at(const void *all, int rank)
     return (const ct_request *)all + rank;
 }
 
-/* The requests' bytes are gathered; their addresses mean nothing here. */
+/* The spans' addresses in the gathered requests are other processes'. */
 ct_status
 ct_requests_exchange(ct_comm *comm, const ct_request *own, ct_error *err)
 {
@@ -263,7 +306,7 @@ ct_requests_exchange(ct_comm *comm, const ct_request *own, ct_error *err)
         return ct_fail(err, CT_ENOMEM, "no memory for %zu requests", ranks);
     }
     const ct_span in = {&sent, bytes, CT_U8}, out = {all, ranks * bytes, CT_U8};
-    ct_status status = comm->ops->all_gather(comm, &out, &in, err);
+    ct_status status = ct_comm_all_gather(comm, &out, &in, err);
     if (status == CT_OK) {
         status =
             ct_requests_compare(request_at, all, comm->world_size, &comm->names, err);
@@ -279,7 +322,6 @@ ct_requests_exchange(ct_comm *comm, const ct_request *own, ct_error *err)
     return status;
 }
 
-/* `whole` holds a part for every rank. */
 static ct_status
 check_parts(const ct_request *r, const ct_span *whole, const ct_span *part,
             size_t world_size, ct_error *err)

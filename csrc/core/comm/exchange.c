@@ -1,3 +1,5 @@
+/* A slot is overwritten only after all ranks have used the piece (CT_BARRIER_USED), and
+ * read only after the owner has made the piece (CT_BARRIER_MADE). */
 #include "core/comm/exchange.h"
 
 #include "core/base/alloc.h"
@@ -7,14 +9,12 @@
 #include <stdint.h>
 #include <string.h>
 
-/* An exchange's slots, and what moves data through them. */
-
 enum {
     CT_SLOTS = 8 /* of a rank */
 };
 
-/* What a rank was asked to do, and where its data is unless it is in the slots. Only
- * lengths, dtypes and the like mean something to others, not the request's pointers. */
+/* A rank's request, and the place of data that is not in the slots. The
+ * request's pointers mean nothing to other processes. */
 typedef struct ct_note {
     ct_request request;
     ct_peer_place place;
@@ -39,7 +39,6 @@ slot_of(const ct_exchange *self, int rank, uint32_t piece)
            slot * (NOTE_BYTES + SLOT_BYTES);
 }
 
-/* The note in the slot of that piece. */
 static ct_note *
 ct_slot_note(const ct_exchange *self, int rank, uint32_t piece)
 {
@@ -47,7 +46,7 @@ ct_slot_note(const ct_exchange *self, int rank, uint32_t piece)
     return slot;
 }
 
-/* What the rank's first note says of where its data lies; NULL: in the slots. */
+/* The rank's data in a peer buffer, by its note; NULL: in the slots. */
 static char *
 located(const ct_exchange *self, int rank)
 {
@@ -55,10 +54,9 @@ located(const ct_exchange *self, int rank)
                               ct_slot_note(self, rank, self->done)->place);
 }
 
-/* ---- giving ------------------------------------------------------------------------
- */
+/* ---- writing a piece ------------------------------------------------------------- */
 
-/* Whether others need what `rank` has. */
+/* Whether other ranks read the data of `rank`. */
 static bool
 gives(const ct_transfer *t, int rank)
 {
@@ -66,7 +64,8 @@ gives(const ct_transfer *t, int rank)
     return t->sink == CT_SINK_COPY ? is_root : t->sink != CT_SINK_ROOT || !is_root;
 }
 
-/* Others may not read what is being reduced, unless each reduces a share for all. */
+/* Whether a rank's data may be read in place although another rank's is in slots. The
+ * operand of a reduction is also the result, so only if each rank reduces a shard. */
 static bool
 may_be_read_alone(const ct_transfer *t)
 {
@@ -86,7 +85,7 @@ write_note(const ct_exchange *self, const ct_transfer *t, ct_note *n)
     }
 }
 
-/* Whether that counter of the others is there, waiting for it if told to. */
+/* Whether the counter of all other ranks has reached the value; with `waits`, waits. */
 static ct_status
 reach(const ct_exchange *self, const ct_transfer *t, ct_process_barrier_count which,
       uint32_t value, bool waits, bool *reached, ct_error *err)
@@ -101,7 +100,7 @@ reach(const ct_exchange *self, const ct_transfer *t, ct_process_barrier_count wh
     return status;
 }
 
-/* Elements of part `index` from its element `at` on, up to a piece. */
+/* Elements of part `index` from its element `at` on, at most a piece. */
 static size_t
 length_at(const ct_transfer *t, int index, size_t at)
 {
@@ -111,8 +110,8 @@ length_at(const ct_transfer *t, int index, size_t at)
     return in_part < left ? in_part : left;
 }
 
-/* Copies into this rank's slot of `piece` what it gives of each part's elements from
- * `at` on. */
+/* Copies this rank's data, of each part the elements from `at` on, into the slot of a
+ * piece. */
 static void
 ct_slot_fill(const ct_exchange *self, const ct_transfer *t, uint32_t index, size_t at)
 {
@@ -167,8 +166,7 @@ give(const ct_exchange *self, ct_transfer *t, bool waits, bool *given, ct_error 
     return CT_OK;
 }
 
-/* ---- an exchange -------------------------------------------------------------------
- */
+/* ---- an exchange ----------------------------------------------------------------- */
 
 static const ct_request *
 noted_request(const void *group, int rank)
@@ -177,7 +175,7 @@ noted_request(const void *group, int rank)
     return &ct_slot_note(self, rank, self->done)->request;
 }
 
-/* Finds what is given in peer buffers; true when all of it is. */
+/* Finds the data in peer buffers; true when all ranks' data is there. */
 static bool
 find_direct(ct_exchange *self, const ct_transfer *t)
 {
@@ -243,8 +241,8 @@ meet(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
     return CT_OK;
 }
 
-/* What `rank` gives to us of the elements from `at` on: its own, in its peer buffer, or
- * in its slot. */
+/* The data of `rank` for this rank, from element `at` on: our own operand, or in a peer
+ * buffer, or in a slot. */
 static const char *
 given_by(const ct_exchange *self, const ct_transfer *t, int rank, uint32_t piece,
          size_t at)
@@ -264,7 +262,7 @@ overlap(const void *a, const void *b, size_t bytes)
     return (x < y ? y - x : x - y) < bytes;
 }
 
-/* A part of a result of `whole` bytes. */
+/* Copies a part of a result of `whole` bytes. */
 static void
 copy(void *to, const void *from, size_t bytes, size_t whole)
 {
@@ -305,8 +303,8 @@ reduce(const ct_exchange *self, const ct_transfer *t, uint32_t piece, size_t at)
     }
 }
 
-/* Takes from all what this rank needs of the elements from `at` on, up to a piece of
- * the transfer: from exchange->direct, or from slots of `piece` where that is NULL. */
+/* Uses a piece of all ranks' data, the elements from `at` on: from exchange->direct, or
+ * from the slots of `piece` for a rank without. */
 static void
 ct_slots_take(const ct_exchange *self, const ct_transfer *t, uint32_t piece, size_t at)
 {
@@ -332,16 +330,16 @@ ct_slots_take(const ct_exchange *self, const ct_transfer *t, uint32_t piece, siz
     }
 }
 
-/* Of an all_reduce of which exchange->direct has all: reduces this rank's share of the
- * elements and writes it to all. */
+/* An all_reduce in place: reduces this rank's shard of the elements and writes the
+ * result into all peer buffers. */
 static void
 ct_peer_buffers_reduce(const ct_exchange *self, const ct_request *r)
 {
     const size_t ranks = (size_t)self->world_size, n = r->in.n;
     const size_t item = ct_dtype_size(r->in.dtype);
-    const size_t share = (n + ranks - 1) / ranks, block = SLOT_BYTES / item;
-    const size_t begin = (size_t)self->rank * share;
-    const size_t end = begin + share < n ? begin + share : n;
+    const size_t shard = (n + ranks - 1) / ranks, block = SLOT_BYTES / item;
+    const size_t begin = (size_t)self->rank * shard;
+    const size_t end = begin + shard < n ? begin + shard : n;
     for (size_t at = begin; at < end; at += block) {
         const size_t length = end - at < block ? end - at : block;
         char *own = self->direct[self->rank] + at * item;
@@ -386,8 +384,8 @@ take(const ct_exchange *self, ct_transfer *t, bool waits, bool *taken, ct_error 
     return CT_OK;
 }
 
-/* Gives ahead what there are free slots for: the fewer turns, the fewer waits where
- * ranks share cores. Waits only for the slot of the piece that is to be taken next. */
+/* Writes pieces ahead while there are free slots: fewer turns mean fewer waits where
+ * ranks share cores. Waits only for the slot of the piece that is used next. */
 static ct_status
 give_ahead(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 {
@@ -453,8 +451,7 @@ ct_exchange_step(ct_exchange *self, ct_transfer *t, bool waits, ct_error *err)
     return status;
 }
 
-/* ---- beginning and end -------------------------------------------------------------
- */
+/* ---- beginning and end ----------------------------------------------------------- */
 
 /* Bytes of all slots, which lie behind the barrier. */
 static size_t

@@ -1,9 +1,13 @@
-/* A group over two others: within the machine, then across machines, then within again,
- * so that each byte crosses between machines once. */
+/* A group over two others: collectives run within the machine, then across machines, so
+ * that of n bytes a rank sends n / ranks_a_machine across.
+ *
+ * The collectives of a group have to be called in one order by all ranks. So an
+ * all_reduce under way advances only when another collective is started or waited for,
+ * never because data has arrived: a start begins the step within the machine and sends
+ * the all_reduces before it across machines; a wait does the rest. */
 #include "core/comm/hierarchical.h"
 
 #include "core/base/alloc.h"
-#include "core/comm/comm.h"
 #include "core/comm/reduce.h"
 
 #include <string.h>
@@ -14,13 +18,16 @@ typedef enum stage {
     ENDED
 } stage;
 
+/* An all_reduce by shards: reduce_scatter within the machine, all_reduce of the shard
+ * across machines, all_gather within the machine. */
 struct ct_work {
-    ct_request request; /* an all_reduce */
-    ct_span even, rest; /* what falls into equal shares, and the elements behind it */
-    ct_span share;      /* this rank's, in memory of its own */
+    ct_request request;
+    ct_span even,
+        rest;      /* the equal shards of all ranks, and the elements behind them */
+    ct_span shard; /* this rank's, in `memory` */
     void *memory;
     size_t room;
-    ct_work *step; /* the level's, under way */
+    ct_work *step; /* under way in the inner or the outer group */
     stage stage;
     bool under_way; /* in the group's list */
     ct_status status;
@@ -28,39 +35,23 @@ struct ct_work {
     ct_work *next;
 };
 
-typedef struct ct_hierarchical {
-    ct_comm base; /* first: a ct_comm * of ours is a ct_hierarchical * */
+typedef struct hierarchical {
+    ct_comm base; /* first: a ct_comm * of ours is a hierarchical * */
     ct_comm *inner, *outer, *whole;
     bool compares; /* all ranks' requests, over `whole`, before each collective */
     void *scratch;
     size_t room;
     ct_work *first, *last; /* all_reduces under way, in the order of their starts */
-    ct_work *free_works;   /* to be used again, with their memory */
-} ct_hierarchical;
+    ct_work *free_works;   /* for reuse, with their memory */
+} hierarchical;
 
-static void
-ct_hierarchical_free_works(ct_hierarchical *self)
-{
-    while (self->free_works != NULL) {
-        ct_work *w = self->free_works;
-        self->free_works = w->next;
-        ct_free(w->memory);
-        ct_free(w);
-    }
-}
+/* ---- the two groups -------------------------------------------------------------- */
 
-/* core/comm/hierarchical.c, entries of the table: an all_reduce of shares works while
- * the caller does; other requests have ended when they have been started. */
-void ct_hierarchical_free_works(ct_hierarchical *self); /* none is under way */
-
-/* ---- the two levels ----------------------------------------------------------------
- */
-
-/* Says in *err where a failure was: "all_reduce on rank 5 of 8, across machines: ...".
- */
+/* Puts the place of a failure before its message: "all_reduce on rank 5 of 8, across
+ * machines: ...". */
 static ct_status
-ct_hierarchical_say(const ct_hierarchical *self, const char *what, const char *where,
-                    ct_status status, ct_error *err)
+add_place(const hierarchical *self, const char *what, const ct_comm *group,
+          ct_status status, ct_error *err)
 {
     char text[sizeof err->message];
     if (status == CT_OK || status == CT_EHOST || err == NULL) {
@@ -68,93 +59,65 @@ ct_hierarchical_say(const ct_hierarchical *self, const char *what, const char *w
     }
     memcpy(text, err->message, sizeof text);
     return ct_fail(err, status, "%s on rank %d of %d, %s: %s", what, self->base.rank,
-                   self->base.world_size, where, text);
+                   self->base.world_size,
+                   group == self->inner ? "within its machine" : "across machines",
+                   text);
 }
 
-/* CT_EINVAL on all ranks unless they ask for the same, where that is compared. */
+/* Runs a step of the collective `what` in one of the groups. */
 static ct_status
-ct_hierarchical_compare(const ct_hierarchical *self, const ct_request *r, ct_error *err)
+run_in(hierarchical *self, ct_comm *group, const char *what, const ct_request *r,
+       ct_error *err)
 {
-    const ct_request own = ct_request_labelled(&self->base, r);
-    return self->compares ? ct_requests_exchange(self->whole, &own, err) : CT_OK;
-}
-
-static ct_status
-run_labelled(const ct_hierarchical *self, ct_comm *level, const ct_request *r,
-             ct_error *err)
-{
-    level->label = self->base.label;
-    const ct_status status = ct_comm_run(level, r, err);
-    level->label = NULL;
-    return status;
-}
-
-/* Runs a step of the collective `what` on one of the levels. */
-static ct_status
-ct_hierarchical_within(ct_hierarchical *self, const char *what, const ct_request *r,
-                       ct_error *err)
-{
-    return ct_hierarchical_say(self, what, "within its machine",
-                               run_labelled(self, self->inner, r, err), err);
+    group->label = self->base.label;
+    const ct_status status = ct_comm_run(group, r, err);
+    group->label = NULL;
+    return add_place(self, what, group, status, err);
 }
 
 static ct_status
-ct_hierarchical_across(ct_hierarchical *self, const char *what, const ct_request *r,
-                       ct_error *err)
+make_room(hierarchical *self, size_t n, ct_dtype dtype, ct_error *err)
 {
-    return ct_hierarchical_say(self, what, "across machines",
-                               run_labelled(self, self->outer, r, err), err);
-}
-
-/* Makes room for as many bytes in the group's own memory; what lies there. */
-static ct_status
-ct_hierarchical_make_room(ct_hierarchical *self, size_t bytes, ct_error *err)
-{
-    return ct_grow(&self->scratch, &self->room, bytes, 1, err);
+    return ct_grow(&self->scratch, &self->room, n * ct_dtype_size(dtype), 1, err);
 }
 
 /* n elements of the span from `at` on. */
 static ct_span
-ct_hierarchical_part(const ct_span *span, size_t at, size_t n)
+part_of(const ct_span *span, size_t at, size_t n)
 {
     const size_t offset = at * ct_dtype_size(span->dtype);
     return (ct_span){n == 0 ? span->data : (char *)span->data + offset, n, span->dtype};
 }
 
 static ct_span
-ct_hierarchical_scratch(const ct_hierarchical *self, size_t at, size_t n,
-                        ct_dtype dtype)
+scratch_of(const hierarchical *self, size_t at, size_t n, ct_dtype dtype)
 {
     const ct_span all = {self->scratch, at + n, dtype};
-    return ct_hierarchical_part(&all, at, n);
+    return part_of(&all, at, n);
 }
 
-/* ---- what several collectives are made of ------------------------------------------
- */
+/* ---- gathering ------------------------------------------------------------------- */
 
-/* Each rank fetches the parts of those with its place on the other machines; a
- * machine's parts then come together in the block of that machine. */
+/* Each rank gathers the parts of the ranks with its place on their machines; then each
+ * machine's parts are gathered within, into the machine's block of `out`. */
 static ct_status
-ct_hierarchical_gather(ct_hierarchical *self, const char *what, const ct_span *out,
-                       const ct_span *in, ct_error *err)
+gather(hierarchical *self, const char *what, const ct_span *out, const ct_span *in,
+       ct_error *err)
 {
     const size_t machines = (size_t)self->outer->world_size;
     const size_t block = in->n * (size_t)self->inner->world_size;
-    ct_status status = ct_hierarchical_make_room(
-        self, machines * in->n * ct_dtype_size(in->dtype), err);
+    ct_status status = make_room(self, machines * in->n, in->dtype, err);
     if (status == CT_OK) {
-        const ct_request r = {
-            .what = CT_ALL_GATHER,
-            .in = *in,
-            .out = ct_hierarchical_scratch(self, 0, machines * in->n, in->dtype)};
-        status = ct_hierarchical_across(self, what, &r, err);
+        const ct_request r = {.what = CT_ALL_GATHER,
+                              .in = *in,
+                              .out = scratch_of(self, 0, machines * in->n, in->dtype)};
+        status = run_in(self, self->outer, what, &r, err);
     }
     for (size_t m = 0; status == CT_OK && m < machines; m++) {
-        const ct_request r = {
-            .what = CT_ALL_GATHER,
-            .in = ct_hierarchical_scratch(self, m * in->n, in->n, in->dtype),
-            .out = ct_hierarchical_part(out, m * block, block)};
-        status = ct_hierarchical_within(self, what, &r, err);
+        const ct_request r = {.what = CT_ALL_GATHER,
+                              .in = scratch_of(self, m * in->n, in->n, in->dtype),
+                              .out = part_of(out, m * block, block)};
+        status = run_in(self, self->inner, what, &r, err);
     }
     return status;
 }
@@ -176,10 +139,10 @@ reduce_rows(const char *rows, size_t ranks, const ct_span *span, ct_reduce_op op
     return CT_OK;
 }
 
-/* all_reduce in one rounding: all ranks' elements on every rank, in their order. */
+/* all_reduce with one rounding: every rank gathers all elements and reduces in rank
+ * order. */
 static ct_status
-ct_hierarchical_reduce_gathered(ct_hierarchical *self, const ct_span *span,
-                                ct_reduce_op op, ct_error *err)
+reduce_gathered(hierarchical *self, const ct_span *span, ct_reduce_op op, ct_error *err)
 {
     const size_t ranks = (size_t)self->base.world_size;
     const ct_span rows = {ct_alloc(ranks * span->n * ct_dtype_size(span->dtype)),
@@ -187,7 +150,7 @@ ct_hierarchical_reduce_gathered(ct_hierarchical *self, const ct_span *span,
     if (rows.data == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for %zu elements", rows.n);
     }
-    ct_status status = ct_hierarchical_gather(self, "all_reduce", &rows, span, err);
+    ct_status status = gather(self, "all_reduce", &rows, span, err);
     if (status == CT_OK) {
         status = reduce_rows(rows.data, ranks, span, op, err);
     }
@@ -195,76 +158,27 @@ ct_hierarchical_reduce_gathered(ct_hierarchical *self, const ct_span *span,
     return status;
 }
 
-/* ---- all ranks ask for the same, and it fits them ----------------------------------
- */
-
-static ct_status
-check(const ct_hierarchical *self, const ct_request *r, ct_error *err)
+/* A mean of integers is rounded once, after all integers have been gathered. */
+static bool
+is_integer_mean(const ct_request *r)
 {
-    const ct_status status = ct_hierarchical_compare(self, r, err);
-    return status == CT_OK ? ct_request_check(r, self->base.world_size, err) : status;
+    return r->op == CT_REDUCE_MEAN && !ct_dtype_is_float(r->in.dtype);
 }
 
-/* ---- all_gather and reduce_scatter -------------------------------------------------
- */
+/* ---- the other collectives ------------------------------------------------------- */
 
 static ct_status
-scatter(ct_hierarchical *self, const ct_span *out, const ct_span *in, ct_reduce_op op,
-        ct_error *err)
+scatter_integer_means(hierarchical *self, const ct_request *r, ct_error *err)
 {
-    const char *what = "reduce_scatter";
-    const size_t machines = (size_t)self->outer->world_size;
-    const size_t block = out->n * (size_t)self->inner->world_size;
-    ct_status status = ct_hierarchical_make_room(
-        self, machines * out->n * ct_dtype_size(in->dtype), err);
-    for (size_t m = 0; status == CT_OK && m < machines; m++) {
-        const ct_request r = {
-            .what = CT_REDUCE_SCATTER,
-            .op = op,
-            .in = ct_hierarchical_part(in, m * block, block),
-            .out = ct_hierarchical_scratch(self, m * out->n, out->n, in->dtype)};
-        status = ct_hierarchical_within(self, what, &r, err);
-    }
-    if (status == CT_OK) {
-        const ct_request r = {
-            .what = CT_REDUCE_SCATTER,
-            .op = op,
-            .in = ct_hierarchical_scratch(self, 0, machines * out->n, in->dtype),
-            .out = *out};
-        status = ct_hierarchical_across(self, what, &r, err);
-    }
-    return status;
-}
-
-/* ---- the others --------------------------------------------------------------------
- */
-
-static ct_status
-hierarchical_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in,
-                        ct_error *err)
-{
-    const ct_request r = {.what = CT_ALL_GATHER, .out = *out, .in = *in};
-    const ct_status status = check((ct_hierarchical *)comm, &r, err);
-    return status == CT_OK ? ct_hierarchical_gather((ct_hierarchical *)comm,
-                                                    "all_gather", out, in, err)
-                           : status;
-}
-
-/* A mean of integers has to see all of them before it is rounded. */
-static ct_status
-scatter_integer_means(ct_hierarchical *self, const ct_span *out, const ct_span *in,
-                      ct_error *err)
-{
+    const ct_span *in = &r->in, *out = &r->out;
     const size_t bytes = in->n * ct_dtype_size(in->dtype);
     ct_span copy = {ct_alloc(bytes), in->n, in->dtype};
     if (copy.data == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for %zu bytes", bytes);
     }
     memcpy(copy.data, in->data, bytes);
-    ct_status status =
-        ct_hierarchical_reduce_gathered(self, &copy, CT_REDUCE_MEAN, err);
-    const ct_span own =
-        ct_hierarchical_part(&copy, (size_t)self->base.rank * out->n, out->n);
+    ct_status status = reduce_gathered(self, &copy, CT_REDUCE_MEAN, err);
+    const ct_span own = part_of(&copy, (size_t)self->base.rank * out->n, out->n);
     if (status == CT_OK) {
         memcpy(out->data, own.data, out->n * ct_dtype_size(out->dtype));
     }
@@ -272,164 +186,90 @@ scatter_integer_means(ct_hierarchical *self, const ct_span *out, const ct_span *
     return status;
 }
 
+/* reduce_scatter and all_to_all: within each machine to the rank that has the place of
+ * the receiver, for one receiving machine after the other; then across machines. */
 static ct_status
-hierarchical_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
-                            ct_reduce_op op, ct_error *err)
+exchange_blocks(hierarchical *self, const ct_request *whole, ct_error *err)
 {
-    const ct_request r = {.what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
-    const ct_status status = check((ct_hierarchical *)comm, &r, err);
-    if (status != CT_OK || in->n == 0) {
-        return status;
-    }
-    return op == CT_REDUCE_MEAN && !ct_dtype_is_float(in->dtype)
-               ? scatter_integer_means((ct_hierarchical *)comm, out, in, err)
-               : scatter((ct_hierarchical *)comm, out, in, op, err);
-}
-
-/* First within machines, to the rank with the place of the receiver: the parts for each
- * machine lie side by side. */
-static ct_status
-hierarchical_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in,
-                        ct_error *err)
-{
-    ct_hierarchical *self = (ct_hierarchical *)comm;
-    const char *what = "all_to_all";
-    const ct_request whole = {.what = CT_ALL_TO_ALL, .out = *out, .in = *in};
-    const size_t machines = (size_t)self->outer->world_size, block = in->n / machines;
-    ct_status status = check(self, &whole, err);
-    if (status == CT_OK) {
-        status = ct_hierarchical_make_room(self, in->n * ct_dtype_size(in->dtype), err);
-    }
+    const char *what = ct_collective_name(whole->what);
+    const size_t machines = (size_t)self->outer->world_size;
+    const size_t block = whole->in.n / machines;
+    const size_t part = whole->what == CT_ALL_TO_ALL ? block : whole->out.n;
+    const ct_dtype dtype = whole->in.dtype;
+    ct_request r = {.what = whole->what, .op = whole->op};
+    ct_status status = make_room(self, machines * part, dtype, err);
     for (size_t m = 0; status == CT_OK && m < machines; m++) {
-        const ct_request r = {
-            .what = CT_ALL_TO_ALL,
-            .in = ct_hierarchical_part(in, m * block, block),
-            .out = ct_hierarchical_scratch(self, m * block, block, in->dtype)};
-        status = ct_hierarchical_within(self, what, &r, err);
+        r.in = part_of(&whole->in, m * block, block);
+        r.out = scratch_of(self, m * part, part, dtype);
+        status = run_in(self, self->inner, what, &r, err);
     }
     if (status == CT_OK) {
-        const ct_request r = {.what = CT_ALL_TO_ALL,
-                              .in = ct_hierarchical_scratch(self, 0, in->n, in->dtype),
-                              .out = *out};
-        status = ct_hierarchical_across(self, what, &r, err);
+        r.in = scratch_of(self, 0, machines * part, dtype);
+        r.out = whole->out;
+        status = run_in(self, self->outer, what, &r, err);
     }
     return status;
 }
 
 static ct_status
-hierarchical_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
+reduce_scatter(hierarchical *self, const ct_request *r, ct_error *err)
 {
-    ct_hierarchical *self = (ct_hierarchical *)comm;
-    const int ranks = self->inner->world_size;
-    ct_request r = {.what = CT_BROADCAST, .in = *span, .root = root};
-    ct_status status = check(self, &r, err);
-    if (status == CT_OK && self->inner->rank == root % ranks) {
-        r.root = root / ranks;
-        status = ct_hierarchical_across(self, "broadcast", &r, err);
+    if (r->in.n == 0) {
+        return CT_OK;
     }
-    r.root = root % ranks;
-    return status == CT_OK ? ct_hierarchical_within(self, "broadcast", &r, err)
-                           : status;
+    return is_integer_mean(r) ? scatter_integer_means(self, r, err)
+                              : exchange_blocks(self, r, err);
 }
 
-/* To the rank of its own machine that has the root's place, and from those to it. */
+/* Between the machines through the ranks that have the root's place. */
 static ct_status
-reduce_shares(ct_hierarchical *self, const ct_span *span, ct_reduce_op op, int root,
-              ct_error *err)
+broadcast_or_reduce(hierarchical *self, const ct_request *whole, ct_error *err)
 {
     const int ranks = self->inner->world_size;
-    ct_request r = {.what = CT_REDUCE, .in = *span, .op = op, .root = root % ranks};
-    ct_status status = ct_hierarchical_within(self, "reduce", &r, err);
-    if (status == CT_OK && self->inner->rank == root % ranks) {
-        r.root = root / ranks;
-        status = ct_hierarchical_across(self, "reduce", &r, err);
+    const char *what = ct_collective_name(whole->what);
+    const bool reduces = whole->what == CT_REDUCE;
+    const bool crosses = self->inner->rank == whole->root % ranks;
+    ct_request within = *whole, across = *whole;
+    ct_status status = CT_OK;
+    within.root = whole->root % ranks;
+    across.root = whole->root / ranks;
+    if (reduces) {
+        status = run_in(self, self->inner, what, &within, err);
+    }
+    if (status == CT_OK && crosses) {
+        status = run_in(self, self->outer, what, &across, err);
+    }
+    return status == CT_OK && !reduces ? run_in(self, self->inner, what, &within, err)
+                                       : status;
+}
+
+/* The second barrier within holds a machine's ranks until the last machine has come. */
+static ct_status
+barrier(hierarchical *self, const ct_request *r, ct_error *err)
+{
+    ct_comm *const groups[] = {self->inner, self->outer, self->inner};
+    ct_status status = CT_OK;
+    for (int i = 0; status == CT_OK && i < 3; i++) {
+        status = run_in(self, groups[i], "barrier", r, err);
     }
     return status;
 }
 
-static ct_status
-hierarchical_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
-                    ct_error *err)
-{
-    ct_hierarchical *self = (ct_hierarchical *)comm;
-    const ct_request r = {.what = CT_REDUCE, .in = *span, .op = op, .root = root};
-    const ct_status status = check(self, &r, err);
-    if (status != CT_OK) {
-        return status;
-    }
-    return op == CT_REDUCE_MEAN && !ct_dtype_is_float(span->dtype)
-               ? ct_hierarchical_reduce_gathered(self, span, op, err)
-               : reduce_shares(self, span, op, root, err);
-}
-
-/* The second within holds a machine's ranks until the last machine has come. */
-static ct_status
-hierarchical_barrier(ct_comm *comm, ct_error *err)
-{
-    ct_hierarchical *self = (ct_hierarchical *)comm;
-    const ct_request r = {.what = CT_BARRIER};
-    ct_status status = ct_hierarchical_compare(self, &r, err);
-    if (status == CT_OK) {
-        status = ct_hierarchical_within(self, "barrier", &r, err);
-    }
-    if (status == CT_OK) {
-        status = ct_hierarchical_across(self, "barrier", &r, err);
-    }
-    return status == CT_OK ? ct_hierarchical_within(self, "barrier", &r, err) : status;
-}
-
-static ct_status
-hierarchical_group(ct_comm *comm, const ct_members *members, ct_comm **made,
-                   ct_error *err)
-{
-    ct_comm *whole = ((ct_hierarchical *)comm)->whole;
-    if (whole->ops->group == NULL) {
-        return ct_fail(err, CT_EINVAL, "a group of the %s backend cannot be split",
-                       whole->ops->name);
-    }
-    return whole->ops->group(whole, members, made, err);
-}
-
-static ct_status
-hierarchical_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
-{
-    return ct_comm_memory(((ct_hierarchical *)comm)->inner, bytes, memory, err);
-}
-
-static void
-free_one(ct_comm *comm)
-{
-    if (comm != NULL) {
-        comm->ops->free(comm);
-    }
-}
-
-static void
-hierarchical_free(ct_comm *comm)
-{
-    ct_hierarchical *self = (ct_hierarchical *)comm;
-    free_one(self->inner);
-    free_one(self->outer);
-    free_one(self->whole);
-    ct_hierarchical_free_works(self);
-    ct_free(self->scratch);
-    ct_free(self);
-}
+/* ---- all_reduce by shards -------------------------------------------------------- */
 
 enum {
-    SHORT_BYTES = 4 << 10 /* from here on bytes cost more than the number of messages */
+    SHORT_BYTES = 4 << 10 /* up to here the number of messages costs more than bytes */
 };
 
 static bool
-goes_by_shares(const ct_request *r)
+goes_by_shards(const ct_request *r)
 {
     return r->what == CT_ALL_REDUCE &&
-           r->in.n * ct_dtype_size(r->in.dtype) > SHORT_BYTES &&
-           (r->op != CT_REDUCE_MEAN || ct_dtype_is_float(r->in.dtype));
+           r->in.n * ct_dtype_size(r->in.dtype) > SHORT_BYTES && !is_integer_mean(r);
 }
 
 static ct_work *
-take_free_work(ct_hierarchical *self)
+take_free_work(hierarchical *self)
 {
     ct_work *w = self->free_works;
     if (w == NULL) {
@@ -441,14 +281,14 @@ take_free_work(ct_hierarchical *self)
 }
 
 static void
-give_back(ct_hierarchical *self, ct_work *w)
+keep_free_work(hierarchical *self, ct_work *w)
 {
     w->next = self->free_works;
     self->free_works = w;
 }
 
 static void
-append(ct_hierarchical *self, ct_work *w)
+append(hierarchical *self, ct_work *w)
 {
     if (self->first == NULL) {
         self->first = w;
@@ -461,53 +301,48 @@ append(ct_hierarchical *self, ct_work *w)
 }
 
 static ct_status
-divide(const ct_hierarchical *self, ct_work *w, const ct_request *request,
-       ct_error *err)
+divide(const hierarchical *self, ct_work *w, const ct_request *request, ct_error *err)
 {
     const ct_span *span = &request->in;
     const size_t ranks = (size_t)self->inner->world_size;
-    const size_t share = span->n / ranks, even = share * ranks;
+    const size_t shard = span->n / ranks, even = shard * ranks;
     ct_status status =
-        ct_grow(&w->memory, &w->room, share * ct_dtype_size(span->dtype), 1, err);
+        ct_grow(&w->memory, &w->room, shard * ct_dtype_size(span->dtype), 1, err);
     w->request = *request;
-    w->even = ct_hierarchical_part(span, 0, even);
-    w->rest = ct_hierarchical_part(span, even, span->n - even);
-    w->share = (ct_span){w->memory, share, span->dtype};
+    w->even = part_of(span, 0, even);
+    w->rest = part_of(span, even, span->n - even);
+    w->shard = (ct_span){w->memory, shard, span->dtype};
     return status;
 }
 
-static const char name[] = "all_reduce";
-
 static ct_status
-start_within(const ct_hierarchical *self, ct_work *w, ct_error *err)
+start_within(const hierarchical *self, ct_work *w, ct_error *err)
 {
     const ct_request r = {
-        .what = CT_REDUCE_SCATTER, .op = w->request.op, .in = w->even, .out = w->share};
+        .what = CT_REDUCE_SCATTER, .op = w->request.op, .in = w->even, .out = w->shard};
     self->inner->label = self->base.label;
     const ct_status status = ct_comm_start(self->inner, &r, &w->step, err);
     self->inner->label = NULL;
-    return ct_hierarchical_say(self, name, "within its machine", status, err);
+    return add_place(self, "all_reduce", self->inner, status, err);
 }
 
 static void
-send_across(const ct_hierarchical *self, ct_work *w)
+send_across(const hierarchical *self, ct_work *w)
 {
-    const ct_request r = {.what = CT_ALL_REDUCE, .op = w->request.op, .in = w->share};
-    w->status =
-        ct_hierarchical_say(self, name, "within its machine",
-                            ct_comm_wait(self->inner, w->step, &w->error), &w->error);
+    const ct_request r = {.what = CT_ALL_REDUCE, .op = w->request.op, .in = w->shard};
+    w->status = ct_comm_wait(self->inner, w->step, &w->error);
+    (void)add_place(self, "all_reduce", self->inner, w->status, &w->error);
     w->step = NULL;
     if (w->status == CT_OK) {
-        w->status = ct_hierarchical_say(
-            self, name, "across machines",
-            ct_comm_start(self->outer, &r, &w->step, &w->error), &w->error);
+        w->status = ct_comm_start(self->outer, &r, &w->step, &w->error);
+        (void)add_place(self, "all_reduce", self->outer, w->status, &w->error);
     }
     w->stage = w->status == CT_OK ? ACROSS : ENDED;
 }
 
-/* Everything that is still within its machine, in order. */
+/* Sends all works that are still within the machine across, in order. */
 static void
-send_all_across(const ct_hierarchical *self)
+send_all_across(const hierarchical *self)
 {
     for (ct_work *w = self->first; w != NULL; w = w->next) {
         if (w->stage == WITHIN) {
@@ -518,8 +353,7 @@ send_all_across(const ct_hierarchical *self)
 
 /* NULL, with *status and *err, on failure. */
 static ct_work *
-begin(ct_hierarchical *self, const ct_request *request, ct_status *status,
-      ct_error *err)
+begin(hierarchical *self, const ct_request *request, ct_status *status, ct_error *err)
 {
     ct_work *w = take_free_work(self);
     if (w == NULL) {
@@ -531,7 +365,7 @@ begin(ct_hierarchical *self, const ct_request *request, ct_status *status,
         *status = start_within(self, w, err);
     }
     if (*status != CT_OK) {
-        give_back(self, w);
+        keep_free_work(self, w);
         return NULL;
     }
     send_all_across(self);
@@ -539,100 +373,162 @@ begin(ct_hierarchical *self, const ct_request *request, ct_status *status,
     return w;
 }
 
-static ct_status
-ct_hierarchical_start(ct_comm *comm, const ct_request *request, ct_work **work,
-                      ct_error *err)
-{
-    ct_status status = CT_OK;
-    if (!goes_by_shares(request)) {
-        return ct_comm_run(comm, request, err);
-    }
-    status = ct_hierarchical_compare((ct_hierarchical *)comm, request, err);
-    if (status != CT_OK) {
-        return status;
-    }
-    *work = begin((ct_hierarchical *)comm, request, &status, err);
-    return status;
-}
-
 static void
-all_gather_share(ct_hierarchical *self, ct_work *w)
+gather_shards(hierarchical *self, ct_work *w)
 {
-    const ct_request r = {.what = CT_ALL_GATHER, .in = w->share, .out = w->even};
-    w->status =
-        ct_hierarchical_say(self, name, "across machines",
-                            ct_comm_wait(self->outer, w->step, &w->error), &w->error);
+    const ct_request r = {.what = CT_ALL_GATHER, .in = w->shard, .out = w->even};
+    w->status = ct_comm_wait(self->outer, w->step, &w->error);
+    (void)add_place(self, "all_reduce", self->outer, w->status, &w->error);
     if (w->status == CT_OK) {
-        w->status = ct_hierarchical_within(self, name, &r, &w->error);
+        w->status = run_in(self, self->inner, "all_reduce", &r, &w->error);
     }
     if (w->status == CT_OK && w->rest.n != 0) {
-        w->status =
-            ct_hierarchical_reduce_gathered(self, &w->rest, w->request.op, &w->error);
+        w->status = reduce_gathered(self, &w->rest, w->request.op, &w->error);
     }
     w->stage = ENDED;
 }
 
-/* Ends the first of those under way. */
-static void
-end_first(ct_hierarchical *self)
-{
-    ct_work *w = self->first;
-    if (w->stage == ACROSS) {
-        all_gather_share(self, w);
-    }
-    self->first = w->next;
-    w->under_way = false;
-}
-
+/* Ends all works up to `work`, and returns it to the free ones. */
 static ct_status
-end(ct_hierarchical *self, ct_work *w, ct_error *err)
+end(hierarchical *self, ct_work *work, ct_error *err)
 {
     send_all_across(self);
-    while (w->under_way) {
-        end_first(self);
+    while (work->under_way) {
+        ct_work *w = self->first;
+        if (w->stage == ACROSS) {
+            gather_shards(self, w);
+        }
+        self->first = w->next;
+        w->under_way = false;
     }
-    const ct_status status = w->status;
+    const ct_status status = work->status;
     if (status != CT_OK && err != NULL) {
-        *err = w->error;
+        *err = work->error;
     }
-    give_back(self, w);
+    keep_free_work(self, work);
     return status;
 }
 
 static ct_status
-ct_hierarchical_wait(ct_comm *comm, ct_work *work, ct_error *err)
+all_reduce(hierarchical *self, const ct_request *r, ct_error *err)
 {
-    return end((ct_hierarchical *)comm, work, err);
-}
-
-static ct_status
-ct_hierarchical_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op,
-                           ct_error *err)
-{
-    const ct_request r = {.what = CT_ALL_REDUCE, .op = op, .in = *span};
-    ct_hierarchical *self = (ct_hierarchical *)comm;
-    ct_status status = ct_hierarchical_compare(self, &r, err);
-    if (status != CT_OK) {
-        return status;
+    ct_status status = CT_OK;
+    if (!goes_by_shards(r)) {
+        return reduce_gathered(self, &r->in, r->op, err);
     }
-    if (!goes_by_shares(&r)) {
-        return ct_hierarchical_reduce_gathered(self, span, op, err);
-    }
-    ct_work *work = begin(self, &r, &status, err);
+    ct_work *work = begin(self, r, &status, err);
     return work != NULL ? end(self, work, err) : status;
 }
 
+/* ---- the table ------------------------------------------------------------------- */
+
+/* CT_EINVAL on all ranks unless the requests are alike, if the group compares requests.
+ */
+static ct_status
+compare(const hierarchical *self, const ct_request *r, ct_error *err)
+{
+    const ct_request own = ct_request_labelled(&self->base, r);
+    return self->compares ? ct_requests_exchange(self->whole, &own, err) : CT_OK;
+}
+
+static ct_status
+hierarchical_run(ct_comm *comm, const ct_request *r, ct_error *err)
+{
+    hierarchical *self = (hierarchical *)comm;
+    ct_status status = compare(self, r, err);
+    if (status == CT_OK) {
+        status = ct_request_check(r, comm->world_size, err);
+    }
+    if (status != CT_OK) {
+        return status;
+    }
+    switch (r->what) {
+    case CT_ALL_REDUCE:
+        return all_reduce(self, r, err);
+    case CT_ALL_GATHER:
+        return gather(self, "all_gather", &r->out, &r->in, err);
+    case CT_REDUCE_SCATTER:
+        return reduce_scatter(self, r, err);
+    case CT_ALL_TO_ALL:
+        return exchange_blocks(self, r, err);
+    case CT_BROADCAST:
+        return broadcast_or_reduce(self, r, err);
+    case CT_REDUCE:
+        return is_integer_mean(r) ? reduce_gathered(self, &r->in, r->op, err)
+                                  : broadcast_or_reduce(self, r, err);
+    case CT_BARRIER:
+        break;
+    }
+    return barrier(self, r, err);
+}
+
+/* Only all_reduces by shards work while the caller does. */
+static ct_status
+hierarchical_start(ct_comm *comm, const ct_request *request, ct_work **work,
+                   ct_error *err)
+{
+    if (!goes_by_shards(request)) {
+        return ct_comm_run(comm, request, err);
+    }
+    ct_status status = compare((hierarchical *)comm, request, err);
+    if (status == CT_OK) {
+        *work = begin((hierarchical *)comm, request, &status, err);
+    }
+    return status;
+}
+
+static ct_status
+hierarchical_wait(ct_comm *comm, ct_work *work, ct_error *err)
+{
+    return end((hierarchical *)comm, work, err);
+}
+
+static ct_status
+hierarchical_group(ct_comm *comm, const ct_members *members, ct_comm **made,
+                   ct_error *err)
+{
+    ct_comm *whole = ((hierarchical *)comm)->whole;
+    if (whole->ops->group == NULL) {
+        return ct_fail(err, CT_EINVAL, "a group of the %s backend cannot be split",
+                       whole->ops->name);
+    }
+    return whole->ops->group(whole, members, made, err);
+}
+
+static ct_status
+hierarchical_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
+{
+    return ct_comm_memory(((hierarchical *)comm)->inner, bytes, memory, err);
+}
+
+static void
+free_groups(ct_comm *inner, ct_comm *outer, ct_comm *whole)
+{
+    inner->ops->free(inner);
+    outer->ops->free(outer);
+    whole->ops->free(whole);
+}
+
+static void
+hierarchical_free(ct_comm *comm)
+{
+    hierarchical *self = (hierarchical *)comm;
+    free_groups(self->inner, self->outer, self->whole);
+    while (self->free_works != NULL) {
+        ct_work *w = self->free_works;
+        self->free_works = w->next;
+        ct_free(w->memory);
+        ct_free(w);
+    }
+    ct_free(self->scratch);
+    ct_free(self);
+}
+
 static const ct_comm_ops hierarchical_ops = {
-    .name = "levels",
-    .all_reduce = ct_hierarchical_all_reduce,
-    .all_gather = hierarchical_all_gather,
-    .reduce_scatter = hierarchical_reduce_scatter,
-    .all_to_all = hierarchical_all_to_all,
-    .broadcast = hierarchical_broadcast,
-    .reduce = hierarchical_reduce,
-    .barrier = hierarchical_barrier,
-    .start = ct_hierarchical_start,
-    .wait = ct_hierarchical_wait,
+    .name = "hierarchical",
+    .run = hierarchical_run,
+    .start = hierarchical_start,
+    .wait = hierarchical_wait,
     .group = hierarchical_group,
     .memory = hierarchical_memory,
     .free = hierarchical_free,
@@ -657,20 +553,18 @@ ct_status
 ct_comm_hierarchical_new_steal(ct_comm **comm, ct_comm *inner, ct_comm *outer,
                                ct_comm *whole, bool compares, ct_error *err)
 {
-    ct_hierarchical *self = ct_calloc(1, sizeof *self);
+    hierarchical *self = ct_calloc(1, sizeof *self);
     ct_status status = self == NULL ? ct_fail(err, CT_ENOMEM, "no memory for a group")
                                     : check_ranks(inner, outer, whole, err);
     if (self == NULL || status != CT_OK) {
-        free_one(inner);
-        free_one(outer);
-        free_one(whole);
+        free_groups(inner, outer, whole);
         ct_free(self);
         return status;
     }
     const int ranks = inner->world_size, of = whole->world_size;
     inner->names = (ct_rank_names){outer->rank * ranks, 1, of};
     outer->names = (ct_rank_names){inner->rank, ranks, of};
-    *self = (ct_hierarchical){
+    *self = (hierarchical){
         .base = ct_comm_made(&hierarchical_ops, whole->rank, of),
         .compares = compares,
         .inner = inner,
@@ -680,11 +574,3 @@ ct_comm_hierarchical_new_steal(ct_comm **comm, ct_comm *inner, ct_comm *outer,
     *comm = &self->base;
     return CT_OK;
 }
-
-/* An all_reduce over two levels: a share for each of the machine's ranks, reduced in
- * the machine, across machines, and handed round in the machine.
- *
- * A group's collectives have to be called in one order by all of its ranks, whatever
- * each has come to meanwhile. So a step is taken when another collective is started or
- * waited for, never because something has arrived: a start begins the first step and
- * sends those before it across, a wait does the rest. */

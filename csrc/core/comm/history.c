@@ -1,3 +1,6 @@
+/* Ranks compare hashes by a reduction together with other numbers, as parts so short
+ * that the reduction is exact. Only after a mismatch are the records themselves
+ * exchanged. */
 #include "core/comm/history.h"
 
 #include "core/base/alloc.h"
@@ -5,21 +8,21 @@
 #include <string.h>
 
 enum {
-    MOST_KEPT = 4096, /* what is noted behind these is in the hash alone */
-    CARRIED = 4,      /* numbers that stand for the hash */
-    FEW = 64          /* numbers that need no memory of their own */
+    MOST_KEPT = 4096, /* later collectives are in the hash alone */
+    CARRIED = 4,      /* numbers that carry the hash */
+    FEW = 64          /* numbers that need no allocation */
 };
 
 typedef struct note {
     ct_label label;
     ct_collective what;
-    uint64_t hash; /* of this and all before it */
+    uint64_t hash; /* of the history up to here */
 } note;
 
 struct ct_history {
-    note *notes; /* of the first n since the last comparison */
+    note *notes; /* the first n since the last comparison */
     size_t n, room;
-    uint64_t seen, hash; /* of all since then */
+    uint64_t seen, hash; /* of all collectives since then */
 };
 
 ct_history *
@@ -37,8 +40,7 @@ ct_history_free(ct_history *h)
     }
 }
 
-/* ---- noting ------------------------------------------------------------------------
- */
+/* ---- recording ------------------------------------------------------------------- */
 
 static uint64_t
 mixed(uint64_t hash, uint64_t value)
@@ -47,7 +49,7 @@ mixed(uint64_t hash, uint64_t value)
     return hash ^ hash >> 29;
 }
 
-/* Where there is no memory for a note, only names are lost. */
+/* Without memory for a note only a name is lost: the hash has the rest. */
 static void
 take_note(ct_history *h, const ct_label *label, ct_collective what)
 {
@@ -74,10 +76,9 @@ ct_comm_unlabel(ct_comm *comm)
     comm->label = NULL;
 }
 
-/* ---- hashes as numbers that are reduced --------------------------------------------
- */
+/* ---- hashes as numbers that are reduced ------------------------------------------ */
 
-/* So long that the sums of their squares over all ranks are exact. */
+/* The bits of a part: sums of squares over all ranks have to be exact. */
 static unsigned
 part_bits(int world_size)
 {
@@ -89,8 +90,8 @@ part_bits(int world_size)
     return bits;
 }
 
-/* Two parts of the hash, each with its square, or with its negative: where largest and
- * smallest are one, all are. */
+/* Writes two parts of the hash, each with the square for a sum, with the negative for a
+ * max or min: all parts are equal exactly if largest and smallest are. */
 static void
 write_hash(uint64_t hash, int world_size, ct_reduce_op op, double *to)
 {
@@ -102,8 +103,8 @@ write_hash(uint64_t hash, int world_size, ct_reduce_op op, double *to)
     }
 }
 
-/* Of numbers whose sum is n times one number, the sum of squares is least, n times its
- * square, where all are that number. */
+/* For a given sum, the sum of squares of n numbers is least, n times the square of the
+ * mean, exactly where all numbers are equal. */
 static bool
 is_one_hash(const double *reduced, int world_size, ct_reduce_op op)
 {
@@ -116,20 +117,19 @@ is_one_hash(const double *reduced, int world_size, ct_reduce_op op)
     return one;
 }
 
-/* ---- the first difference ----------------------------------------------------------
- */
+/* ---- the first difference -------------------------------------------------------- */
 
 static ct_status
 count_notes(ct_comm *comm, const ct_history *h, size_t *most, ct_error *err)
 {
     int64_t n = (int64_t)h->n;
     const ct_span span = {&n, 1, CT_I64};
-    const ct_status status = comm->ops->all_reduce(comm, &span, CT_REDUCE_MAX, err);
+    const ct_status status = ct_comm_all_reduce(comm, &span, CT_REDUCE_MAX, err);
     *most = (size_t)n;
     return status;
 }
 
-/* The first of `n` places where the ranks' hashes are not one; n: they are. */
+/* The first of `n` places where the ranks' hashes differ, or n. */
 static size_t
 first_difference(const int64_t *all, size_t n, size_t ranks)
 {
@@ -157,7 +157,7 @@ find_difference(ct_comm *comm, const ct_history *h, size_t n, size_t *at, ct_err
             own[i] = (int64_t)h->notes[i].hash;
         }
         const ct_span in = {own, n, CT_I64}, out = {all, n * ranks, CT_I64};
-        status = comm->ops->all_gather(comm, &out, &in, err);
+        status = ct_comm_all_gather(comm, &out, &in, err);
         *at = first_difference(all, n, ranks);
     }
     ct_free(all);
@@ -165,9 +165,9 @@ find_difference(ct_comm *comm, const ct_history *h, size_t n, size_t *at, ct_err
     return status;
 }
 
-/* Every rank has seen that they differ, and calls this: it always fails. */
+/* Called by all ranks after their hashes differed: always fails. */
 static ct_status
-tell_difference(ct_comm *comm, const ct_history *h, size_t numbers, ct_error *err)
+fail_different(ct_comm *comm, const ct_history *h, size_t numbers, ct_error *err)
 {
     size_t most = 0, at = 0;
     ct_status status = count_notes(comm, h, &most, err);
@@ -192,8 +192,7 @@ tell_difference(ct_comm *comm, const ct_history *h, size_t numbers, ct_error *er
                          most);
 }
 
-/* ---- numbers of all ranks ----------------------------------------------------------
- */
+/* ---- numbers of all ranks -------------------------------------------------------- */
 
 static ct_status
 reduce_with_hash(ct_comm *comm, double *all, size_t n, ct_reduce_op op, ct_error *err)
@@ -201,10 +200,10 @@ reduce_with_hash(ct_comm *comm, double *all, size_t n, ct_reduce_op op, ct_error
     ct_history *h = comm->history;
     const ct_span span = {all, n + CARRIED, CT_F64};
     write_hash(h->hash, comm->world_size, op, all + n);
-    ct_status status = comm->ops->all_reduce(comm, &span, op, err);
+    ct_status status = ct_comm_all_reduce(comm, &span, op, err);
     if (status == CT_OK && !is_one_hash(all + n, comm->world_size, op)) {
-        comm->label = NULL; /* it is among what is told */
-        status = tell_difference(comm, h, n, err);
+        comm->label = NULL; /* the report is a collective without a label */
+        status = fail_different(comm, h, n, err);
     }
     h->n = 0;
     h->seen = h->hash = 0;
@@ -218,7 +217,7 @@ ct_comm_reduce_numbers(ct_comm *comm, double *numbers, size_t n, ct_reduce_op op
     double few[FEW + CARRIED];
     if (comm->history == NULL) {
         const ct_span span = {numbers, n, CT_F64};
-        return comm->ops->all_reduce(comm, &span, op, err);
+        return ct_comm_all_reduce(comm, &span, op, err);
     }
     double *all = n <= FEW ? few : ct_alloc((n + CARRIED) * sizeof *all);
     if (all == NULL) {

@@ -1,3 +1,5 @@
+/* The ranks' lengths and dtypes are gathered first, so that all ranks accept the
+ * operands or none does. */
 #include "core/comm/padded.h"
 
 #include "core/base/alloc.h"
@@ -5,7 +7,7 @@
 
 #include <string.h>
 
-/* What a rank brings, as the others learn of it. */
+/* The description of a rank's operands. */
 enum {
     LENGTH,
     PART,
@@ -39,7 +41,7 @@ check_rank(const int64_t *first, const int64_t *one, int rank, ct_error *err)
     return CT_OK;
 }
 
-/* Learns what all ranks bring, which all of them find fit or none. */
+/* Gathers and checks the descriptions of all ranks. */
 static ct_status
 compare(ct_comm *comm, const ct_span *out, const ct_span *in, int64_t *table,
         ct_error *err)
@@ -52,20 +54,20 @@ compare(ct_comm *comm, const ct_span *out, const ct_span *in, int64_t *table,
         [OUT_DTYPE] = (int64_t)out->dtype,
     };
     const ct_span from = {mine, FIELDS, CT_I64}, to = {table, FIELDS * ranks, CT_I64};
-    ct_status status = comm->ops->all_gather(comm, &to, &from, err);
+    ct_status status = ct_comm_all_gather(comm, &to, &from, err);
     for (int r = 0; status == CT_OK && r < comm->world_size; r++) {
         status = check_rank(table, table + (size_t)r * FIELDS, r, err);
     }
     return status;
 }
 
-/* The all_gather proper, of parts that zeros make equally long. */
+/* all_gather of parts that are padded with zeros to one length. */
 static ct_status
 gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
 {
     const size_t part = out->n / (size_t)comm->world_size;
     if (part == 0 || in->n == part) {
-        return part == 0 ? CT_OK : comm->ops->all_gather(comm, out, in, err);
+        return part == 0 ? CT_OK : ct_comm_all_gather(comm, out, in, err);
     }
     const size_t size = ct_dtype_size(in->dtype);
     ct_span padded = {ct_calloc(part, size), part, in->dtype};
@@ -75,7 +77,7 @@ gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
     if (in->n > 0) {
         memcpy(padded.data, in->data, in->n * size);
     }
-    const ct_status status = comm->ops->all_gather(comm, out, &padded, err);
+    const ct_status status = ct_comm_all_gather(comm, out, &padded, err);
     ct_free(padded.data);
     return status;
 }

@@ -4,20 +4,16 @@
 
 #include "core/comm/comm.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
-/* Fills part r of out, out->n / world_size elements, with in of rank r, which may be
- * shorter, and zeros behind it; lengths[r] tells how long it was. out and in do not
- * overlap. On failure out is undefined. CT_EINVAL on every rank where one's operands do
- * not fit, CT_ENOMEM, CT_EIO or CT_ECOMM. */
+/* Fills part r of out, out->n / world_size elements, with in of rank r, padded with
+ * zeros; lengths[r] becomes the length of in. out and in do not overlap. On failure out
+ * is undefined. CT_EINVAL on every rank if the operands of any do not fit, CT_ENOMEM,
+ * CT_EIO or CT_ECOMM. */
 CT_NODISCARD ct_status ct_comm_gather_padded(ct_comm *comm, const ct_span *out,
                                              const ct_span *in, int64_t *lengths,
                                              ct_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -1,3 +1,5 @@
+/* Counters are written by their own rank alone; the fault word is written once, by
+ * compare and swap, so all ranks report the same first fault. */
 #define _GNU_SOURCE /* syscall */
 #include "core/comm/process_barrier.h"
 
@@ -15,13 +17,13 @@
 #include <unistd.h>
 
 enum {
-    LINE_BYTES = 64, /* a cache line: ranks write side by side, not over each other */
+    LINE_BYTES = 64, /* a cache line, so that ranks write to different lines */
     PAGE_BYTES = 4096,
     LEAST_SPINS = 8,
     MOST_SPINS = 1024,
     YIELDS = 5,
-    LOOK_UP_NANOSECONDS = 20000000, /* how long a death may go unnoticed */
-    REASON_SHIFT = 24,              /* a fault is its reason and its rank in a word */
+    LOOK_UP_NANOSECONDS = 20000000, /* the longest time to notice a death */
+    REASON_SHIFT = 24,              /* a fault: reason and rank in a word */
 };
 
 typedef enum reason {
@@ -31,7 +33,7 @@ typedef enum reason {
     INTERRUPTED
 } reason;
 
-/* A counter and how many sleep until it changes. */
+/* A counter, and the number of ranks that sleep until a change. */
 typedef struct tally {
     _Alignas(LINE_BYTES) _Atomic uint32_t count;
     _Atomic uint32_t sleepers;
@@ -39,7 +41,7 @@ typedef struct tally {
 
 typedef struct place {
     tally tallies[2];                             /* by ct_process_barrier_count */
-    _Alignas(LINE_BYTES) _Atomic int32_t process; /* 0 until it has come */
+    _Alignas(LINE_BYTES) _Atomic int32_t process; /* 0 before joining */
     atomic_bool has_left;
 } place;
 
@@ -51,7 +53,7 @@ typedef struct board {
 struct ct_process_barrier {
     const ct_segment *segment;
     board *board;
-    ct_owner owner; /* whose place it is: a forked child must not give it up */
+    ct_owner owner; /* a forked child must not give up the parent's place */
     int rank, world_size;
     const ct_rank_names *names; /* of the ranks in messages; the caller's */
     int spins;                  /* looks at a counter before yielding the core */
@@ -94,8 +96,7 @@ ct_process_barrier_join(ct_process_barrier **barrier, const ct_segment *segment,
     return CT_OK;
 }
 
-/* ---- waking ------------------------------------------------------------------------
- */
+/* ---- waking ---------------------------------------------------------------------- */
 
 static void
 wake(tally *t)
@@ -136,10 +137,9 @@ ct_process_barrier_leave(ct_process_barrier *c)
     ct_free(c);
 }
 
-/* ---- faults ------------------------------------------------------------------------
- */
+/* ---- faults ---------------------------------------------------------------------- */
 
-/* The first to be found is what all ranks report. */
+/* Only the first fault is kept. */
 static void
 break_barrier(ct_process_barrier *c, reason why, int culprit)
 {
@@ -182,7 +182,7 @@ ct_process_barrier_check(const ct_process_barrier *c, const char *what, ct_error
     return atomic_load(&c->board->fault) == 0 ? CT_OK : fail_broken(c, what, err);
 }
 
-/* Breaks the barrier when that rank will not come any more. */
+/* Breaks the barrier when the rank cannot or may not come any more. */
 static void
 look_after(ct_process_barrier *c, int rank, ct_deadline deadline)
 {
@@ -200,10 +200,9 @@ look_after(ct_process_barrier *c, int rank, ct_deadline deadline)
     }
 }
 
-/* ---- waiting -----------------------------------------------------------------------
- */
+/* ---- waiting --------------------------------------------------------------------- */
 
-/* Counters wrap; they are never 2**31 apart. */
+/* Counters wrap around, and are never 2**31 apart. */
 static bool
 is_at(uint32_t count, uint32_t value)
 {
@@ -224,8 +223,8 @@ pause_core(void)
 #endif
 }
 
-/* Spins for as long as it has paid lately: where ranks share cores, it only takes them
- * from who is waited for. */
+/* Spins as long as spinning has paid lately: if ranks share cores, a spinning rank only
+ * slows down the awaited rank. */
 static bool
 spin(ct_process_barrier *c, tally *t, uint32_t value)
 {
@@ -246,8 +245,8 @@ spin(ct_process_barrier *c, tally *t, uint32_t value)
     return false;
 }
 
-/* The last look at the counter comes after the look at its owner: a rank that made its
- * part and then died has done its part. */
+/* Reads the counter again after the check on the rank: a rank that raised the counter
+ * and then died has done the work. */
 static ct_status
 sleep_until(ct_process_barrier *c, int rank, ct_process_barrier_count which,
             uint32_t value, const char *what, ct_error *err)

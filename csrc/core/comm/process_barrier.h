@@ -1,10 +1,10 @@
-/* The processes of a segment, and how they wait for one another without hanging.
+/* The barrier of the processes of a segment: waiting that never hangs.
  *
- * Each rank has two counters that all can see: how many pieces of work it has made, and
- * how many it has used of everyone. A wait looks at them for a moment, then sleeps in
- * the kernel (futex), and looks up now and then whether who it waits for still lives.
- * A rank that died, left, or lets others wait too long breaks the barrier: every wait
- * of every rank fails from then on, and names it. */
+ * Each rank has two counters in shared memory: the pieces of work that it has made, and
+ * the pieces that it has used of all ranks. A wait spins on a counter, then sleeps in
+ * the kernel (futex), and wakes now and then to check whether the counter's process
+ * still lives. A rank that died, left, or came too late breaks the barrier: from then
+ * on every wait of every rank fails and names that rank. */
 #ifndef CT_PROCESS_BARRIER_H
 #define CT_PROCESS_BARRIER_H
 
@@ -20,11 +20,11 @@ typedef enum ct_process_barrier_count {
     CT_BARRIER_USED
 } ct_process_barrier_count;
 
-/* What the barrier takes at the start of a segment; a multiple of a page. */
+/* Bytes of the barrier at the start of a segment; a multiple of a page. */
 size_t ct_process_barrier_bytes(int world_size);
 
-/* Takes place `rank` in the segment, which stays the caller's and must outlive the
- * barrier; so do the names of the ranks in messages. CT_ENOMEM or CT_EIO. */
+/* Takes place `rank` in the segment. Segment and names stay the caller's and must
+ * outlive the barrier. CT_ENOMEM or CT_EIO. */
 CT_NODISCARD ct_status ct_process_barrier_join(ct_process_barrier **barrier,
                                                const ct_segment *segment, int rank,
                                                int world_size,
@@ -35,25 +35,24 @@ CT_NODISCARD ct_status ct_process_barrier_join(ct_process_barrier **barrier,
 CT_NODISCARD ct_status ct_process_barrier_check(const ct_process_barrier *barrier,
                                                 const char *what, ct_error *err);
 
-/* Sets this rank's counter, which only grows (modulo 2**32), and wakes who waits for
- * it. What was written before is seen by who has waited. */
+/* Sets this rank's counter, which only grows (modulo 2**32), and wakes the waiting
+ * ranks, to which memory written before is visible. */
 void ct_process_barrier_raise(ct_process_barrier *barrier,
                               ct_process_barrier_count which, uint32_t value);
 
-/* Whether that counter of every other rank is at `value` or beyond. */
+/* Whether the counter of every other rank is at `value` or beyond. */
 bool ct_process_barrier_has(const ct_process_barrier *barrier,
                             ct_process_barrier_count which, uint32_t value);
 
-/* Waits until that counter of every other rank is at `value` or beyond. CT_ECOMM when
- * the barrier is broken or this breaks it; `what` begins the text. CT_EHOST:
- * interrupted (core/base/wait.h), which breaks it for the others. */
+/* Waits until the counter of every other rank is at `value` or beyond. CT_ECOMM when
+ * the barrier is broken, or breaks in this wait; `what` begins the message. CT_EHOST:
+ * interrupted (core/base/wait.h), which breaks the barrier for the others. */
 CT_NODISCARD ct_status ct_process_barrier_wait(ct_process_barrier *barrier,
                                                ct_process_barrier_count which,
                                                uint32_t value, const char *what,
                                                ct_error *err);
 
-/* The rank comes no more; in a forked child the place stays the parent's. NULL is fine.
- */
+/* Leaves the barrier; in a forked child the place stays the parent's. NULL is fine. */
 void ct_process_barrier_leave(ct_process_barrier *barrier);
 
 #endif

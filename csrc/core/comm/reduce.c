@@ -26,7 +26,7 @@ combine_floats(double a, double b, ct_reduce_op op)
     return a + b;
 }
 
-/* Of a power of two the reciprocal is exact, and to multiply by it is the same. */
+/* Of a power of two the reciprocal is exact, and so is the product. */
 static inline double
 divide_floats(double sum, size_t n)
 {
@@ -63,8 +63,8 @@ divide_integers(int64_t sum, size_t n)
 #define AS_U8(x) ((uint8_t)(x))
 #define AS_BOOL(x) ((x) != 0)
 
-/* One function for each dtype: how an element is stored, the type that it is reduced
- * in, and the way from one to the other and back. */
+/* For each dtype: the type of a stored element, the type of the reduction, and the
+ * conversions between the two. */
 #define EACH_DTYPE(X)                                                                  \
     X(CT_F32, float, double, floats, AS_IS, AS_F32)                                    \
     X(CT_F64, double, double, floats, AS_IS, AS_IS)                                    \
@@ -77,8 +77,8 @@ divide_integers(int64_t sum, size_t n)
     X(CT_U8, uint8_t, int64_t, integers, AS_IS, AS_U8)                                 \
     X(CT_BOOL, bool, int64_t, integers, AS_IS, AS_BOOL)
 
-/* All loops are compiled for each of these sets and chosen at run time; the results
- * have the same bits. GCC inlines what was compiled for the base across a list of
+/* All loops are compiled for each instruction set and chosen at run time; the results
+ * have the same bits. GCC inlines functions compiled for the base across a list of
  * features, but not across an arch=. */
 #define CT_SET base
 #include "core/comm/reduce_body.h"

@@ -1,4 +1,4 @@
-/* The elementwise reduction of what several ranks hold.
+/* The elementwise reduction of several ranks' operands.
  *
  * Ranks are taken in order and floats are added in double and rounded once, so the
  * result depends neither on who comes first nor on how the elements are divided. */
@@ -9,7 +9,7 @@
 
 #include <stddef.h>
 
-/* out[i] = op over in[0..n_in) of in[r][i], for i < n; out may be one of them.
+/* out[i] = op over in[0..n_in) of in[r][i], for i < n; out may be one of the inputs.
  *
  * A NaN in any makes max and min NaN. Sums of integers wrap; their means are rounded
  * towards zero. Of bools, sum and max say "any", min and mean "all". */

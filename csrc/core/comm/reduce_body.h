@@ -4,8 +4,8 @@
 #define CT_PASTE_SET(name, set) CT_PASTE(name, set)
 #define CT_OF_SET(name) CT_PASTE_SET(name, CT_SET)
 
-/* Rows are taken a tile at a time: each loop has one operation and one dtype, so that
- * compilers vectorise it. */
+/* Rows are reduced tile by tile: each loop has a single operation and dtype, so that
+ * compilers vectorize. */
 #define FOLD(family, load, op)                                                         \
     for (size_t i = 0; i < n; i++) {                                                   \
         sums[i] = combine_##family(sums[i], load(row[i]), op);                         \
@@ -56,10 +56,10 @@ EACH_DTYPE(DEFINE)
 #undef DEFINE
 #undef FOLD
 
-/* Of two ranks without a tile. The sum of two floats is that of doubles, rounded twice,
- * which changes nothing: a double has more than twice a float's bits and two (Figueroa,
- * "When is double rounding innocuous?", 1995). So a float has of the 16-bit types', of
- * which float16 has 11. Means are made in double, where no sum overflows. */
+/* Of two ranks without a tile. The sum of two floats equals the sum of doubles, rounded
+ * twice, without a change: a double has more than twice a float's bits and two
+ * (Figueroa, "When is double rounding innocuous?", 1995). The same holds for a float
+ * and fp16 (11 bits) or bf16. Means are made in double, where no sum overflows. */
 #define TWO(dtype, type, real, load, store, store_wide)                                \
     static void CT_OF_SET(add_two_##dtype)(type out[], const type a[], const type b[], \
                                            size_t n)                                   \

@@ -1,4 +1,4 @@
-/* The group of one rank: what a collective leaves to do when nobody else is there. */
+/* The group of one rank: a collective is a copy, or nothing. */
 #include "core/base/alloc.h"
 #include "core/base/pages.h"
 #include "core/comm/comm.h"
@@ -6,17 +6,7 @@
 #include <string.h>
 
 static ct_status
-self_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
-{
-    (void)comm; /* sum, mean, max and min of one value are that value */
-    (void)span;
-    (void)op;
-    (void)err;
-    return CT_OK;
-}
-
-static ct_status
-self_move(const ct_span *out, const ct_span *in, ct_error *err)
+move(const ct_span *out, const ct_span *in, ct_error *err)
 {
     if (out->n != in->n || out->dtype != in->dtype) {
         return ct_fail(err, CT_EINVAL,
@@ -31,62 +21,26 @@ self_move(const ct_span *out, const ct_span *in, ct_error *err)
     return CT_OK;
 }
 
+/* Sum, mean, max and min of one value are that value. */
 static ct_status
-self_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
+self_run(ct_comm *comm, const ct_request *r, ct_error *err)
 {
     (void)comm;
-    return self_move(out, in, err);
-}
-
-static ct_status
-self_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
-                    ct_reduce_op op, ct_error *err)
-{
-    (void)comm;
-    (void)op;
-    return self_move(out, in, err);
-}
-
-static ct_status
-self_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
-{
-    (void)comm;
-    return self_move(out, in, err);
-}
-
-static ct_status
-check_root(int root, ct_error *err)
-{
-    if (root != 0) {
-        return ct_fail(err, CT_EINVAL, "root must be 0 in a group of one rank, got %d",
-                       root);
+    switch (r->what) {
+    case CT_ALL_GATHER:
+    case CT_REDUCE_SCATTER:
+    case CT_ALL_TO_ALL:
+        return move(&r->out, &r->in, err);
+    case CT_BROADCAST:
+    case CT_REDUCE:
+        return r->root == 0
+                   ? CT_OK
+                   : ct_fail(err, CT_EINVAL,
+                             "root must be 0 in a group of one rank, got %d", r->root);
+    case CT_ALL_REDUCE:
+    case CT_BARRIER:
+        break;
     }
-    return CT_OK;
-}
-
-static ct_status
-self_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
-{
-    (void)comm;
-    (void)span;
-    return check_root(root, err);
-}
-
-static ct_status
-self_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
-            ct_error *err)
-{
-    (void)comm;
-    (void)span;
-    (void)op;
-    return check_root(root, err);
-}
-
-static ct_status
-self_barrier(ct_comm *comm, ct_error *err)
-{
-    (void)comm;
-    (void)err;
     return CT_OK;
 }
 
@@ -98,13 +52,7 @@ self_free(ct_comm *comm)
 
 static const ct_comm_ops self_ops = {
     .name = "self",
-    .all_reduce = self_all_reduce,
-    .all_gather = self_all_gather,
-    .reduce_scatter = self_reduce_scatter,
-    .all_to_all = self_all_to_all,
-    .broadcast = self_broadcast,
-    .reduce = self_reduce,
-    .barrier = self_barrier,
+    .run = self_run,
     .free = self_free,
 };
 
@@ -118,8 +66,7 @@ ct_comm_self_new(void)
     return comm;
 }
 
-/* Here and not beside the other collectives: CUDA's plugin links those, and has no
- * memory that ranks share. */
+/* Here and not in comm.c: CUDA's plugin links that file, but not core/base/pages.c. */
 ct_status
 ct_comm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
 {

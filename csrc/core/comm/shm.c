@@ -1,5 +1,8 @@
-/* The group of the processes of one machine, and the queue of collectives that have
- * begun: one that has begun goes on whenever the rank calls anything of the group. */
+/* The group of the processes of one machine, and its queue of collectives under way.
+ *
+ * A collective that has begun advances whenever the rank calls anything of the group,
+ * as far as the other ranks allow. Collectives end in the order of their starts, so
+ * transfers never overlap in the exchange. */
 #define _POSIX_C_SOURCE 200809L /* nanosleep */
 
 #include "core/comm/shm.h"
@@ -12,42 +15,34 @@
 #include <string.h>
 #include <time.h>
 
-/* The collectives of a rank in shared memory, those that have begun first.
- *
- * One that has begun goes on whenever its rank calls anything of the group, as far as
- * it goes without waiting for others. They end in the order in which they began. */
+enum {
+    LONGEST_KEY = 255,
+    SHORT_BYTES = 64 << 10 /* all_reduces up to here take one transfer, not two */
+};
 
-/* A collective is one transfer, or two of which the second hands round what the first
- * has reduced. */
+/* A collective: one transfer, or a reduction by shards and then their gathering. */
 struct ct_work {
     ct_request request;
-    ct_transfer transfer; /* the one under way */
-    bool is_shared_out;   /* the first of two */
+    ct_transfer transfer;  /* under way */
+    bool is_gathered_next; /* the transfer is the first of two */
     bool ended;
     ct_status status;
     ct_error error;
     ct_work *next;
 };
 
-typedef struct ct_shm_queue {
-    ct_exchange exchange;
-    bool busy;             /* a thread is in here */
-    ct_work *first, *last; /* of those begun that have not ended */
-} ct_shm_queue;
-
-enum {
-    LONGEST_KEY = 255
-};
-
 typedef struct member {
     ct_comm base; /* first: a ct_comm * of ours is a member * */
     ct_segment segment;
-    ct_shm_queue queue;
+    ct_exchange exchange;
+    bool busy;             /* a thread is in here */
+    ct_work *first, *last; /* begun and not ended, in order */
     double timeout_seconds;
     char key[]; /* names the group */
 } member;
 
-/* What all requests have in common: parts of the length of the shorter span. */
+/* ---- transfers of a collective --------------------------------------------------- */
+
 static ct_transfer
 transfer_of(const ct_request *r, size_t part, size_t ranks, ct_sink sink)
 {
@@ -63,83 +58,50 @@ transfer_of(const ct_request *r, size_t part, size_t ranks, ct_sink sink)
 }
 
 static char *
-own_share(const ct_shm_queue *self, const ct_request *r, size_t share, size_t item)
+own_shard(const member *self, const ct_request *r, size_t shard)
 {
-    const size_t begin = (size_t)self->exchange.rank * share;
-    return (char *)r->in.data + (begin < r->in.n ? begin : r->in.n) * item;
+    const size_t begin = (size_t)self->base.rank * shard;
+    return (char *)r->in.data +
+           (begin < r->in.n ? begin : r->in.n) * ct_dtype_size(r->in.dtype);
 }
 
+/* Every rank reduces a short operand whole; of a long operand a shard, and gathers the
+ * other shards. Of two ranks each reads the same number of bytes either way. */
 static void
-plan_sharing_out(const ct_shm_queue *self, ct_work *w)
+plan_all_reduce(const member *self, ct_work *w)
 {
     const ct_request *r = &w->request;
-    const size_t share = w->transfer.part;
-    w->transfer =
-        transfer_of(r, share, (size_t)self->exchange.world_size, CT_SINK_GATHER);
-    w->transfer.total = r->in.n;
-    w->transfer.from = own_share(self, r, share, w->transfer.item);
-    w->transfer.to = r->in.data;
-    w->is_shared_out = false;
-}
-
-/* Takes one as far as it goes; with `waits`, to its end. */
-static void
-advance(ct_shm_queue *self, ct_work *w, bool waits)
-{
-    w->status = ct_exchange_step(&self->exchange, &w->transfer, waits, &w->error);
-    if (w->status == CT_OK && w->transfer.stage == CT_STAGE_ENDED && w->is_shared_out &&
-        !w->transfer.in_place) {
-        plan_sharing_out(self, w);
-        w->status = ct_exchange_step(&self->exchange, &w->transfer, waits, &w->error);
-    }
-    w->ended = w->transfer.stage == CT_STAGE_ENDED;
-}
-
-/* They end in order: with `until`, all before it and itself; else those that can
- * without waiting. */
-static void
-progress(ct_shm_queue *self, const ct_work *until)
-{
-    bool moved = true;
-    while (self->first != NULL && moved && (until == NULL || !until->ended)) {
-        ct_work *w = self->first;
-        advance(self, w, until != NULL);
-        moved = w->ended;
-        if (moved) {
-            self->first = w->next;
-        }
-    }
-}
-
-enum {
-    SHORT_BYTES = 64 << 10 /* all_reduces up to here take one transfer, not two */
-};
-
-/* A short one is reduced whole by every rank; of a long one each reduces a share, then
- * gathers those of the others. Of two ranks each reads as much either way. */
-static void
-plan_all_reduce(const ct_shm_queue *self, ct_work *w)
-{
-    const ct_request *r = &w->request;
-    const size_t ranks = (size_t)self->exchange.world_size;
-    const size_t share = (r->in.n + ranks - 1) / ranks;
+    const size_t ranks = (size_t)self->base.world_size;
+    const size_t shard = (r->in.n + ranks - 1) / ranks;
     const bool is_short =
         ranks <= 2 || r->in.n * ct_dtype_size(r->in.dtype) <= SHORT_BYTES;
-    w->transfer = transfer_of(r, is_short ? r->in.n : share, ranks, CT_SINK_REDUCE);
+    w->transfer = transfer_of(r, is_short ? r->in.n : shard, ranks, CT_SINK_REDUCE);
     w->transfer.to = r->in.data;
     if (!is_short) {
-        w->transfer.to = own_share(self, r, share, w->transfer.item);
+        w->transfer.to = own_shard(self, r, shard);
         w->transfer.total = r->in.n;
         w->transfer.each_own = true;
-        w->is_shared_out = true;
+        w->is_gathered_next = true;
     }
 }
 
 static void
-plan(const ct_shm_queue *self, ct_work *w)
+plan_gathering(const member *self, ct_work *w)
 {
     const ct_request *r = &w->request;
-    const size_t ranks = (size_t)self->exchange.world_size;
+    const size_t shard = w->transfer.part;
+    w->transfer = transfer_of(r, shard, (size_t)self->base.world_size, CT_SINK_GATHER);
+    w->transfer.total = r->in.n;
+    w->transfer.from = own_shard(self, r, shard);
+    w->transfer.to = r->in.data;
+    w->is_gathered_next = false;
+}
+
+static void
+plan(const member *self, ct_work *w)
+{
+    const ct_request *r = &w->request;
+    const size_t ranks = (size_t)self->base.world_size;
     switch (r->what) {
     case CT_ALL_REDUCE:
         plan_all_reduce(self, w);
@@ -156,11 +118,9 @@ plan(const ct_shm_queue *self, ct_work *w)
         w->transfer.each_own = true;
         return;
     case CT_BROADCAST:
-        w->transfer = transfer_of(r, r->in.n, ranks, CT_SINK_COPY);
-        w->transfer.to = r->in.data;
-        return;
     case CT_REDUCE:
-        w->transfer = transfer_of(r, r->in.n, ranks, CT_SINK_ROOT);
+        w->transfer = transfer_of(
+            r, r->in.n, ranks, r->what == CT_BROADCAST ? CT_SINK_COPY : CT_SINK_ROOT);
         w->transfer.to = r->in.data;
         return;
     case CT_BARRIER:
@@ -169,8 +129,10 @@ plan(const ct_shm_queue *self, ct_work *w)
     }
 }
 
+/* ---- the queue ------------------------------------------------------------------- */
+
 static void
-append(ct_shm_queue *self, ct_work *w, const ct_request *request)
+append(member *self, ct_work *w, const ct_request *request)
 {
     *w = (ct_work){.request = *request};
     plan(self, w);
@@ -183,19 +145,47 @@ append(ct_shm_queue *self, ct_work *w, const ct_request *request)
     self->last = w;
 }
 
+/* Advances a collective as far as possible; with `waits`, to the end. */
+static void
+advance(member *self, ct_work *w, bool waits)
+{
+    w->status = ct_exchange_step(&self->exchange, &w->transfer, waits, &w->error);
+    if (w->status == CT_OK && w->transfer.stage == CT_STAGE_ENDED &&
+        w->is_gathered_next && !w->transfer.in_place) {
+        plan_gathering(self, w);
+        w->status = ct_exchange_step(&self->exchange, &w->transfer, waits, &w->error);
+    }
+    w->ended = w->transfer.stage == CT_STAGE_ENDED;
+}
+
+/* With `until`, ends all collectives up to that one; else advances without waiting. */
+static void
+progress(member *self, const ct_work *until)
+{
+    bool moved = true;
+    while (self->first != NULL && moved && (until == NULL || !until->ended)) {
+        ct_work *w = self->first;
+        advance(self, w, until != NULL);
+        moved = w->ended;
+        if (moved) {
+            self->first = w->next;
+        }
+    }
+}
+
 static ct_status
-enter(ct_shm_queue *self, const ct_request *r, ct_error *err)
+enter(member *self, const ct_request *r, ct_error *err)
 {
     return __atomic_exchange_n(&self->busy, true, __ATOMIC_ACQUIRE)
                ? ct_fail(err, CT_EINVAL,
                          "%s while another thread of rank %d is in a collective of the "
                          "same group",
-                         ct_collective_name(r->what), self->exchange.rank)
+                         ct_collective_name(r->what), self->base.rank)
                : CT_OK;
 }
 
 static void
-leave(ct_shm_queue *self)
+leave(member *self)
 {
     __atomic_store_n(&self->busy, false, __ATOMIC_RELEASE);
 }
@@ -209,62 +199,64 @@ result_of(const ct_work *w, ct_error *err)
     return w->status;
 }
 
-/* As ct_comm_run, ct_comm_start and ct_comm_wait. */
+/* ---- collectives ----------------------------------------------------------------- */
+
+/* CT_OK with the group entered and *r labelled. */
 static ct_status
-ct_shm_run(ct_shm_queue *self, const ct_request *request, ct_error *err)
+open_queue(ct_comm *comm, const ct_request *request, ct_request *r, ct_error *err)
 {
+    *r = ct_request_labelled(comm, request);
+    const ct_status here = ct_comm_check_here(comm, ct_collective_name(r->what), err);
+    return here == CT_OK ? enter((member *)comm, r, err) : here;
+}
+
+static ct_status
+shm_run(ct_comm *comm, const ct_request *request, ct_error *err)
+{
+    member *self = (member *)comm;
+    ct_request r;
     ct_work w;
-    ct_status status = enter(self, request, err);
+    const ct_status status = open_queue(comm, request, &r, err);
     if (status != CT_OK) {
         return status;
     }
-    append(self, &w, request);
+    append(self, &w, &r);
     progress(self, &w);
     leave(self);
     return result_of(&w, err);
 }
 
 static ct_status
-run(ct_comm *comm, const ct_request *request, ct_error *err)
+shm_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
 {
-    const ct_request r = ct_request_labelled(comm, request);
-    const ct_status here = ct_comm_check_here(comm, ct_collective_name(r.what), err);
-    return here == CT_OK ? ct_shm_run(&((member *)comm)->queue, &r, err) : here;
-}
-
-static ct_status
-ct_shm_start(ct_shm_queue *self, const ct_request *request, ct_work **work,
-             ct_error *err)
-{
+    member *self = (member *)comm;
+    ct_request r;
     ct_work *w = ct_alloc(sizeof *w);
     if (w == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to begin a collective");
     }
-    ct_status status = enter(self, request, err);
+    const ct_status status = open_queue(comm, request, &r, err);
     if (status != CT_OK) {
         ct_free(w);
         return status;
     }
-    append(self, w, request);
+    append(self, w, &r);
     progress(self, NULL);
     leave(self);
     *work = w;
     return CT_OK;
 }
 
+/* A work may be dropped, and so waited for, while another thread is in here. */
 static ct_status
-shm_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
-{
-    const ct_request r = ct_request_labelled(comm, request);
-    const ct_status here = ct_comm_check_here(comm, ct_collective_name(r.what), err);
-    return here == CT_OK ? ct_shm_start(&((member *)comm)->queue, &r, work, err) : here;
-}
-
-/* Another thread may be in here: a work that is dropped is waited for anywhere. */
-static ct_status
-ct_shm_wait(ct_shm_queue *self, ct_work *work, ct_error *err)
+shm_wait(ct_comm *comm, ct_work *work, ct_error *err)
 {
     const struct timespec nap = {0, 200000};
+    member *self = (member *)comm;
+    const ct_status here = ct_comm_check_here(comm, "the end of a collective", err);
+    if (here != CT_OK) {
+        return here;
+    }
     while (enter(self, &work->request, NULL) != CT_OK) {
         (void)nanosleep(&nap, NULL);
     }
@@ -275,97 +267,40 @@ ct_shm_wait(ct_shm_queue *self, ct_work *work, ct_error *err)
     return status;
 }
 
+/* The request has an `out`, by which the ranks tell a stream from an all_reduce. */
 static ct_status
-shm_wait(ct_comm *comm, ct_work *work, ct_error *err)
+shm_stream(ct_comm *comm, const ct_stream *stream, ct_error *err)
 {
-    const ct_status here = ct_comm_check_here(comm, "the end of a collective", err);
-    return here == CT_OK ? ct_shm_wait(&((member *)comm)->queue, work, err) : here;
-}
-
-static ct_status
-shm_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
-{
-    return run(comm, &(ct_request){.what = CT_ALL_REDUCE, .in = *span, .op = op}, err);
-}
-
-/* Tells itself from an all_reduce by its `out`. */
-static ct_status
-ct_shm_stream(ct_shm_queue *self, const ct_stream *stream, ct_error *err)
-{
+    member *self = (member *)comm;
     const ct_span all = {.n = stream->n, .dtype = stream->dtype};
     const ct_request r = {.what = CT_ALL_REDUCE, .in = all, .out = all};
     ct_work w;
-    ct_status status = enter(self, &r, err);
+    ct_status status = ct_comm_check_here(comm, "all_reduce", err);
+    if (status == CT_OK) {
+        status = enter(self, &r, err);
+    }
     if (status != CT_OK) {
         return status;
     }
     append(self, &w, &r);
-    w.transfer = transfer_of(&w.request, stream->n, (size_t)self->exchange.world_size,
-                             CT_SINK_REDUCE);
+    w.transfer =
+        transfer_of(&w.request, stream->n, (size_t)comm->world_size, CT_SINK_REDUCE);
     w.transfer.stream = stream;
-    w.is_shared_out = false;
+    w.is_gathered_next = false;
     progress(self, &w);
     leave(self);
     return result_of(&w, err);
 }
 
-static ct_status
-shm_stream(ct_comm *comm, const ct_stream *stream, ct_error *err)
-{
-    const ct_status here = ct_comm_check_here(comm, "all_reduce", err);
-    return here == CT_OK ? ct_shm_stream(&((member *)comm)->queue, stream, err) : here;
-}
+/* ---- memory that the other ranks read in place ----------------------------------- */
 
-static ct_status
-shm_all_gather(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
-{
-    return run(comm, &(ct_request){.what = CT_ALL_GATHER, .out = *out, .in = *in}, err);
-}
-
-static ct_status
-shm_reduce_scatter(ct_comm *comm, const ct_span *out, const ct_span *in,
-                   ct_reduce_op op, ct_error *err)
-{
-    const ct_request r = {.what = CT_REDUCE_SCATTER, .out = *out, .in = *in, .op = op};
-    return run(comm, &r, err);
-}
-
-static ct_status
-shm_all_to_all(ct_comm *comm, const ct_span *out, const ct_span *in, ct_error *err)
-{
-    return run(comm, &(ct_request){.what = CT_ALL_TO_ALL, .out = *out, .in = *in}, err);
-}
-
-static ct_status
-shm_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
-{
-    const ct_request r = {.what = CT_BROADCAST, .in = *span, .root = root};
-    return run(comm, &r, err);
-}
-
-static ct_status
-shm_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root, ct_error *err)
-{
-    const ct_request r = {.what = CT_REDUCE, .in = *span, .op = op, .root = root};
-    return run(comm, &r, err);
-}
-
-static ct_status
-shm_barrier(ct_comm *comm, ct_error *err)
-{
-    return run(comm, &(ct_request){.what = CT_BARRIER}, err);
-}
-
-/* ---- memory that others read in place ----------------------------------------------
- */
-
-/* Ranks agree on the bytes first: that is a collective of as many elements. */
+/* Fails on all ranks alike: the least and the most bytes are reduced first. */
 static ct_status
 agree_on_bytes(member *self, size_t bytes, ct_error *err)
 {
     double least_and_most[2] = {(double)bytes, -(double)bytes};
     const ct_span span = {least_and_most, 2, CT_F64};
-    ct_status status = shm_all_reduce(&self->base, &span, CT_REDUCE_MIN, err);
+    ct_status status = ct_comm_all_reduce(&self->base, &span, CT_REDUCE_MIN, err);
     if (status != CT_OK) {
         return status;
     }
@@ -384,8 +319,8 @@ join_peer_buffer(const member *self, size_t bytes, ct_pages **buffer, ct_error *
     char key[LONGEST_KEY + 64];
     ct_segment segment = {.fd = -1};
     const size_t rank = (size_t)self->base.rank;
-    (void)snprintf(key, sizeof key, "memory %zu of %s",
-                   self->queue.exchange.peer_buffers.n, self->key);
+    (void)snprintf(key, sizeof key, "memory %zu of %s", self->exchange.peer_buffers.n,
+                   self->key);
     ct_status status = ct_segment_join(
         &segment, key, self->base.rank, self->base.world_size,
         bytes * (size_t)self->base.world_size, self->timeout_seconds, err);
@@ -399,7 +334,7 @@ shm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
 {
     member *self = (member *)comm;
     ct_pages *buffer = NULL;
-    ct_status status = ct_peer_buffers_reserve(&self->queue.exchange.peer_buffers, err);
+    ct_status status = ct_peer_buffers_reserve(&self->exchange.peer_buffers, err);
     if (status == CT_OK) {
         status = agree_on_bytes(self, bytes, err);
     }
@@ -407,8 +342,8 @@ shm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
         status = join_peer_buffer(self, ct_pages_round(bytes), &buffer, err);
     }
     if (status == CT_OK) {
-        ct_peer_buffers_add(&self->queue.exchange.peer_buffers, buffer);
-        status = shm_barrier(comm, err);
+        ct_peer_buffers_add(&self->exchange.peer_buffers, buffer);
+        status = ct_comm_barrier(comm, err);
     }
     if (status != CT_OK) {
         ct_pages_drop(buffer);
@@ -418,8 +353,7 @@ shm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
     return CT_OK;
 }
 
-/* ---- smaller groups ----------------------------------------------------------------
- */
+/* ---- joining, leaving and splitting ---------------------------------------------- */
 
 /* FNV-1a of the text, whose length grows with each group within a group. */
 static unsigned long long
@@ -432,14 +366,41 @@ hash_text(const char *text)
     return hash;
 }
 
+static ct_status
+shm_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err)
+{
+    const member *self = (const member *)comm;
+    char key[LONGEST_KEY + 1];
+    if (members->n < 2) {
+        return CT_OK;
+    }
+    (void)snprintf(key, sizeof key, "%016llx group %u of rank %d of %s",
+                   hash_text(self->key), members->serial, members->ranks[0], self->key);
+    return ct_comm_shm_new(made, key, members->index, members->n, self->timeout_seconds,
+                           err);
+}
+
 static void
 shm_free(ct_comm *comm)
 {
     member *self = (member *)comm;
-    ct_exchange_fini(&self->queue.exchange);
+    ct_exchange_fini(&self->exchange);
     ct_segment_leave(&self->segment);
     ct_free(self);
 }
+
+static const ct_comm_ops shm_ops = {
+    .name = "shm",
+    .compares = true,
+    .run = shm_run,
+    .start = shm_start,
+    .wait = shm_wait,
+    .stream = shm_stream,
+    .group = shm_group,
+    .memory = shm_memory,
+    .free = shm_free,
+    .batch_bytes = 128 << 10, /* a slot of the exchange */
+};
 
 static ct_status
 check_arguments(const char *key, int rank, int world_size, double timeout_seconds,
@@ -465,28 +426,6 @@ check_arguments(const char *key, int rank, int world_size, double timeout_second
     return CT_OK;
 }
 
-static ct_status
-shm_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err);
-
-static const ct_comm_ops shm_ops = {
-    .name = "shm",
-    .compares = true,
-    .all_reduce = shm_all_reduce,
-    .all_gather = shm_all_gather,
-    .reduce_scatter = shm_reduce_scatter,
-    .all_to_all = shm_all_to_all,
-    .broadcast = shm_broadcast,
-    .reduce = shm_reduce,
-    .barrier = shm_barrier,
-    .start = shm_start,
-    .wait = shm_wait,
-    .group = shm_group,
-    .memory = shm_memory,
-    .free = shm_free,
-    .batch_bytes = 128 << 10, /* a slot */
-    .stream = shm_stream,
-};
-
 static member *
 member_new(const char *key, int rank, int world_size, double timeout_seconds)
 {
@@ -500,7 +439,7 @@ member_new(const char *key, int rank, int world_size, double timeout_seconds)
     return self;
 }
 
-/* Meets the other ranks; returns when all are here. */
+/* Returns when all ranks have joined. */
 static ct_status
 join(member *self, ct_error *err)
 {
@@ -509,11 +448,10 @@ join(member *self, ct_error *err)
         ct_segment_join(&self->segment, self->key, rank, world_size,
                         ct_exchange_bytes(world_size), self->timeout_seconds, err);
     if (status == CT_OK) {
-        status =
-            ct_exchange_init(&self->queue.exchange, &self->segment, rank, world_size,
-                             &self->base.names, self->timeout_seconds, err);
+        status = ct_exchange_init(&self->exchange, &self->segment, rank, world_size,
+                                  &self->base.names, self->timeout_seconds, err);
     }
-    return status == CT_OK ? shm_barrier(&self->base, err) : status;
+    return status == CT_OK ? ct_comm_barrier(&self->base, err) : status;
 }
 
 ct_status
@@ -535,18 +473,4 @@ ct_comm_shm_new(ct_comm **comm, const char *key, int rank, int world_size,
     }
     *comm = &self->base;
     return CT_OK;
-}
-
-static ct_status
-shm_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *err)
-{
-    const member *self = (const member *)comm;
-    char key[LONGEST_KEY + 1];
-    if (members->n < 2) {
-        return CT_OK;
-    }
-    (void)snprintf(key, sizeof key, "%016llx group %u of rank %d of %s",
-                   hash_text(self->key), members->serial, members->ranks[0], self->key);
-    return ct_comm_shm_new(made, key, members->index, members->n, self->timeout_seconds,
-                           err);
 }

@@ -1,14 +1,16 @@
+/* Every rank gathers all colors and keys and computes the members of the new group; the
+ * backend then makes the group. */
 #include "core/base/alloc.h"
 #include "core/comm/comm.h"
 
 #include <stdint.h>
 
-/* What each rank says: its color and its key. */
+/* The color and the key of a rank. */
 typedef struct wish {
     int64_t color, key;
 } wish;
 
-/* Inserts `rank` behind those whose keys are not above its own; ranks come in order. */
+/* Inserts `rank`, later than the ranks before it, behind all keys up to its own. */
 static void
 insert(ct_members *m, const wish *wishes, int rank)
 {
@@ -39,7 +41,7 @@ gather_wishes(ct_comm *comm, wish own, wish *all, ct_error *err)
 {
     const ct_span in = {&own, 2, CT_I64};
     const ct_span out = {all, 2 * (size_t)comm->world_size, CT_I64};
-    return comm->ops->all_gather(comm, &out, &in, err);
+    return ct_comm_all_gather(comm, &out, &in, err);
 }
 
 static ct_status

@@ -1,3 +1,5 @@
+/* Both functions run the same collectives on every rank whatever the data: packs depend
+ * on lengths alone, and all ranks know of a difference before the search. */
 #include "core/comm/sync.h"
 
 #include "core/base/alloc.h"
@@ -8,13 +10,11 @@
 #include <string.h>
 
 enum {
-    PACK_BYTES =
-        1 << 20,       /* of what is packed together; longer spans go by themselves */
-    LONGEST_LINE = 120 /* in messages */
+    PACK_BYTES = 1 << 20, /* of a pack; longer spans are sent alone */
+    LONGEST_LINE = 120    /* in messages */
 };
 
-/* ---- spans of one rank for all -----------------------------------------------------
- */
+/* ---- spans of one rank for all --------------------------------------------------- */
 
 static size_t
 bytes_of(const ct_span *span)
@@ -26,7 +26,7 @@ static ct_status
 broadcast(ct_comm *comm, void *data, size_t n, int root, ct_error *err)
 {
     const ct_span bytes = {data, n, CT_U8};
-    return n == 0 ? CT_OK : comm->ops->broadcast(comm, &bytes, root, err);
+    return n == 0 ? CT_OK : ct_comm_broadcast(comm, &bytes, root, err);
 }
 
 /* Copies spans[0..n) one behind the other into pack, or out of it. */
@@ -43,7 +43,7 @@ move(const ct_span *spans, size_t n, char *pack, bool into_pack)
     }
 }
 
-/* How many of the spans fit a pack together, and their bytes. */
+/* The number of spans that fit a pack, and their bytes. */
 static size_t
 count_fitting(const ct_span *spans, size_t n_spans, size_t *bytes)
 {
@@ -83,8 +83,7 @@ ct_comm_broadcast_spans(ct_comm *comm, const ct_span *spans, size_t n_spans, int
     return status;
 }
 
-/* ---- whether all have the same -----------------------------------------------------
- */
+/* ---- whether all have the same --------------------------------------------------- */
 
 typedef struct line {
     const char *text;
@@ -107,9 +106,9 @@ shown(line l)
     return l.n > LONGEST_LINE ? LONGEST_LINE : (int)l.n;
 }
 
-/* Says where rank r's lines part from rank 0's, which they do. */
+/* Names the first line of rank r that differs from rank 0's. */
 static ct_status
-tell(const ct_gathered *all, int r, const char *what, ct_error *err)
+fail_at_line(const ct_gathered *all, int r, const char *what, ct_error *err)
 {
     const char *a = (const char *)all->data;
     const char *b = (const char *)all->data + (size_t)r * all->stride;
@@ -128,7 +127,7 @@ tell(const ct_gathered *all, int r, const char *what, ct_error *err)
 }
 
 static ct_status
-tell_difference(ct_comm *comm, const char *what, const char *lines, size_t n,
+find_difference(ct_comm *comm, const char *what, const char *lines, size_t n,
                 ct_error *err)
 {
     ct_gathered all;
@@ -136,7 +135,7 @@ tell_difference(ct_comm *comm, const char *what, const char *lines, size_t n,
     for (int r = 1; status == CT_OK && r < comm->world_size; r++) {
         if (all.n[r] != all.n[0] || memcmp(all.data, all.data + (size_t)r * all.stride,
                                            (size_t)all.n[0]) != 0) {
-            status = tell(&all, r, what, err);
+            status = fail_at_line(&all, r, what, err);
         }
     }
     ct_gathered_fini(&all);
@@ -147,13 +146,14 @@ ct_status
 ct_comm_check_lines(ct_comm *comm, const char *what, const char *lines, size_t n,
                     ct_error *err)
 {
-    /* Two maxima tell whether all have one value: the value's, and its negative's. */
+    /* All values are equal exactly if the maxima of value and negative are opposite.
+     */
     const int64_t sum = ct_crc32c(0, lines, n), length = (int64_t)n;
     int64_t seen[4] = {sum, -sum, length, -length};
     const ct_span span = {seen, 4, CT_I64};
-    const ct_status status = comm->ops->all_reduce(comm, &span, CT_REDUCE_MAX, err);
+    const ct_status status = ct_comm_all_reduce(comm, &span, CT_REDUCE_MAX, err);
     if (status != CT_OK || (seen[0] == -seen[1] && seen[2] == -seen[3])) {
         return status;
     }
-    return tell_difference(comm, what, lines, n, err);
+    return find_difference(comm, what, lines, n, err);
 }

@@ -10,8 +10,8 @@ CT_NODISCARD ct_status ct_comm_broadcast_spans(ct_comm *comm, const ct_span *spa
                                                size_t n_spans, int root, ct_error *err);
 
 /* CT_EINVAL, on every rank and with the same text, unless all ranks have the same
- * n bytes of lines, each ended by '\n'. `what` says what a line describes: "parameter".
- * The text names the first line that differs, and whose. */
+ * n bytes of lines, each ended by '\n'. `what` is the subject of a line: "parameter".
+ * The text names the first different line and the rank. */
 CT_NODISCARD ct_status ct_comm_check_lines(ct_comm *comm, const char *what,
                                            const char *lines, size_t n, ct_error *err);
 

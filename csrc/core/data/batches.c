@@ -1,3 +1,7 @@
+/* fairseq's batches and blocks, in one pass over the lengths.
+ *
+ * Every loop moves only forward: the cost is that of the samples and the blocks. Limits
+ * are compared by division or subtraction, so that no sum or product overflows. */
 #include "core/data/batches.h"
 
 #include <inttypes.h>
@@ -13,27 +17,10 @@ ct_batch_rule_check(const ct_batch_rule *rule, ct_error *err)
     return CT_OK;
 }
 
-/* How many samples the widest of the shapes holds whose length suffices. */
-static int64_t
-room_in_shapes(const ct_batch_rule *rule, int64_t longest)
-{
-    int64_t room = 0;
-    for (size_t i = 0; i < rule->n_shapes; i++) {
-        const ct_batch_shape *shape = &rule->shapes[i];
-        if (longest <= shape->tokens && shape->sentences > room) {
-            room = shape->sentences;
-        }
-    }
-    return room;
-}
-
-/* How many samples a batch may have when its longest has that many tokens. */
+/* How many samples a batch may have whose longest sample has `longest` tokens. */
 static uint64_t
 room_for(const ct_batch_rule *rule, int64_t longest)
 {
-    if (rule->n_shapes > 0) {
-        return (uint64_t)room_in_shapes(rule, longest);
-    }
     int64_t room = rule->max_sentences > 0 ? rule->max_sentences : INT64_MAX;
     if (rule->max_tokens > 0 && longest > 0 && rule->max_tokens / longest < room) {
         room = rule->max_tokens / longest;
@@ -44,12 +31,6 @@ room_for(const ct_batch_rule *rule, int64_t longest)
 static ct_status
 fail_too_long(const ct_batch_rule *rule, int64_t tokens, size_t at, ct_error *err)
 {
-    if (rule->n_shapes > 0) {
-        return ct_fail(err, CT_EINVAL,
-                       "the sample at position %zu has %" PRId64 " tokens, and none of "
-                       "the %zu fixed shapes holds it; filter longer samples out",
-                       at, tokens, rule->n_shapes);
-    }
     return ct_fail(err, CT_EINVAL,
                    "Sentences lengths should not exceed max_tokens=%" PRId64
                    ", but the sample at position %zu has %" PRId64
@@ -61,7 +42,7 @@ ct_status
 ct_batch_next(const ct_batch_rule *rule, const int64_t *tokens, size_t n, size_t start,
               size_t *end, ct_error *err)
 {
-    const size_t multiple = rule->n_shapes > 0 ? 1 : (size_t)rule->multiple;
+    const size_t multiple = (size_t)rule->multiple;
     int64_t longest = 0;
     uint64_t room = room_for(rule, longest);
     size_t at = start;
@@ -104,7 +85,7 @@ ct_blocks_check(const ct_block_rule *rule, const int64_t *sizes, size_t n,
     return CT_OK;
 }
 
-/* Where blocks are written, and the items that they are made of. */
+/* The items, and room for the blocks that are cut from the items. */
 typedef struct writer {
     const int64_t *sizes;
     size_t n;
@@ -121,7 +102,7 @@ put(writer *w, ct_block block)
     w->count++;
 }
 
-/* Whole items [first, end) of which the first begins with token `start`. */
+/* Whole items [first, end), beginning with token `start` of the stream. */
 static void
 put_items(writer *w, size_t first, size_t end, int64_t start, int64_t tokens)
 {
@@ -141,7 +122,7 @@ cut_eos(writer *w)
     }
 }
 
-/* Goes on from token `start` of the stream, at `*offset` in item *item, by `tokens`. */
+/* Moves on by `tokens`, from `*offset` in item *item. */
 static void
 advance(const writer *w, size_t *item, int64_t *offset, int64_t tokens)
 {
@@ -179,8 +160,8 @@ cut_none(writer *w, int64_t block_tokens)
     }
 }
 
-/* Whole items for as long as they fit; with `separator` >= 0 an item of that size ends
- * the document before it, and those of at most `least` tokens are dropped. */
+/* Whole items for as long as the block has room; with `separator` >= 0 an item of that
+ * size ends a document, and documents of at most `least` tokens are dropped. */
 static void
 cut_whole(writer *w, int64_t block_tokens, int64_t separator, int64_t least)
 {
@@ -224,108 +205,4 @@ ct_blocks_cut(const ct_block_rule *rule, const int64_t *sizes, size_t n,
         break;
     }
     return w.count;
-}
-
-ct_status
-ct_shard_check(const ct_shard *shard, ct_error *err)
-{
-    if (shard->world_size < 1 || shard->rank < 0 || shard->rank >= shard->world_size) {
-        return ct_fail(err, CT_EINVAL, "rank is %d; expected one in [0, %d)",
-                       shard->rank, shard->world_size);
-    }
-    if (!shard->split) {
-        return CT_OK;
-    }
-    if (shard->batch_size == 0 || shard->batch_size % (size_t)shard->world_size != 0) {
-        return ct_fail(err, CT_EINVAL,
-                       "split_batches deals every batch out to %d ranks, and a "
-                       "batch has %zu items; make that a multiple of the ranks",
-                       shard->world_size, shard->batch_size);
-    }
-    return CT_OK;
-}
-
-size_t
-ct_shard_round(const ct_shard *shard)
-{
-    return shard->split ? 1 : (size_t)shard->world_size;
-}
-
-size_t
-ct_shard_beginning(const ct_shard *shard)
-{
-    return shard->even && !shard->drop_last ? ct_shard_round(shard) : 0;
-}
-
-bool
-ct_shard_is_whole(const ct_shard *shard, size_t n, size_t last_length)
-{
-    return n == ct_shard_round(shard) && last_length >= shard->batch_size;
-}
-
-static ct_shard_part
-take_split(const ct_shard *shard, size_t length, bool is_short)
-{
-    const size_t part = shard->batch_size / (size_t)shard->world_size;
-    const size_t from = part * (size_t)shard->rank, to = from + part;
-    if (!is_short) {
-        return (ct_shard_part){.from = from, .to = to};
-    }
-    const size_t begin = from < length ? from : length;
-    const size_t end = to < length ? to : length;
-    if (!shard->even) {
-        return (ct_shard_part){.from = begin, .to = end, .none = begin == end};
-    }
-    return (ct_shard_part){.from = begin,
-                           .to = end,
-                           .fill_from = from > length ? from - length : 0,
-                           .fill = part - (end - begin)};
-}
-
-/* The short last round of batches of one length. */
-static ct_shard_part
-fill_apart(const ct_shard *shard, size_t n, size_t last_length)
-{
-    const size_t rank = (size_t)shard->rank;
-    const size_t missing = /* of the last batch */
-        last_length < shard->batch_size ? shard->batch_size - last_length : 0;
-    if (rank + 1 < n) {
-        return (ct_shard_part){.batch = rank, .whole = true};
-    }
-    if (rank + 1 == n) {
-        return (ct_shard_part){.batch = rank, .to = last_length, .fill = missing};
-    }
-    return (ct_shard_part){.fill_from = missing + (rank - n) * shard->batch_size,
-                           .fill = shard->batch_size};
-}
-
-ct_shard_part
-ct_shard_take(const ct_shard *shard, size_t n, size_t last_length, bool is_last)
-{
-    const size_t rank = (size_t)shard->rank;
-    const bool any_length = shard->batch_size == 0;
-    const bool is_short = !ct_shard_is_whole(shard, n, last_length);
-    if (is_short && is_last && shard->drop_last) {
-        return (ct_shard_part){.none = true};
-    }
-    if (shard->split) {
-        return take_split(shard, last_length, is_short);
-    }
-    if (!is_short || !is_last || !shard->even || (any_length && rank < n)) {
-        return (ct_shard_part){.batch = rank, .whole = true, .none = rank >= n};
-    }
-    if (any_length) {
-        return (ct_shard_part){.fill_from = rank - n, .fill = 1};
-    }
-    return fill_apart(shard, n, last_length);
-}
-
-size_t
-ct_shard_count(const ct_shard *shard, size_t n)
-{
-    const size_t round = ct_shard_round(shard), rest = n % round;
-    if (rest == 0 || shard->drop_last) {
-        return n / round;
-    }
-    return n / round + (shard->even || (size_t)shard->rank < rest);
 }

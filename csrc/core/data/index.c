@@ -1,3 +1,8 @@
+/* The check of a data set's table before the first read.
+ *
+ * The file may be cut short or come from anywhere: once checked, an item is read
+ * without a bound of its own. Sums and products are compared by subtraction and in 64
+ * bits, so that no entry overflows past the check. */
 #include "core/data/index.h"
 
 #include <inttypes.h>

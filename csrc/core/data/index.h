@@ -1,7 +1,7 @@
-/* The table of a memory-mapped data set: where each item lies in the data file.
+/* The table of a memory-mapped data set: the place of each item in the data file.
  *
  * n sizes, int32, in elements, and n offsets, int64, in bytes, both little-endian and
- * at any alignment, as fairseq writes them. */
+ * at any alignment, as in fairseq's files. */
 #ifndef CT_INDEX_H
 #define CT_INDEX_H
 
@@ -9,19 +9,15 @@
 
 #include <stddef.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
-/* CT_EINVAL, naming the first such item, where a size or an offset is negative, an
+/* CT_EINVAL, naming the first such item, if a size or an offset is negative, an
  * offset no multiple of an element's bytes, or an item not wholly within data_bytes.
  * After CT_OK every item can be read without a further check. */
 CT_NODISCARD ct_status ct_index_check(const void *sizes, const void *offsets, size_t n,
                                       size_t element_bytes, size_t data_bytes,
                                       ct_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

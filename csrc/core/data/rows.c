@@ -1,3 +1,7 @@
+/* Rows that arrive in batches of different widths, in one region.
+ *
+ * Runs of equal width are packed and remembered; ct_rows_spread moves them apart from
+ * the last row to the first, within the region. Used bytes never move before that. */
 #include "core/data/rows.h"
 
 #include "core/base/alloc.h"
@@ -12,8 +16,8 @@ times(size_t a, size_t b)
     return b != 0 && a > SIZE_MAX / b ? SIZE_MAX : a * b;
 }
 
-/* What to reserve when `needed` bytes do not fit: all the rows that are expected, or
- * twice of what there is. */
+/* The bytes to reserve when `needed` do not fit: those of all expected rows, or twice
+ * the present size. */
 static size_t
 wanted_bytes(const ct_rows *rows, size_t needed, size_t width)
 {
@@ -60,7 +64,7 @@ ct_rows_reserve(ct_rows *rows, size_t n, size_t width, ct_error *err)
                            : status;
 }
 
-/* The run that rows of this width extend; there is room for one more. */
+/* The run for rows of this width; there is room for another run. */
 static ct_run *
 run_of_width(ct_rows *rows, size_t width)
 {
@@ -88,7 +92,7 @@ ct_rows_append(ct_rows *rows, const void *data, size_t n, size_t width, ct_error
     return CT_OK;
 }
 
-/* Fills `bytes` with copies of one item, doubling what is there already. */
+/* Fills `bytes` with copies of an item, doubling the filled part each time. */
 static void
 fill(char *to, size_t bytes, const void *item, size_t item_bytes)
 {
@@ -101,8 +105,8 @@ fill(char *to, size_t bytes, const void *item, size_t item_bytes)
     }
 }
 
-/* From the last row to the first: a row moves right or stays, and what it overwrites
- * has been moved before. */
+/* From the last row to the first: a row moves right or stays, over rows that have moved
+ * before. */
 static void
 spread_run(char *from, char *to, const ct_run *run, size_t position_bytes, size_t width,
            const void *item, size_t item_bytes)

@@ -1,8 +1,8 @@
-/* Rows of an array whose second dimension may differ from batch to batch.
+/* Rows of an array with a second dimension that may differ from batch to batch.
  *
- * Batches lie packed one behind the other, each as wide as it came; the gaps are made
- * once, in place, at the end. So nothing is moved while rows arrive, whatever the
- * order of their widths, and the peak is the final array. */
+ * Batches lie packed one behind the other, each in its own width; the gaps are made
+ * once, in place, at the end. So nothing is moved while rows arrive, whatever the order
+ * of widths, and the peak is the final array. */
 #ifndef CORE_DATA_ROWS_H
 #define CORE_DATA_ROWS_H
 
@@ -12,9 +12,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 /* Neighbouring rows of equal width. */
 typedef struct ct_run {
@@ -31,24 +29,25 @@ typedef struct ct_rows {
     size_t n_rows;
     size_t width; /* of the widest row */
     size_t used_bytes;
-    size_t expected_rows;     /* what to reserve at the first batch; 0 if not known */
+    size_t expected_rows;     /* to reserve at the first batch; 0 if not known */
     size_t spill_bytes;       /* beyond this the rows move to a file; 0: never */
     const char *spill_folder; /* kept alive by the owner of the rows */
 } ct_rows;
 
-/* Makes room for n more rows of `width` positions, so that appending them cannot fail:
- * who has several arrays to append to reserves in all of them first. */
+/* Makes room for n more rows of `width` positions, so that their append cannot fail: a
+ * caller with several arrays reserves in all before it appends to the first. */
 CT_NODISCARD ct_status ct_rows_reserve(ct_rows *rows, size_t n, size_t width,
                                        ct_error *err);
 
 /* Copies n rows of `width` positions from `data`, contiguous. CT_ENOMEM and CT_EIO
- * leave the rows as they were. */
+ * leave the rows unchanged. */
 CT_NODISCARD ct_status ct_rows_append(ct_rows *rows, const void *data, size_t n,
                                       size_t width, ct_error *err);
 
 /* Spreads the rows to the widest one's width, filling the gaps on the right with the
  * element at fill_item, and trims the region to n_rows * width * position_bytes. On
- * failure, CT_ENOMEM or CT_EIO, the rows stay packed. Appending may go on after it. */
+ * failure, CT_ENOMEM or CT_EIO, the rows stay packed. Rows may be appended afterwards.
+ */
 CT_NODISCARD ct_status ct_rows_spread(ct_rows *rows, const void *fill_item,
                                       size_t item_bytes, ct_error *err);
 
@@ -61,15 +60,13 @@ typedef struct ct_pad_rule {
     size_t item_bytes; /* > 0 */
     bool left;         /* the padding comes first */
     bool rotate;       /* a sequence's last item is left out, and `first` put before */
-    const void *first; /* one item, or NULL: the item that is left out */
+    const void *first; /* an item, or NULL: the item that is left out */
 } ct_pad_rule;
 
-/* Copies values[0..n), n <= width, into `row`, which is padding already. The two do not
- * overlap. */
+/* Copies values[0..n), n <= width, into `row`, which is padding already. `row` and
+ * `values` do not overlap. */
 void ct_pad_row(const ct_pad_rule *rule, void *row, const void *values, size_t n);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

@@ -1,3 +1,5 @@
+/* The count of targets, over every label of every batch: a plain sum that vectorizes,
+ * less the first label of each row if labels are shifted. */
 #include "core/data/targets.h"
 
 static size_t

@@ -8,7 +8,7 @@
 
 enum {
     CT_IGNORE_INDEX = -100
-}; /* what torch's losses skip */
+}; /* skipped by torch's losses */
 
 /* How many of labels[0..n) are not CT_IGNORE_INDEX. shifted: each row of `row` labels
  * predicts its successor, so the first of a row is no target; row is 0 or divides n. */

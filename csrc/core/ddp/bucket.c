@@ -1,3 +1,5 @@
+/* The plan depends on lengths, dtypes, owners and limits alone, so ranks with the same
+ * parameters make the same plan without asking each other. */
 #include "core/ddp/bucket.h"
 
 #include "core/base/alloc.h"
@@ -33,7 +35,7 @@ add_bucket(const planner *p, ct_dtype dtype, int owner, bool alone)
     return made;
 }
 
-/* An owned parameter that finds its bucket full is not given another. */
+/* An owner has no second bucket: a parameter that does not fit is alone. */
 static bool
 is_alone(const planner *p, const filling *f, size_t bytes, bool is_owned)
 {
@@ -74,7 +76,7 @@ assign(const planner *p, const ct_span *param, size_t i)
     }
 }
 
-/* Lists the parameters by bucket; within one they keep the order of arrival. */
+/* Lists the parameters by bucket, in the order of arrival within a bucket. */
 static void
 put_in_order(ct_bucket_plan *plan)
 {

@@ -1,17 +1,17 @@
-/* Which parameters' gradients are exchanged together.
+/* The plan of buckets: gradients that are exchanged together.
  *
  * Gradients arrive about in the reverse order of the parameters, so buckets are filled
- * in that order: one is closed by the parameter that brings it to its limit. Every
- * bucket has one dtype. The first of a dtype is small, so that the exchange begins
- * early. These are the rules of Li et al., "PyTorch Distributed: Experiences on
+ * in that order, each up to the parameter that reaches the limit. Every bucket has one
+ * dtype. The first bucket of a dtype is small, so that the exchange begins early. The
+ * rules are those of Li et al., "PyTorch Distributed: Experiences on
  * Accelerating Data Parallel Training", 2020, section 3.2.3. The plan depends on
  * lengths, dtypes, owners and limits alone: ranks with the same parameters have the
  * same plan.
  *
  * A parameter may have an owner, the one rank that gets its average (Rajbhandari et
- * al., "ZeRO", 2020, stage 2). Each owner has buckets of its own, and of each dtype one
- * alone, as their memory stays when the gradients in it are no longer needed: what does
- * not fit is exchanged where it lies. */
+ * al., "ZeRO", 2020, stage 2). Each owner has one bucket of each dtype, because a
+ * bucket keeps its memory when the gradients in it are no longer needed: gradients that
+ * do not fit are exchanged in place. */
 #ifndef CT_BUCKET_H
 #define CT_BUCKET_H
 
@@ -25,12 +25,12 @@
 typedef struct ct_bucket_limits {
     size_t first_bytes; /* of the first bucket of each dtype */
     size_t cap_bytes;   /* of the others */
-    size_t alone_bytes; /* a longer parameter has a bucket to itself; 0: none has */
+    size_t alone_bytes; /* a longer parameter has a bucket to itself; 0: no limit */
 } ct_bucket_limits;
 
-/* Who gets the averages. */
+/* The ranks that get the averages. */
 typedef struct ct_owners {
-    const int *of; /* by parameter: a rank, or CT_EVERY_RANK; NULL: that for all */
+    const int *of; /* by parameter: a rank or CT_EVERY_RANK; NULL: every rank for all */
     int world_size;
 } ct_owners;
 
@@ -43,7 +43,7 @@ typedef struct ct_bucket {
     size_t first, n_params; /* plan->order[first .. first + n_params) */
     size_t n;               /* elements */
     int owner;              /* a rank or CT_EVERY_RANK */
-    bool alone;             /* of one parameter: can be exchanged where it lies */
+    bool alone;             /* of one parameter: can be exchanged in place */
 } ct_bucket;
 
 /* Starts as {0}. */
@@ -52,7 +52,7 @@ typedef struct ct_bucket_plan {
     size_t n_buckets, n_params;
     uint32_t *order;     /* parameters, bucket by bucket */
     uint32_t *bucket_of; /* by parameter */
-    size_t *offset;      /* by parameter: elements before it in its bucket */
+    size_t *offset;      /* by parameter: elements before it in the bucket */
 } ct_bucket_plan;
 
 /* params[i].n and .dtype are read. Fewer than 2^32 parameters. CT_EINVAL for an owner

@@ -1,3 +1,7 @@
+/* Invariant: buckets start in the order of `turns` alone, and a bucket starts only
+ * after all of the bucket's parameters, so the ranks' collectives match in order and
+ * shape.
+ */
 #include "core/ddp/reducer.h"
 
 #include "core/base/alloc.h"
@@ -6,8 +10,7 @@
 #include <math.h>
 #include <string.h>
 
-/* ---- lifetime ----------------------------------------------------------------------
- */
+/* ---- lifetime -------------------------------------------------------------------- */
 
 static void
 set_places(ct_reducer *r, const ct_span *params)
@@ -22,7 +25,7 @@ set_places(ct_reducer *r, const ct_span *params)
     }
 }
 
-/* The order in which buckets are full if gradients come in the reverse of the
+/* The order of full buckets if gradients arrive in the reverse of the
  * parameters' order. */
 static void
 set_turns(ct_reducer *r)
@@ -91,8 +94,7 @@ ct_reducer_set_memory(ct_reducer *r, size_t bucket, void *memory)
     }
 }
 
-/* ---- a cycle -----------------------------------------------------------------------
- */
+/* ---- a cycle --------------------------------------------------------------------- */
 
 void
 ct_reducer_begin(ct_reducer *r)
@@ -130,8 +132,7 @@ wait_for(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
     return work == NULL ? CT_OK : ct_comm_wait(comm, work, err);
 }
 
-/* ---- the exchange of a bucket: as it is, or in 16 bits ------------------------------
- */
+/* ---- the exchange of a bucket: unchanged, or rounded to fp16 or bf16 ------------- */
 
 static bool
 is_rounded(const ct_reducer *r, size_t b)
@@ -145,8 +146,8 @@ rounded(const ct_reducer *r, size_t b)
     return (ct_span){r->buckets[b].rounded.data, r->buckets[b].flat.n, r->rounded};
 }
 
-/* Gradients are divided by the number of ranks before they are rounded, so that sums
- * cannot overflow where the average does not. */
+/* Gradients are divided by the number of ranks before rounding, so that a sum overflows
+ * only if the average does. */
 static ct_status
 round_off(ct_reducer *r, const ct_comm *comm, size_t b, ct_error *err)
 {
@@ -191,7 +192,8 @@ unpack(ct_reducer *r, const ct_comm *comm, size_t b, ct_error *err)
         const ct_span sent = rounded(r, b);
         status = r->device->copy(r->stream, &bucket->flat, &sent, 1, err);
     }
-    if (owner != CT_EVERY_RANK) { /* whose gradients leave no memory behind */
+    if (owner !=
+        CT_EVERY_RANK) { /* owned gradients are dropped, so keep no memory for them */
         r->device->scratch_release(&bucket->rounded);
     }
     return status;
@@ -207,7 +209,7 @@ settle_one(ct_reducer *r, ct_comm *comm, ct_error *err)
     return status == CT_OK ? unpack(r, comm, b, err) : status;
 }
 
-/* Bounds what is on its way, beside the bucket that was started last. */
+/* Limits the bytes under way, beside the bucket that was started last. */
 static ct_status
 settle_some(ct_reducer *r, ct_comm *comm, ct_error *err)
 {
@@ -238,7 +240,7 @@ start(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
     return settle_some(r, comm, err);
 }
 
-/* Starts full buckets in their turns, as far as it goes. */
+/* Starts full buckets, up to the first bucket that is not full. */
 static ct_status
 start_full(ct_reducer *r, ct_comm *comm, ct_error *err)
 {
@@ -253,9 +255,9 @@ start_full(ct_reducer *r, ct_comm *comm, ct_error *err)
     return status;
 }
 
-/* Brings a gradient to where its bucket is exchanged. */
+/* Copies a gradient into the bucket, or makes the gradient the bucket. */
 static ct_status
-bring(ct_reducer *r, size_t i, const ct_span *grad, ct_error *err)
+put_in_bucket(ct_reducer *r, size_t i, const ct_span *grad, ct_error *err)
 {
     ct_reducer_param *p = &r->params[i];
     const uint32_t b = r->plan.bucket_of[i];
@@ -275,7 +277,7 @@ ct_reducer_announce(ct_reducer *r, ct_comm *comm, size_t param, const ct_span *g
                     ct_error *err)
 {
     ct_reducer_param *p = &r->params[param];
-    ct_status status = bring(r, param, grad, err);
+    ct_status status = put_in_bucket(r, param, grad, err);
     if (status != CT_OK) {
         return status;
     }
@@ -288,8 +290,7 @@ ct_reducer_announce(ct_reducer *r, ct_comm *comm, size_t param, const ct_span *g
     return counts && !r->learning ? start_full(r, comm, err) : CT_OK;
 }
 
-/* ---- the end of a cycle ------------------------------------------------------------
- */
+/* ---- the end of a cycle ---------------------------------------------------------- */
 
 static ct_status
 wait_for_all(ct_reducer *r, ct_comm *comm, ct_error *err)
@@ -301,12 +302,12 @@ wait_for_all(ct_reducer *r, ct_comm *comm, ct_error *err)
     return status;
 }
 
-/* Rank 0's order of this cycle becomes everyone's of those that follow. */
+/* Rank 0's order of this cycle becomes the order of all ranks from the next on. */
 static ct_status
 take_turns(ct_reducer *r, ct_comm *comm, ct_error *err)
 {
     const ct_span order = {r->filled, r->plan.n_buckets, CT_I64};
-    ct_status status = order.n > 1 ? comm->ops->broadcast(comm, &order, 0, err) : CT_OK;
+    ct_status status = order.n > 1 ? ct_comm_broadcast(comm, &order, 0, err) : CT_OK;
     if (status == CT_OK) {
         memcpy(r->turns, r->filled, order.n * sizeof *r->turns);
         r->in_turn = true;
@@ -373,7 +374,7 @@ ct_reducer_abort(ct_reducer *r, ct_comm *comm)
 {
     for (size_t turn = 0; turn < r->started; turn++) {
         if (wait_for(r, comm, (size_t)r->turns[turn], NULL) != CT_OK) {
-            continue; /* the failure that led here has been told */
+            continue; /* the failure that led here has been reported */
         }
     }
     r->started = 0;

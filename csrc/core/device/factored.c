@@ -1,3 +1,4 @@
+/* Checks of factored second moments, for the kernels of every device. */
 #include "core/device/factored.h"
 
 #include <stdbool.h>

@@ -8,9 +8,7 @@
 
 #include <stddef.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 /* A list of matrices of rows x cols, one behind the other, whose averages of squares
  * are kept by row and by column: row[b][i] and col[b][j]. Factors are of the type that
@@ -39,8 +37,6 @@ ct_factored_n_sums(const ct_factored *f)
 CT_NODISCARD ct_status ct_factor_check(const ct_factored *list, size_t n,
                                        ct_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

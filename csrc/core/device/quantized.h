@@ -1,5 +1,5 @@
-/* Values on their way to other ranks: quantized to 8 or 4 bits, a scale for each block
- * of them, and what rounding left of every value, which is added to the next. */
+/* Values on the way to other ranks: quantized to 8 or 4 bits with a scale for each
+ * block, and a residual, the error of rounding, to be added to the next values. */
 #ifndef CT_DEVICE_QUANTIZED_H
 #define CT_DEVICE_QUANTIZED_H
 
@@ -9,13 +9,13 @@
 
 typedef struct ct_encoding {
     ct_span values;  /* of a float dtype; read */
-    float *residual; /* n: added to the values, then what the codes miss of the sum */
+    float *residual; /* n: added to the values; becomes the sum's rounding error */
     int8_t *codes;   /* ct_quantized_bytes(n, bits) */
     float *scales;   /* ct_quantized_blocks(n) */
-    int bits;        /* of a code: 8 or 4 */
+    int bits;        /* of a quantized value: 8 or 4 */
 } ct_encoding;
 
-/* What `parts` ranks have sent, each part_bytes behind the one before. */
+/* The parts received from `parts` ranks, part_bytes apart. */
 typedef struct ct_decoding {
     ct_span values; /* of a float dtype; written: factor times the sum of the parts */
     const int8_t *codes;

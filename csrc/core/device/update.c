@@ -1,3 +1,4 @@
+/* Checks of updates, for the kernels of every device. */
 #include "core/device/update.h"
 
 static const struct {
@@ -8,12 +9,6 @@ static const struct {
 #include "math/rules.def"
 #undef CT_RULE
 };
-
-const char *
-ct_rule_name(ct_rule rule)
-{
-    return rules[rule].name;
-}
 
 size_t
 ct_rule_n_states(ct_rule rule)
@@ -29,7 +24,7 @@ check_dtype(const ct_update *update, size_t i, const char *array, ct_dtype dtype
                ? CT_OK
                : ct_fail(err, CT_EINVAL,
                          "%s: span %zu has %s of %s, and only float dtypes work",
-                         ct_rule_name(update->rule), i, array, ct_dtype_name(dtype));
+                         rules[update->rule].name, i, array, ct_dtype_name(dtype));
 }
 
 /* A float dtype; or codes, of rules that look at one element after the other. */
@@ -37,7 +32,7 @@ static ct_status
 check_state(const ct_update *update, size_t i, ct_error *err)
 {
     const ct_update_span *span = &update->spans[i];
-    const char *rule = ct_rule_name(update->rule);
+    const char *rule = rules[update->rule].name;
     if (span->state_dtype != CT_U8) {
         return check_dtype(update, i, "state", span->state_dtype, err);
     }
@@ -79,7 +74,7 @@ check_span(const ct_update *update, size_t i, ct_error *err)
         if (span->state[k] == NULL && !(k == 0 && span->row != NULL)) {
             status =
                 ct_fail(err, CT_EINVAL, "%s: span %zu lacks state array %zu of %zu",
-                        ct_rule_name(update->rule), i, k, n_states);
+                        rules[update->rule].name, i, k, n_states);
         }
     }
     return status;
@@ -122,7 +117,7 @@ ct_measure_check(const ct_update *update, ct_error *err)
 {
     if (!ct_rule_is_measured(update->rule)) {
         return ct_fail(err, CT_EINVAL, "%s: there is nothing to measure for this rule",
-                       ct_rule_name(update->rule));
+                       rules[update->rule].name);
     }
     return ct_update_check(update, err);
 }

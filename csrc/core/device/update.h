@@ -1,10 +1,9 @@
 /* The update of many parameters by one rule: operands of the device table's `update`.
  *
- * The rule computes in fp64 where the parameter is F64 and in fp32 everywhere else.
- * Each array may have a float dtype of its own: 16-bit gradients beside an fp32 master
- * copy, 16-bit parameters with fp32 state; the state may also be 8-bit values. In
- * the same pass the new parameter goes to a copy of lower precision and into an
- * exponential moving average. */
+ * The rule computes in fp64 for F64 parameters and in fp32 for all others. The arrays
+ * may differ in dtype: 16-bit gradients beside an fp32 master copy, bf16 parameters
+ * with fp32 state; the state may also be quantized to 8 bits. The same pass writes the
+ * new parameter to a copy of lower precision and into an exponential moving average. */
 #ifndef CT_UPDATE_H
 #define CT_UPDATE_H
 
@@ -17,24 +16,22 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
-/* Keys the random bits of stochastic rounding: Philox, with `seed` as its key, and
- * `step` and an element's number as its counter. */
+/* Selects the random bits of stochastic rounding: Philox with `seed` as the key, `step`
+ * and the element's number as the counter. */
 typedef struct ct_rounding {
     uint64_t seed, step;
 } ct_rounding;
 
 /* Element i of state that is U8 is map[state[i]] * absmax[i / CT_QUANT_BLOCK]. */
 typedef struct ct_quant {
-    const float *map; /* CT_QUANT_CODES of them, ascending */
+    const float *map; /* CT_QUANT_CODES values, ascending */
     float *absmax;
 } ct_quant;
 
-/* Parallel arrays of n elements in one device's memory, which do not overlap.
- * Borrowed: whoever fills the span keeps them alive until the stream has drained. */
+/* Parallel arrays of n elements in the memory of a device, without overlap. Borrowed:
+ * the maker of the span keeps them alive until the stream has drained. */
 typedef struct ct_update_span {
     size_t n;
     void *grad; /* read; zeroed when the update asks for it */
@@ -42,35 +39,36 @@ typedef struct ct_update_span {
     void *state[CT_RULE_MAX_STATES];    /* as many as the rule has */
     ct_quant quant[CT_RULE_MAX_STATES]; /* of the state, where state_dtype is U8 */
     void *copy;                         /* gets the new parameter; or NULL */
-    /* gets ema * ema_decay + x * (1 - ema_decay), x being the new copy, or the new
-     * parameter where there is no copy; or NULL */
+    /* becomes ema * ema_decay + x * (1 - ema_decay), x being the new copy, or without a
+     * copy the new parameter; or NULL */
     void *ema;
     ct_dtype dtype, grad_dtype, state_dtype, copy_dtype, ema_dtype;
-    uint32_t coef;               /* index into the update's list of constants */
-    const ct_rule_coef *settled; /* the device's, in place of that; or NULL */
-    /* Which elements of a parameter these are, where a rule looks at a whole one: from
-     * `begin` on, of `whole`; 0: of n, which are all. */
+    uint32_t coef; /* index into the update's list of constants */
+    const ct_rule_coef
+        *settled; /* unless NULL: the constants, in the device's memory */
+    /* For rules that use whole parameters: the span is elements [begin, begin + n) of
+     * `whole`; 0: all of the parameter. */
     size_t begin, whole;
-    /* What the whole is a list of, one behind the other, where that matters. */
+    /* Shape of the consecutive matrices in the parameter, for rules that need it. */
     size_t rows, cols;
-    /* Unless NULL, state[0] is not stored: in matrix b it is row[b][i] * col[b][j].
-     * Both are arrays of the type that is computed in. */
+    /* Unless NULL, state[0] is not stored but row[b][i] * col[b][j] in matrix b. Both
+     * arrays have the type of ct_update_real(). */
     const void *row, *col;
-    /* Unless NULL, what is stored as BF16 in `param` or `copy` is rounded up or down at
-     * random, in proportion to what lies below. `first` is the number of element 0
-     * among all that share the key and the step: a multiple of 8. */
+    /* Unless NULL, values for BF16 `param` or `copy` are rounded up or down at random,
+     * in proportion to nearness. `first` is the number of element 0 among all
+     * elements of the key and the step: a multiple of 8. */
     const ct_rounding *rounding;
     uint64_t first;
 } ct_update_span;
 
-/* The type that a parameter is computed in. */
+/* The type of the computation. */
 static inline ct_dtype
 ct_update_real(const ct_update_span *span)
 {
     return span->dtype == CT_F64 ? CT_F64 : CT_F32;
 }
 
-/* Elements of the parameter that the span is a part of. */
+/* Number of elements of the span's whole parameter. */
 static inline size_t
 ct_update_whole(const ct_update_span *span)
 {
@@ -86,23 +84,21 @@ typedef struct ct_update {
     double ema_decay; /* in [0, 1] */
 } ct_update;
 
-/* CT_EINVAL names the first span whose dtypes or arrays do not fit the rule. For the
+/* CT_EINVAL names the first span with dtypes or arrays unfit for the rule. For the
  * kernels of every device. */
 CT_NODISCARD ct_status ct_update_check(const ct_update *update, ct_error *err);
 
-/* CT_EINVAL names the first pair that a kernel cannot work on which brings values into
- * spans: `average` and `add` of the device table. */
+/* CT_EINVAL names the first pair of spans and values unfit for `average` and `add` of
+ * the device table. */
 CT_NODISCARD ct_status ct_check_pairs(const char *kernel, const ct_span *spans,
                                       const ct_span *values, size_t n_spans,
                                       ct_error *err);
-/* The same for `measure`, whose rule has to be a measured one. */
+
+/* ct_update_check() for `measure`: the rule must be a measured one. */
 CT_NODISCARD ct_status ct_measure_check(const ct_update *update, ct_error *err);
 
-const char *ct_rule_name(ct_rule rule);
 size_t ct_rule_n_states(ct_rule rule);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

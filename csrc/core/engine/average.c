@@ -1,3 +1,7 @@
+/* The rhythm of averages; their arithmetic is part of the optimizer's pass.
+ *
+ * Updates count from 1. An exponential average due before `start` has
+ * decay 0: a copy of the weights. */
 #include "core/engine/average.h"
 
 #include <inttypes.h>

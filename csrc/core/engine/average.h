@@ -1,5 +1,5 @@
-/* Averages of a model's weights over its updates: when one is due, and how much of the
- * old average it keeps.
+/* Averages of a model's weights over updates: when an average is due, and how much of
+ * the old average the new one keeps.
  *
  * Sources: exponential averages with fairseq's options (ema_decay, ema_start_update,
  * ema_update_freq); equal averages by Izmailov et al., "Averaging Weights Leads to
@@ -19,25 +19,25 @@ typedef enum ct_average_kind {
 
 typedef struct ct_average_config {
     ct_average_kind kind;
-    double decay;  /* of the exponential one, in [0, 1] */
+    double decay;  /* of CT_AVERAGE_EMA, in [0, 1] */
     int64_t start; /* the first update, counted from 1, that is averaged; >= 0 */
     int64_t every; /* updates between two averages; >= 1 */
 } ct_average_config;
 
 typedef struct ct_average {
     ct_average_config config;
-    int64_t num_updates; /* of the optimizer, that the average has been told of */
-    int64_t n_averaged;  /* states in it */
+    int64_t num_updates; /* of the optimizer, that have been counted */
+    int64_t n_averaged;  /* states in the average */
 } ct_average;
 
 /* CT_EINVAL names the field at fault. */
 CT_NODISCARD ct_status ct_average_init(ct_average *average,
                                        const ct_average_config *config, ct_error *err);
 
-/* Is an average due after the next update? Then *decay is what it keeps of the old. */
+/* Is an average due after the next update? *decay is the weight of the old average. */
 bool ct_average_due(const ct_average *average, double *decay);
 
-/* Counts an update, and the average if it was due. */
+/* Counts an update, and the average if there was one. */
 void ct_average_count(ct_average *average, bool averaged);
 
 #endif

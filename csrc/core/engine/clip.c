@@ -1,3 +1,7 @@
+/* The factors that clip, from the sums of a pass over all gradients.
+ *
+ * Sums of |g|^p are merged in the order of groups, in double: the same factor on every
+ * instruction set. NaN is never clamped away: `coef > 1` is false for NaN. */
 #include "core/engine/clip.h"
 
 #include "math/norm.h"
@@ -73,7 +77,7 @@ ct_clip_norm(const ct_clip *clip, double sum)
     return ct_norm_root(norm_type(clip), sum);
 }
 
-/* The norm of the groups that are clipped as one. */
+/* The common norm of the groups without a norm of their own. */
 static double
 norm_together(const ct_clip *clip, const ct_grads *grads)
 {

@@ -1,3 +1,7 @@
+/* One update: measure on all ranks, then apply on all or none.
+ *
+ * No weight is written before every rank knows the norm and that all gradients are
+ * finite; a rank that fails while it measures still joins the collective. */
 #include "core/engine/step.h"
 
 #include "core/comm/history.h"
@@ -5,8 +9,8 @@
 #include <math.h>
 #include <string.h>
 
-/* What a rank whose gradients could not be measured counts for among those whose
- * gradients are bad, one each: more than there are ranks. */
+/* Added to the count of ranks with bad gradients by a rank that could not measure: more
+ * than any number of ranks. */
 static const double NOT_MEASURED = 0x1p40;
 
 static ct_status
@@ -19,9 +23,9 @@ check(const ct_step_config *config, double loss_scale, ct_error *err)
     return ct_clip_check(&config->clip, err);
 }
 
-/* Inf or NaN on one rank is one for all; global_norm adds up what each rank summed. A
- * rank that failed before, with the status `own`, comes all the same, or the others
- * would wait for it until their time is up. */
+/* Inf or NaN on one rank counts for all; global_norm adds up the ranks' sums. A rank
+ * that failed before, with the status `own`, joins all the same, or the others would
+ * wait until their time-out. */
 static ct_status
 agree(const ct_step_config *config, ct_grads *grads, ct_status own, bool *finite,
       ct_error *err)
@@ -92,7 +96,7 @@ stop(const ct_step_result *result, ct_error *err)
                                               : "inf");
 }
 
-/* Clips in place where the update cannot do it: it multiplies, and has no limit. */
+/* Clips by value in place: the update's pass only multiplies, and has no limit. */
 static ct_status
 clip_in_place(ct_optim *optim, void *stream, const ct_step_config *config,
               double loss_scale, ct_optim_pass *pass, ct_error *err)

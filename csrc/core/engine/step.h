@@ -1,10 +1,10 @@
-/* One update, in phases that a caller can step between.
+/* One update, in phases between which a caller may act.
  *
  *     ct_step_measure    norm of the gradients, Inf and NaN found, before any weight
  *                        is touched
  *     ct_step_apply      unscale + clip + update + zero, in one pass
  *
- * The policy says what happens when a gradient is not finite. */
+ * The policy decides about a gradient that is not finite. */
 #ifndef CT_STEP_H
 #define CT_STEP_H
 
@@ -12,12 +12,10 @@
 #include "core/comm/comm.h"
 #include "core/optim/optim.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 typedef enum ct_nonfinite {
-    CT_NONFINITE_SKIP, /* leave weights and optimizer alone, go on */
+    CT_NONFINITE_SKIP, /* leave weights and optimizer alone, continue */
     CT_NONFINITE_STOP, /* CT_EFLOAT */
     CT_NONFINITE_KEEP  /* update all the same, as torch does */
 } ct_nonfinite;
@@ -26,10 +24,10 @@ typedef struct ct_step_config {
     ct_clip clip;
     ct_nonfinite nonfinite;
     bool zero_grads;
-    ct_comm *comm;    /* ranks that step together, or NULL: this one alone; its
+    ct_comm *comm;    /* ranks that step together, or NULL for a single rank;
                          collectives take host memory */
-    bool global_norm; /* norms are those of all ranks' gradients, as where each holds
-                         a shard of them; else each rank has its own */
+    bool global_norm; /* norms are over all ranks' gradients, for gradients in
+                         shards; else each rank has norms of its own */
     double ema_decay; /* of parameters that have an average */
 } ct_step_config;
 
@@ -40,28 +38,25 @@ typedef struct ct_step_result {
     bool updated;     /* false when the step was skipped */
 } ct_step_result;
 
-/* Fills in grad_norm, clip_coef and finite. loss_scale is what the loss was multiplied
- * by (1 without scaling; > 0). What clipping does to each group is left in
- * ct_optim_grads.
+/* Fills in grad_norm, clip_coef and finite. loss_scale is the factor of the loss (1
+ * without scaling; > 0). The clipping factors of the groups are left in ct_optim_grads.
  *
- * With config->comm it is a collective: `finite` is the same on every rank, so all
- * update or none, and loss scalers that are told of it stay equal. Where it fails on
- * one rank before the ranks meet, as when memory runs out, all others get CT_ECOMM. */
+ * A collective with config->comm: `finite` is the same on every rank, so all ranks
+ * update or none, and loss scalers that get `finite` stay equal. After a failure on one
+ * rank before the collective, as when memory runs out, all others get CT_ECOMM. */
 CT_NODISCARD ct_status ct_step_measure(ct_optim *optim, void *stream,
                                        const ct_step_config *config, double loss_scale,
                                        ct_step_result *result, ct_error *err);
 
 /* Updates as result says: with a clip_coef of 1 nothing is clipped by norm. Clipping by
- * value writes the gradients, unscaled and clipped, in a pass of its own. A skipped
- * step still zeroes the gradients when it is asked to, or what is not finite would stay
- * and spoil the next one. With CT_NONFINITE_STOP and a gradient that is not finite:
- * CT_EFLOAT, nothing touched. */
+ * value writes the gradients, unscaled and clipped, in a pass of its own. With
+ * zero_grads a skipped step zeroes the gradients too, or Inf and NaN would spoil the
+ * next step. With CT_NONFINITE_STOP and a gradient that is not finite: CT_EFLOAT,
+ * nothing touched. */
 CT_NODISCARD ct_status ct_step_apply(ct_optim *optim, void *stream,
                                      const ct_step_config *config, double loss_scale,
                                      ct_step_result *result, ct_error *err);
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

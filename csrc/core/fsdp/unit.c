@@ -1,7 +1,9 @@
-/* One sharded unit: gathering its parameters, releasing them, reducing its gradients;
- * whole or as quantized values, with shards on the device or in host memory.
+/* A sharded unit: all-gather of the parameters, release, reduce-scatter of the
+ * gradients, in full precision or quantized.
  *
- * Parameters lie at addresses that never change; pages come and go. */
+ * Gathered parameters and gradients have fixed addresses; only the pages behind them
+ * come and go, so that views of the flat parameter stay valid. The ledger counts the
+ * bytes of every change, and a failed gather leaves the unit released. */
 #include "core/fsdp/unit.h"
 
 #include "core/base/alloc.h"
@@ -12,27 +14,11 @@
 #include <math.h>
 #include <string.h>
 
-/* How a gather that has begun ends. */
-
-/* Shards in the host's memory of a unit that works on a device.
- *
- * They pass through one block of the device's memory, a shard at a time: all units of a
- * ledger have it together. */
-
-/* Which parameters of a group have a gradient on any rank, told without a message of
- * its own.
- *
- * It travels in the signs of zeros: a sum of -0 alone is -0. A parameter without a
- * gradient is -0 throughout, and one that has a gradient begins with something else in
- * every rank's part. A sum can only be mistaken where all that is looked at of it
- * underflows to -0. Codes have no -0: their senders add a bit for each parameter. */
+/* ---- layout ---------------------------------------------------------------------- */
 
 enum {
     ALIGNED_ELEMS = 32 /* a group begins on a cache line whatever the dtype */
 };
-
-/* ---- layout ------------------------------------------------------------------------
- */
 
 static size_t
 padded(size_t n)
@@ -49,7 +35,7 @@ ct_fsdp_init(ct_fsdp *unit, const ct_device *device, const size_t *sizes,
         if (sizes[i] % (size_t)world_size != 0) {
             return ct_fail(err, CT_EINVAL,
                            "group %zu has %zu elements; expected a multiple of the %d "
-                           "ranks that share it",
+                           "ranks of the sharding group",
                            i, sizes[i], world_size);
         }
     }
@@ -63,8 +49,7 @@ ct_fsdp_init(ct_fsdp *unit, const ct_device *device, const size_t *sizes,
         at += padded(sizes[i]);
         grad_at += trainable[i] ? padded(sizes[i]) : 0;
     }
-    groups[n_groups] =
-        (ct_fsdp_group){0, at, grad_at, false, NULL}; /* where the last end */
+    groups[n_groups] = (ct_fsdp_group){.at = at, .grad_at = grad_at}; /* the ends */
     unit->groups = groups;
     unit->n_groups = n_groups;
     return CT_OK;
@@ -89,20 +74,26 @@ ct_fsdp_grad_bytes(const ct_fsdp *unit)
     return unit->groups[unit->n_groups].grad_at * ct_dtype_size(CT_F32);
 }
 
-/* ---- the account -------------------------------------------------------------------
- */
+static ct_span
+full_of(const ct_fsdp *unit, const ct_fsdp_group *g)
+{
+    const ct_span all = {unit->full->data, 0, unit->config.compute};
+    return ct_span_part(all, g->at, g->n);
+}
+
+static ct_span
+grads_of(const ct_fsdp *unit, const ct_fsdp_group *g)
+{
+    const ct_span all = {unit->grads->data, 0, unit->grad_dtype};
+    return ct_span_part(all, g->grad_at, g->n);
+}
+
+/* ---- the ledger ------------------------------------------------------------------ */
 
 static size_t
 grad_live(const ct_fsdp *unit)
 {
     return unit->groups[unit->n_groups].grad_at * ct_dtype_size(unit->grad_dtype);
-}
-
-static size_t
-live(const ct_fsdp *unit)
-{
-    return (unit->gathered || unit->begun ? unit->full->bytes : 0) +
-           (unit->holds_grads ? grad_live(unit) : 0);
 }
 
 static void
@@ -115,9 +106,10 @@ enter(ct_fsdp_ledger *ledger, size_t bytes)
 }
 
 void
-ct_fsdp_move_account(ct_fsdp *unit, ct_fsdp_ledger *ledger)
+ct_fsdp_set_ledger(ct_fsdp *unit, ct_fsdp_ledger *ledger)
 {
-    const size_t bytes = live(unit);
+    const size_t bytes = (unit->gathered || unit->begun ? unit->full->bytes : 0) +
+                         (unit->holds_grads ? grad_live(unit) : 0);
     unit->ledger->live -= bytes;
     unit->ledger->begun -= unit->begun;
     unit->ledger = ledger;
@@ -125,15 +117,18 @@ ct_fsdp_move_account(ct_fsdp *unit, ct_fsdp_ledger *ledger)
     enter(ledger, bytes);
 }
 
-/* ---- gathering ---------------------------------------------------------------------
- */
-
-static ct_span
-full_of(const ct_fsdp *unit, const ct_fsdp_group *g)
+void
+ct_fsdp_ledger_close(ct_fsdp_ledger *ledger, const ct_device *device)
 {
-    const ct_span all = {unit->full->data, 0, unit->config.compute};
-    return ct_span_part(all, g->at, g->n);
+    ct_block_cache_close(&ledger->cache);
+    device->scratch_release(&ledger->staging);
+    device->scratch_release(&ledger->zero);
 }
+
+/* ---- offloaded shards ------------------------------------------------------------
+ *
+ * Shards in host memory pass through one block of device memory, a shard at a time. All
+ * units of a ledger use the same block. */
 
 static size_t
 bytes_of(const ct_span *span)
@@ -141,11 +136,10 @@ bytes_of(const ct_span *span)
     return span->n * ct_dtype_size(span->dtype);
 }
 
-/* *here becomes where `shard` is on the device: itself, or where it is offloaded the
- * block, which holds nothing of it yet, or all of it. The next call overwrites it.
- * CT_EDEVICE and what the device says of memory. */
+/* *here: `shard` itself, or the block for it where shards are offloaded. The block's
+ * contents are undefined, and the next call overwrites them. */
 static ct_status
-ct_fsdp_place(ct_fsdp *unit, const ct_span *shard, ct_span *here, ct_error *err)
+place(ct_fsdp *unit, const ct_span *shard, ct_span *here, ct_error *err)
 {
     ct_scratch *staging = &unit->ledger->staging;
     ct_status status = CT_OK;
@@ -158,26 +152,56 @@ ct_fsdp_place(ct_fsdp *unit, const ct_span *shard, ct_span *here, ct_error *err)
 }
 
 static ct_status
-ct_fsdp_bring_up(ct_fsdp *unit, const ct_span *shard, ct_span *here, ct_error *err)
+upload(ct_fsdp *unit, const ct_span *shard, ct_span *here, ct_error *err)
 {
-    const ct_status status = ct_fsdp_place(unit, shard, here, err);
+    const ct_status status = place(unit, shard, here, err);
     return status != CT_OK || !unit->config.offload
                ? status
                : unit->device->transfer(unit->stream, here->data, shard->data,
                                         bytes_of(shard), err);
 }
 
-/* Where a collective's codes lie, and the zeros that an encoding without memory of
- * earlier ones adds and overwrites. */
-typedef struct room {
+static ct_status
+download(const ct_fsdp *unit, const ct_span *shard, const ct_span *here, bool add,
+         ct_error *err)
+{
+    const size_t bytes = bytes_of(shard);
+    if (!add) {
+        return unit->device->transfer(unit->stream, shard->data, here->data, bytes,
+                                      err);
+    }
+    const ct_span copy = {ct_alloc(bytes + 1), shard->n, shard->dtype};
+    if (copy.data == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for a gradient of %zu bytes", bytes);
+    }
+    ct_status status =
+        unit->device->transfer(unit->stream, copy.data, here->data, bytes, err);
+    if (status == CT_OK) {
+        status = ct_device_cpu.add(NULL, shard, &copy, 1, 1.0, err);
+    }
+    ct_free(copy.data);
+    return status;
+}
+
+/* ---- quantized values ------------------------------------------------------------
+ *
+ * Each element is rounded once: quantized gradients go straight to the rank that owns
+ * them, and that rank adds in rank order. All ranks decode the same quantized
+ * parameters, their own shard included, so all ranks have equal parameters.
+ *
+ * Source: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant
+ * Model Training", 2023. */
+
+/* Buffers of one collective; `blank` is the residual where none is kept. */
+typedef struct buffers {
     ct_scratch memory;
     char *sent, *received;
     float *blank;
-} room;
+} buffers;
 
-/* What is sent of n elements: scales, then codes, up to a whole number of scales. */
+/* The message for n elements: scales, then values at `values`, in all `bytes`. */
 typedef struct layout {
-    size_t codes, bytes;
+    size_t values, bytes;
 } layout;
 
 enum {
@@ -187,102 +211,103 @@ enum {
 static layout
 lay_out(size_t n, int bits)
 {
-    layout l = {.codes = ct_quantized_blocks(n) * sizeof(float)};
-    l.bytes = (l.codes + (n * (size_t)bits + 7) / 8 + ALIGN - 1) / ALIGN * ALIGN;
+    layout l = {.values = ct_quantized_blocks(n) * sizeof(float)};
+    l.bytes = (l.values + (n * (size_t)bits + 7) / 8 + ALIGN - 1) / ALIGN * ALIGN;
     return l;
 }
 
-/* blank: elements of it. The memory's end is what collectives send, at their start. */
+/* blank: elements of the blank residual. */
 static ct_status
-room_open(room *r, const ct_device *device, size_t sent, size_t received, size_t blank,
-          ct_error *err)
+open_buffers(buffers *b, const ct_device *device, size_t sent, size_t received,
+             size_t blank, ct_error *err)
 {
     const size_t floats = (blank * sizeof(float) + ALIGN - 1) / ALIGN * ALIGN;
-    *r = (room){
+    *b = (buffers){
         .memory = {NULL, 0}
     };
     ct_status status =
-        device->scratch_grow(&r->memory, floats + sent + received + 1, err);
+        device->scratch_grow(&b->memory, floats + sent + received + 1, err);
     if (status == CT_OK) {
-        r->blank = r->memory.data;
-        r->sent = (char *)r->memory.data + floats;
-        r->received = r->sent + sent;
+        b->blank = b->memory.data;
+        b->sent = (char *)b->memory.data + floats;
+        b->received = b->sent + sent;
     }
     return status;
 }
 
-/* residual NULL: nothing is added, and what is missed is forgotten. */
+/* residual NULL: the rounding error is dropped. */
 static ct_status
-encode(const ct_fsdp_coder *coder, const room *r, const ct_span *values,
+encode(const ct_fsdp *unit, int bits, const buffers *b, const ct_span *values,
        float *residual, void *to, ct_error *err)
 {
     const ct_encoding encoding = {
         .values = *values,
-        .residual = residual != NULL ? residual : r->blank,
-        .codes = (int8_t *)to + lay_out(values->n, coder->bits).codes,
+        .residual = residual != NULL ? residual : b->blank,
+        .codes = (int8_t *)to + lay_out(values->n, bits).values,
         .scales = to,
-        .bits = coder->bits,
+        .bits = bits,
     };
     if (residual == NULL) {
-        const ct_span blank = {r->blank, values->n, CT_F32};
-        ct_status status = coder->device->zero(coder->stream, &blank, 1, err);
+        const ct_span blank = {b->blank, values->n, CT_F32};
+        ct_status status = unit->device->zero(unit->stream, &blank, 1, err);
         if (status != CT_OK) {
             return status;
         }
     }
-    return coder->device->encode(coder->stream, &encoding, err);
+    return unit->device->encode(unit->stream, &encoding, err);
 }
 
-/* The sum of `parts` ranks' codes, each part_bytes behind the one before, times factor.
- */
+/* The sum of `parts` messages, part_bytes apart, times factor. */
 static ct_status
-decode(const ct_fsdp_coder *coder, const ct_span *values, const void *from,
+decode(const ct_fsdp *unit, int bits, const ct_span *values, const void *from,
        size_t parts, size_t part_bytes, float factor, ct_error *err)
 {
-    const layout l = lay_out(values->n, coder->bits);
     const ct_decoding decoding = {
         .values = *values,
-        .codes = (const int8_t *)from + l.codes,
+        .codes = (const int8_t *)from + lay_out(values->n, bits).values,
         .scales = from,
         .parts = parts,
         .part_bytes = part_bytes,
         .factor = factor,
-        .bits = coder->bits,
+        .bits = bits,
     };
-    return coder->device->decode(coder->stream, &decoding, err);
+    return unit->device->decode(unit->stream, &decoding, err);
 }
 
-ct_status
-ct_fsdp_gather_quantized(const ct_fsdp_coder *coder, const ct_span *full,
-                         const ct_span *shard, ct_error *err)
+static ct_status
+gather_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *full,
+                 const ct_span *shard, ct_error *err)
 {
-    ct_comm *comm = coder->comm;
+    const int bits = unit->config.gather_bits;
     const size_t ranks = (size_t)comm->world_size;
-    const size_t bytes = lay_out(shard->n, coder->bits).bytes;
-    room r;
+    const size_t bytes = lay_out(shard->n, bits).bytes;
+    buffers b;
     ct_status status =
-        room_open(&r, coder->device, bytes, bytes * ranks, shard->n, err);
+        open_buffers(&b, unit->device, bytes, bytes * ranks, shard->n, err);
     if (status == CT_OK) {
-        status = encode(coder, &r, shard, NULL, r.sent, err);
+        status = encode(unit, bits, &b, shard, NULL, b.sent, err);
     }
     if (status == CT_OK) {
-        status = ct_comm_follow(comm, coder->stream, err);
+        status = ct_comm_follow(comm, unit->stream, err);
     }
     if (status == CT_OK) {
-        const ct_span in = {r.sent, bytes, CT_U8};
-        const ct_span out = {r.received, bytes * ranks, CT_U8};
-        status = comm->ops->all_gather(comm, &out, &in, err);
+        const ct_span in = {b.sent, bytes, CT_U8};
+        const ct_span out = {b.received, bytes * ranks, CT_U8};
+        status = ct_comm_all_gather(comm, &out, &in, err);
     }
     for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
         const ct_span part = ct_span_part(*full, rank * shard->n, shard->n);
-        status = decode(coder, &part, r.received + rank * bytes, 1, bytes, 1.0F, err);
+        status =
+            decode(unit, bits, &part, b.received + rank * bytes, 1, bytes, 1.0F, err);
     }
-    coder->device->scratch_release(&r.memory);
+    unit->device->scratch_release(&b.memory);
     return status;
 }
 
-/* This rank's part is put in its place, then the others' come around it: that begins
- * only, where the unit's gather does. */
+/* ---- gathering ------------------------------------------------------------------- */
+
+/* Copies this rank's shard to its place in `full` and gathers the other ranks' around
+ * it; for a prefetch that collective is only begun. */
 static ct_status
 gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shard,
              ct_error *err)
@@ -297,14 +322,12 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
                        shard->n, ct_dtype_name(shard->dtype), n);
     }
     ct_span here;
-    ct_status status = ct_fsdp_bring_up(unit, shard, &here, err);
+    ct_status status = upload(unit, shard, &here, err);
     if (status != CT_OK) {
         return status;
     }
     if (unit->config.gather_bits != 0 && !unit->config.lone_gather) {
-        const ct_fsdp_coder coder = {unit->device, unit->stream, comm,
-                                     unit->config.gather_bits};
-        return ct_fsdp_gather_quantized(&coder, &full, &here, err);
+        return gather_quantized(unit, comm, &full, &here, err);
     }
     const ct_request request = {.what = CT_ALL_GATHER, .in = own, .out = full};
     status = unit->device->copy(unit->stream, &own, &here, 1, err);
@@ -334,8 +357,8 @@ gather_groups(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err
     return status;
 }
 
-/* Each work has to be waited for, whatever became of those before it; the first failure
- * is the one that tells why. */
+/* Each work must be waited for even after a failure. The first failure is reported: the
+ * later ones follow from it. */
 static ct_status
 wait_for_groups(ct_fsdp *unit, ct_comm *comm, ct_error *err)
 {
@@ -352,23 +375,23 @@ wait_for_groups(ct_fsdp *unit, ct_comm *comm, ct_error *err)
 }
 
 static void
-let_go(ct_fsdp *unit)
+release_full(ct_fsdp *unit)
 {
     ct_mapping_release(unit->full, &unit->ledger->cache);
+    unit->gathered = false;
     unit->ledger->live -= unit->full->bytes;
 }
 
-/* Waits for the collectives of a unit that is `begun`, all of them on failure too: it
- * is gathered then, or released. */
+/* Ends a prefetch: the unit is gathered afterwards, or released on failure. */
 static ct_status
-ct_fsdp_end_gather(ct_fsdp *unit, ct_comm *comm, ct_error *err)
+end_gather(ct_fsdp *unit, ct_comm *comm, ct_error *err)
 {
     const ct_status status = wait_for_groups(unit, comm, err);
     unit->begun = false;
     unit->ledger->begun--;
-    unit->gathered = status == CT_OK;
-    if (!unit->gathered) {
-        let_go(unit);
+    unit->gathered = true;
+    if (status != CT_OK) {
+        release_full(unit);
     }
     return status;
 }
@@ -380,7 +403,7 @@ ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *er
         return CT_OK;
     }
     if (unit->begun) {
-        return ct_fsdp_end_gather(unit, comm, err);
+        return end_gather(unit, comm, err);
     }
     const ct_status status = gather_groups(unit, comm, shards, err);
     if (status != CT_OK) {
@@ -396,9 +419,7 @@ void
 ct_fsdp_release(ct_fsdp *unit)
 {
     if (unit->gathered) {
-        ct_mapping_release(unit->full, &unit->ledger->cache);
-        unit->gathered = false;
-        unit->ledger->live -= unit->full->bytes;
+        release_full(unit);
     }
 }
 
@@ -406,7 +427,7 @@ void
 ct_fsdp_cancel_gather(ct_fsdp *unit, ct_comm *comm)
 {
     ct_error unused;
-    if (unit->begun && ct_fsdp_end_gather(unit, comm, &unused) == CT_OK) {
+    if (unit->begun && end_gather(unit, comm, &unused) == CT_OK) {
         ct_fsdp_release(unit);
     }
 }
@@ -419,8 +440,8 @@ ct_fsdp_begin_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_err
     }
     if (unit->config.gather_bits != 0) {
         return ct_fail(err, CT_EINVAL,
-                       "a unit whose parameters travel quantized to %d bits cannot be "
-                       "gathered ahead; gather it when it is needed",
+                       "a unit with parameters quantized to %d bits cannot be "
+                       "prefetched; gather it when it is needed",
                        unit->config.gather_bits);
     }
     unit->begun = true;
@@ -433,15 +454,7 @@ ct_fsdp_begin_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_err
     return status;
 }
 
-/* ---- gradients ---------------------------------------------------------------------
- */
-
-static ct_span
-grads_of(const ct_fsdp *unit, const ct_fsdp_group *g)
-{
-    const ct_span all = {unit->grads->data, 0, unit->grad_dtype};
-    return ct_span_part(all, g->grad_at, g->n);
-}
+/* ---- gradients ------------------------------------------------------------------- */
 
 static ct_status
 hold_grads(ct_fsdp *unit, ct_dtype dtype, ct_error *err)
@@ -481,466 +494,6 @@ ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at, const ct_span *grad, b
                : device->copy(unit->stream, &place, grad, 1, err);
 }
 
-enum {
-    AT_ONCE = 32,  /* spans that the device is given together, from the stack */
-    LOOKED_AT = 64 /* elements of a parameter */
-};
-
-/* What elements [from, from + n) have of a parameter: how many, and *at, where in
- * them they begin. */
-static size_t
-ct_fsdp_overlap(const ct_fsdp_param *param, size_t from, size_t n, size_t *at)
-{
-    const size_t begin = param->at > from ? param->at : from;
-    const size_t own = param->at + param->n, all = from + n;
-    const size_t end = own < all ? own : all;
-    *at = begin - from;
-    return end > begin ? end - begin : 0;
-}
-
-typedef struct batch {
-    ct_span spans[AT_ONCE];
-    size_t n;
-} batch;
-
-static ct_status
-make_missing(const ct_fsdp *unit, batch *b, ct_error *err)
-{
-    const ct_device *device = unit->device;
-    ct_status status = device->zero(unit->stream, b->spans, b->n, err);
-    if (status == CT_OK) {
-        status =
-            device->scale(unit->stream, -1.0, (double)INFINITY, b->spans, b->n, err);
-    }
-    b->n = 0;
-    return status;
-}
-
-/* A zero of the device's, made once: -0 + 0 is 0, and all else stays as it is. */
-static ct_status
-find_zero(ct_fsdp *unit, ct_span *zero, ct_error *err)
-{
-    ct_scratch *scratch = &unit->ledger->zero;
-    const bool made = scratch->data != NULL;
-    ct_status status = unit->device->scratch_grow(scratch, sizeof(float), err);
-    *zero = (ct_span){scratch->data, 1, CT_F32};
-    return status != CT_OK || made ? status
-                                   : unit->device->zero(unit->stream, zero, 1, err);
-}
-
-static ct_status
-make_there(ct_fsdp *unit, batch *b, ct_error *err)
-{
-    ct_span zeros[AT_ONCE];
-    ct_status status = find_zero(unit, &zeros[0], err);
-    for (size_t i = 1; i < b->n; i++) {
-        zeros[i] = zeros[0];
-    }
-    if (status == CT_OK) {
-        status = unit->device->add(unit->stream, b->spans, zeros, b->n, 1.0, err);
-    }
-    b->n = 0;
-    return status;
-}
-
-/* Marks `row`, elements from `from` on of a group in parts of `part` elements. What is
- * missing is overwritten. CT_ENOMEM and what the device says. */
-static ct_status
-ct_fsdp_mark(ct_fsdp *unit, const ct_fsdp_presence *presence, const ct_span *row,
-             size_t from, size_t part, ct_error *err)
-{
-    batch missing = {.n = 0}, there = {.n = 0};
-    ct_status status = CT_OK;
-    for (size_t i = 0; status == CT_OK && i < presence->n; i++) {
-        const ct_fsdp_param *param = &presence->params[i];
-        size_t at, n = ct_fsdp_overlap(param, from, row->n, &at);
-        if (!param->there && n != 0) {
-            missing.spans[missing.n++] = ct_span_part(*row, at, n);
-        }
-        for (size_t end = at + n; status == CT_OK && param->there && at < end;
-             at += part - at % part) { /* to the next rank's part */
-            there.spans[there.n++] = ct_span_part(*row, at, 1);
-            status = there.n < AT_ONCE ? CT_OK : make_there(unit, &there, err);
-        }
-        if (status == CT_OK && missing.n == AT_ONCE) {
-            status = make_missing(unit, &missing, err);
-        }
-    }
-    if (status == CT_OK && missing.n != 0) {
-        status = make_missing(unit, &missing, err);
-    }
-    return status != CT_OK || there.n == 0 ? status : make_there(unit, &there, err);
-}
-
-/* Whether nothing is missing on this rank; also of NULL, where nothing is told. */
-static bool
-ct_fsdp_is_complete(const ct_fsdp_presence *presence)
-{
-    bool all = true;
-    for (size_t i = 0; presence != NULL && all && i < presence->n; i++) {
-        all = presence->params[i].there;
-    }
-    return all;
-}
-
-/* A bit for each parameter, set where it is missing: n_params of them take so many
- * bytes. */
-/* What such bits of some rank have is there. */
-static size_t
-ct_fsdp_bits_bytes(const ct_fsdp_presence *presence)
-{
-    return (presence->n + 63) / 64 * sizeof(uint64_t);
-}
-
-/* Between `blank` and the residual, for the parameters that are there or for those that
- * are missing; `from` is where the residual begins in the group. */
-typedef struct leftovers {
-    const ct_fsdp_presence *presence;
-    ct_span residual;
-    float *blank;
-    size_t from;
-} leftovers;
-
-static ct_status
-clear_missing(const ct_fsdp_coder *coder, const leftovers *l, ct_error *err)
-{
-    const ct_span blank = {l->blank, l->residual.n, CT_F32};
-    ct_status status = coder->device->copy(coder->stream, &blank, &l->residual, 1, err);
-    for (size_t i = 0; status == CT_OK && i < l->presence->n; i++) {
-        const ct_fsdp_param *param = &l->presence->params[i];
-        size_t at, n = ct_fsdp_overlap(param, l->from, blank.n, &at);
-        const ct_span piece = ct_span_part(blank, at, n);
-        status = param->there || n == 0
-                     ? CT_OK
-                     : coder->device->zero(coder->stream, &piece, 1, err);
-    }
-    return status;
-}
-
-static ct_status
-keep_there(const ct_fsdp_coder *coder, const leftovers *l, ct_error *err)
-{
-    const ct_span blank = {l->blank, l->residual.n, CT_F32};
-    ct_status status = CT_OK;
-    for (size_t i = 0; status == CT_OK && i < l->presence->n; i++) {
-        const ct_fsdp_param *param = &l->presence->params[i];
-        size_t at, n = ct_fsdp_overlap(param, l->from, blank.n, &at);
-        const ct_span to = ct_span_part(l->residual, at, n);
-        const ct_span piece = ct_span_part(blank, at, n);
-        status = !param->there || n == 0
-                     ? CT_OK
-                     : coder->device->copy(coder->stream, &to, &piece, 1, err);
-    }
-    return status;
-}
-
-/* One rank's part. The residual of what is missing would reach the sum of a parameter
- * that nobody has a gradient of; it waits for the next one. */
-static ct_status
-encode_part(const ct_fsdp_coder *coder, const room *r, const ct_span *values,
-            const leftovers *l, void *to, ct_error *err)
-{
-    if (l->residual.data == NULL || ct_fsdp_is_complete(l->presence)) {
-        return encode(coder, r, values, l->residual.data, to, err);
-    }
-    ct_status status = clear_missing(coder, l, err);
-    if (status == CT_OK) {
-        status = encode(coder, r, values, l->blank, to, err);
-    }
-    return status == CT_OK ? keep_there(coder, l, err) : status;
-}
-
-static void
-ct_fsdp_put_bits(const ct_fsdp_presence *presence, unsigned char *bits)
-{
-    memset(bits, 0, ct_fsdp_bits_bytes(presence));
-    for (size_t i = 0; i < presence->n; i++) {
-        bits[i / 8] |= (unsigned char)((unsigned)!presence->params[i].there << i % 8);
-    }
-}
-
-/* Bits behind the codes for every rank; zeros where nothing is missing here. */
-static ct_status
-send_bits(const ct_fsdp_coder *coder, const ct_fsdp_presence *presence,
-          unsigned char *bits, char *to, size_t stride, ct_error *err)
-{
-    const ct_device *device = coder->device;
-    const size_t bytes = ct_fsdp_bits_bytes(presence);
-    const bool complete = ct_fsdp_is_complete(presence);
-    ct_status status = CT_OK;
-    ct_fsdp_put_bits(presence, bits);
-    for (int rank = 0; status == CT_OK && rank < coder->comm->world_size; rank++) {
-        const ct_span here = {to + (size_t)rank * stride, bytes, CT_U8};
-        status = complete
-                     ? device->zero(coder->stream, &here, 1, err)
-                     : device->transfer(coder->stream, here.data, bits, bytes, err);
-    }
-    return status;
-}
-
-static void
-ct_fsdp_take_bits(ct_fsdp_presence *presence, const unsigned char *bits)
-{
-    for (size_t i = 0; i < presence->n; i++) {
-        const bool missing = (bits[i / 8] >> i % 8 & 1) != 0;
-        presence->params[i].there = presence->params[i].there || !missing;
-    }
-}
-
-static ct_status
-receive_bits(const ct_fsdp_coder *coder, ct_fsdp_presence *presence,
-             unsigned char *bits, const char *from, size_t stride, ct_error *err)
-{
-    ct_status status = CT_OK;
-    for (int rank = 0; status == CT_OK && !ct_fsdp_is_complete(presence) &&
-                       rank < coder->comm->world_size;
-         rank++) {
-        status =
-            coder->device->transfer(coder->stream, bits, from + (size_t)rank * stride,
-                                    ct_fsdp_bits_bytes(presence), err);
-        if (status == CT_OK) {
-            ct_fsdp_take_bits(presence, bits);
-        }
-    }
-    return status;
-}
-
-ct_status
-ct_fsdp_reduce_quantized(const ct_fsdp_coder *coder, const ct_span *part,
-                         const ct_span *whole, float *residual,
-                         ct_fsdp_presence *presence, float factor, ct_error *err)
-{
-    ct_comm *comm = coder->comm;
-    const size_t ranks = (size_t)comm->world_size, n = part->n;
-    const size_t codes = lay_out(n, coder->bits).bytes;
-    const size_t told = presence == NULL ? 0 : ct_fsdp_bits_bytes(presence);
-    const size_t bytes = codes + told;
-    const bool blank = residual == NULL || !ct_fsdp_is_complete(presence);
-    room r;
-    unsigned char *bits = ct_alloc(told + 1);
-    ct_status status =
-        room_open(&r, coder->device, bytes * ranks, bytes * ranks, blank ? n : 0, err);
-    if (status == CT_OK && bits == NULL) {
-        status = ct_fail(err, CT_ENOMEM, "no memory for the bits of %zu bytes", told);
-    }
-    for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
-        const ct_span values = ct_span_part(*whole, rank * n, n);
-        float *missed = residual == NULL ? NULL : residual + rank * n;
-        const leftovers l = {
-            presence, {missed, n, CT_F32},
-             r.blank, rank * n
-        };
-        status = encode_part(coder, &r, &values, &l, r.sent + rank * bytes, err);
-    }
-    if (status == CT_OK && presence != NULL) {
-        status = send_bits(coder, presence, bits, r.sent + codes, bytes, err);
-    }
-    if (status == CT_OK) {
-        status = ct_comm_follow(comm, coder->stream, err);
-    }
-    if (status == CT_OK) {
-        const ct_span in = {r.sent, bytes * ranks, CT_U8};
-        const ct_span out = {r.received, bytes * ranks, CT_U8};
-        status = comm->ops->all_to_all(comm, &out, &in, err);
-    }
-    if (status == CT_OK) {
-        status = decode(coder, part, r.received, ranks, bytes, factor, err);
-    }
-    if (status == CT_OK && presence != NULL) {
-        status = receive_bits(coder, presence, bits, r.received + codes, bytes, err);
-    }
-    coder->device->scratch_release(&r.memory);
-    ct_free(bits);
-    return status;
-}
-
-static ct_status
-reduce_quantized(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
-                 ct_fsdp_presence *presence, const ct_span *part, ct_reduce_op op,
-                 ct_error *err)
-{
-    const ct_fsdp_coder coder = {unit->device, unit->stream, comm,
-                                 unit->config.reduce_bits};
-    const ct_span whole = grads_of(unit, g);
-    float *residual = unit->residual == NULL ? NULL : unit->residual + g->grad_at;
-    const float factor = op == CT_REDUCE_MEAN ? 1.0F / (float)comm->world_size : 1.0F;
-    const ct_status status =
-        ct_fsdp_reduce_quantized(&coder, part, &whole, residual, presence, factor, err);
-    return status != CT_OK || presence == NULL
-               ? status
-               : ct_fsdp_mark(unit, presence, part, (size_t)comm->rank * part->n,
-                              part->n, err);
-}
-
-/* The sum of all ranks' parts of a group; of the replicas' sums the average. */
-static ct_status
-sum_over_ranks(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
-               ct_fsdp_presence *presence, const ct_span *part, ct_reduce_op op,
-               ct_error *err)
-{
-    const ct_span whole = grads_of(unit, g);
-    if (unit->config.lone_reduce) {
-        return CT_OK;
-    }
-    ct_status status = ct_comm_follow(comm, unit->stream, err);
-    if (status == CT_OK) {
-        ct_comm_label(comm, &unit->label, CT_REDUCE_SCATTER);
-        status = unit->config.reduce_bits != 0
-                     ? reduce_quantized(unit, comm, g, presence, part, op, err)
-                     : comm->ops->reduce_scatter(comm, part, &whole, op, err);
-        ct_comm_unlabel(comm);
-        unit->label.call += status == CT_OK;
-    }
-    ct_comm *replicas = unit->replicas;
-    if (status == CT_OK && replicas != NULL) {
-        status = ct_comm_follow(replicas, unit->stream, err);
-    }
-    return status != CT_OK || replicas == NULL
-               ? status
-               : replicas->ops->all_reduce(replicas, part, CT_REDUCE_MEAN, err);
-}
-
-static ct_status
-scale(const ct_fsdp *unit, double factor, const ct_span *span, ct_error *err)
-{
-    return factor == 1.0 ? CT_OK
-                         : unit->device->scale(unit->stream, factor, (double)INFINITY,
-                                               span, 1, err);
-}
-
-/* Into the shard's gradient: from what is reduced, with the factor that is left. */
-static ct_status
-deliver(const ct_fsdp *unit, const ct_span *shard, const ct_span *part, double factor,
-        bool add, ct_error *err)
-{
-    if (add) {
-        return unit->device->add(unit->stream, shard, part, 1, factor, err);
-    }
-    const ct_status status = unit->device->copy(unit->stream, shard, part, 1, err);
-    return status == CT_OK ? scale(unit, factor, shard, err) : status;
-}
-
-/* The average needs no factor: it is taken in the sum's own precision. */
-static bool
-is_average(const ct_fsdp *unit, const ct_comm *comm)
-{
-    return !unit->config.lone_reduce &&
-           unit->config.predivide * unit->config.postdivide == (double)comm->world_size;
-}
-
-/* Into `here`, memory of the device for this rank's part. */
-static ct_status
-reduce_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
-             ct_fsdp_presence *presence, const ct_span *here, bool add, ct_error *err)
-{
-    const bool average = is_average(unit, comm);
-    const ct_span whole = grads_of(unit, g);
-    ct_span part = ct_span_part(whole, (size_t)comm->rank * here->n, here->n);
-    ct_status status = presence == NULL
-                           ? CT_OK
-                           : ct_fsdp_mark(unit, presence, &whole, 0, here->n, err);
-    if (status == CT_OK && !average) {
-        status = scale(unit, 1.0 / unit->config.predivide, &whole, err);
-    }
-    const bool direct = !add && part.dtype == CT_F32 && !unit->config.lone_reduce;
-    part = direct ? *here : part;
-    if (status == CT_OK) {
-        status = sum_over_ranks(unit, comm, g, presence, &part,
-                                average ? CT_REDUCE_MEAN : CT_REDUCE_SUM, err);
-    }
-    const double factor = average ? 1.0 : 1.0 / unit->config.postdivide;
-    if (status != CT_OK) {
-        return status;
-    }
-    return direct ? scale(unit, factor, here, err)
-                  : deliver(unit, here, &part, factor, add, err);
-}
-
-static ct_status
-add_down(const ct_fsdp *unit, const ct_span *shard, const ct_span *here, ct_error *err)
-{
-    const size_t bytes = bytes_of(shard);
-    const ct_span down = {ct_alloc(bytes + 1), shard->n, shard->dtype};
-    if (down.data == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory for a gradient of %zu bytes", bytes);
-    }
-    ct_status status =
-        unit->device->transfer(unit->stream, down.data, here->data, bytes, err);
-    if (status == CT_OK) {
-        status = ct_device_cpu.add(NULL, shard, &down, 1, 1.0, err);
-    }
-    ct_free(down.data);
-    return status;
-}
-
-/* Writes what is in the block into a shard that is offloaded, or adds it. CT_ENOMEM
- * too. */
-static ct_status
-ct_fsdp_bring_down(ct_fsdp *unit, const ct_span *shard, const ct_span *here, bool add,
-                   ct_error *err)
-{
-    if (!unit->config.offload) {
-        return CT_OK;
-    }
-    return add ? add_down(unit, shard, here, err)
-               : unit->device->transfer(unit->stream, shard->data, here->data,
-                                        bytes_of(shard), err);
-}
-
-/* Of what is missing on this rank and has elements in `shard`, reduced, from `from` on:
- * whether any rank has it. */
-static ct_status
-ct_fsdp_read_marks(ct_fsdp *unit, ct_fsdp_presence *presence, const ct_span *shard,
-                   size_t from, ct_error *err)
-{
-    const ct_device *where = unit->config.offload ? &ct_device_cpu : unit->device;
-    ct_status status = CT_OK;
-    for (size_t i = 0; status == CT_OK && i < presence->n; i++) {
-        ct_fsdp_param *param = &presence->params[i];
-        float head[LOOKED_AT];
-        size_t at, n = ct_fsdp_overlap(param, from, shard->n, &at);
-        n = n < LOOKED_AT ? n : LOOKED_AT;
-        if (param->there || n == 0) {
-            continue;
-        }
-        status = where->transfer(unit->stream, head, (const float *)shard->data + at,
-                                 n * sizeof(float), err);
-        for (size_t k = 0; status == CT_OK && !param->there && k < n; k++) {
-            param->there = head[k] != 0.0F || !signbit(head[k]);
-        }
-    }
-    return status;
-}
-
-ct_status
-ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *presence,
-               const ct_span *shard, bool add, ct_error *err)
-{
-    const ct_fsdp_group *g = &unit->groups[group];
-    const size_t n = g->n / (size_t)comm->world_size;
-    ct_span here;
-    if (shard->n != n || shard->dtype != CT_F32) {
-        return ct_fail(err, CT_EINVAL,
-                       "the gradient of a shard has %zu elements of %s; expected %zu "
-                       "of float32",
-                       shard->n, ct_dtype_name(shard->dtype), n);
-    }
-    ct_status status = hold_grads(unit, unit->config.reduce, err);
-    if (status == CT_OK) {
-        status = ct_fsdp_place(unit, shard, &here, err);
-    }
-    if (status == CT_OK) {
-        const bool adds_here = add && !unit->config.offload;
-        status = reduce_group(unit, comm, g, presence, &here, adds_here, err);
-    }
-    if (status == CT_OK) {
-        status = ct_fsdp_bring_down(unit, shard, &here, add, err);
-    }
-    return status != CT_OK || presence == NULL
-               ? status
-               : ct_fsdp_read_marks(unit, presence, shard, (size_t)comm->rank * n, err);
-}
-
 ct_status
 ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at, size_t n, ct_error *err)
 {
@@ -962,19 +515,411 @@ ct_fsdp_drop_grads(ct_fsdp *unit)
     }
 }
 
-void
-ct_fsdp_ledger_close(ct_fsdp_ledger *ledger, const ct_device *device)
+/* ---- missing gradients -----------------------------------------------------------
+ *
+ * Whether any rank has a gradient of a parameter travels with the gradients, without a
+ * message of its own, in the signs of zeros: a sum of nothing but -0 is -0. The
+ * elements of a parameter without a gradient are -0. A parameter with a gradient begins
+ * with something else in every rank's part. A mistake needs a sum in which all elements
+ * that are read underflow to -0. Quantized values have no -0: their senders append a
+ * bit for each parameter. */
+
+enum {
+    AT_ONCE = 32,  /* spans passed to the device together, on the stack */
+    LOOKED_AT = 64 /* elements of a parameter */
+};
+
+typedef struct batch {
+    ct_span spans[AT_ONCE];
+    size_t n;
+} batch;
+
+/* How many of elements [from, from + n) belong to a parameter; *at: the first of these,
+ * relative to `from`. */
+static size_t
+overlap(const ct_fsdp_param *param, size_t from, size_t n, size_t *at)
 {
-    ct_block_cache_close(&ledger->cache);
-    device->scratch_release(&ledger->staging);
-    device->scratch_release(&ledger->zero);
+    const size_t begin = param->at > from ? param->at : from;
+    const size_t own = param->at + param->n, all = from + n;
+    const size_t end = own < all ? own : all;
+    *at = begin - from;
+    return end > begin ? end - begin : 0;
 }
 
-/* ---- bits --------------------------------------------------------------------------
- */
-
-bool
-ct_fsdp_bits_known(int bits)
+static ct_status
+make_missing(const ct_fsdp *unit, batch *b, ct_error *err)
 {
-    return bits == 8 || bits == 4;
+    const ct_device *device = unit->device;
+    ct_status status = device->zero(unit->stream, b->spans, b->n, err);
+    if (status == CT_OK) {
+        status =
+            device->scale(unit->stream, -1.0, (double)INFINITY, b->spans, b->n, err);
+    }
+    b->n = 0;
+    return status;
+}
+
+/* Adds a zero of the device's, made once: -0 + 0 is 0, other values stay. */
+static ct_status
+make_there(ct_fsdp *unit, batch *b, ct_error *err)
+{
+    ct_scratch *scratch = &unit->ledger->zero;
+    const bool made = scratch->data != NULL;
+    ct_span zeros[AT_ONCE];
+    ct_status status = unit->device->scratch_grow(scratch, sizeof(float), err);
+    for (size_t i = 0; i < b->n; i++) {
+        zeros[i] = (ct_span){scratch->data, 1, CT_F32};
+    }
+    if (status == CT_OK && !made) {
+        status = unit->device->zero(unit->stream, zeros, 1, err);
+    }
+    if (status == CT_OK) {
+        status = unit->device->add(unit->stream, b->spans, zeros, b->n, 1.0, err);
+    }
+    b->n = 0;
+    return status;
+}
+
+/* Marks `flat`, the elements of a group from `from` on, in ranks' parts of `part`
+ * elements. Overwrites the places of missing gradients. */
+static ct_status
+mark(ct_fsdp *unit, const ct_fsdp_presence *presence, const ct_span *flat, size_t from,
+     size_t part, ct_error *err)
+{
+    batch missing = {.n = 0}, there = {.n = 0};
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < presence->n; i++) {
+        const ct_fsdp_param *param = &presence->params[i];
+        size_t at, n = overlap(param, from, flat->n, &at);
+        if (!param->there && n != 0) {
+            missing.spans[missing.n++] = ct_span_part(*flat, at, n);
+        }
+        for (size_t end = at + n; status == CT_OK && param->there && at < end;
+             at += part - at % part) { /* to the next rank's part */
+            there.spans[there.n++] = ct_span_part(*flat, at, 1);
+            status = there.n < AT_ONCE ? CT_OK : make_there(unit, &there, err);
+        }
+        if (status == CT_OK && missing.n == AT_ONCE) {
+            status = make_missing(unit, &missing, err);
+        }
+    }
+    if (status == CT_OK && missing.n != 0) {
+        status = make_missing(unit, &missing, err);
+    }
+    return status != CT_OK || there.n == 0 ? status : make_there(unit, &there, err);
+}
+
+/* Reads the marks of the parameters with elements in the reduced `shard`, elements of
+ * the group from `from` on. */
+static ct_status
+read_marks(const ct_fsdp *unit, ct_fsdp_presence *presence, const ct_span *shard,
+           size_t from, ct_error *err)
+{
+    const ct_device *where = unit->config.offload ? &ct_device_cpu : unit->device;
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < presence->n; i++) {
+        ct_fsdp_param *param = &presence->params[i];
+        float head[LOOKED_AT];
+        size_t at, n = overlap(param, from, shard->n, &at);
+        n = n < LOOKED_AT ? n : LOOKED_AT;
+        if (param->there || n == 0) {
+            continue;
+        }
+        status = where->transfer(unit->stream, head, (const float *)shard->data + at,
+                                 n * sizeof(float), err);
+        for (size_t k = 0; status == CT_OK && !param->there && k < n; k++) {
+            param->there = head[k] != 0.0F || !signbit(head[k]);
+        }
+    }
+    return status;
+}
+
+/* Whether this rank has all gradients; true for NULL. */
+static bool
+is_complete(const ct_fsdp_presence *presence)
+{
+    bool all = true;
+    for (size_t i = 0; presence != NULL && all && i < presence->n; i++) {
+        all = presence->params[i].there;
+    }
+    return all;
+}
+
+static size_t
+bits_bytes(const ct_fsdp_presence *presence)
+{
+    return (presence->n + 63) / 64 * sizeof(uint64_t);
+}
+
+/* Appends to each rank's message a bit for each parameter, set where its gradient is
+ * missing here. Zeros need no transfer, for which the host would wait. */
+static ct_status
+send_bits(const ct_fsdp *unit, const ct_comm *comm, const ct_fsdp_presence *presence,
+          unsigned char *bits, char *to, size_t stride, ct_error *err)
+{
+    const size_t bytes = bits_bytes(presence);
+    const bool complete = is_complete(presence);
+    ct_status status = CT_OK;
+    memset(bits, 0, bytes);
+    for (size_t i = 0; i < presence->n; i++) {
+        bits[i / 8] |= (unsigned char)((unsigned)!presence->params[i].there << i % 8);
+    }
+    for (int rank = 0; status == CT_OK && rank < comm->world_size; rank++) {
+        const ct_span here = {to + (size_t)rank * stride, bytes, CT_U8};
+        status = complete ? unit->device->zero(unit->stream, &here, 1, err)
+                          : unit->device->transfer(unit->stream, here.data, bits, bytes,
+                                                   err);
+    }
+    return status;
+}
+
+static ct_status
+receive_bits(const ct_fsdp *unit, const ct_comm *comm, ct_fsdp_presence *presence,
+             unsigned char *bits, const char *from, size_t stride, ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (int rank = 0;
+         status == CT_OK && !is_complete(presence) && rank < comm->world_size; rank++) {
+        status =
+            unit->device->transfer(unit->stream, bits, from + (size_t)rank * stride,
+                                   bits_bytes(presence), err);
+        for (size_t i = 0; status == CT_OK && i < presence->n; i++) {
+            const bool missing = (bits[i / 8] >> i % 8 & 1) != 0;
+            presence->params[i].there = presence->params[i].there || !missing;
+        }
+    }
+    return status;
+}
+
+/* ---- quantized gradients --------------------------------------------------------- */
+
+/* The residual of one rank's part, elements of the group from `from` on; residual.data
+ * NULL: none is kept. */
+typedef struct feedback {
+    const ct_fsdp_presence *presence;
+    ct_span residual;
+    size_t from;
+} feedback;
+
+/* Copies the residuals of the gradients that this rank has to `blank`, or back. */
+static ct_status
+copy_there(const ct_fsdp *unit, const feedback *f, float *blank, bool back,
+           ct_error *err)
+{
+    const ct_span all = {blank, f->residual.n, CT_F32};
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < f->presence->n; i++) {
+        const ct_fsdp_param *param = &f->presence->params[i];
+        size_t at, n = overlap(param, f->from, all.n, &at);
+        const ct_span kept = ct_span_part(f->residual, at, n);
+        const ct_span used = ct_span_part(all, at, n);
+        if (param->there && n != 0) {
+            status = unit->device->copy(unit->stream, back ? &kept : &used,
+                                        back ? &used : &kept, 1, err);
+        }
+    }
+    return status;
+}
+
+/* The residual of a missing gradient must not be sent: the sum would then be a gradient
+ * of a parameter that no rank has one of. It waits for the next gradient.
+ *
+ * Source: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient
+ * Compression Schemes", 2019 (the residual). */
+static ct_status
+encode_part(const ct_fsdp *unit, const buffers *b, const ct_span *values,
+            const feedback *f, void *to, ct_error *err)
+{
+    const int bits = unit->config.reduce_bits;
+    if (f->residual.data == NULL || is_complete(f->presence)) {
+        return encode(unit, bits, b, values, f->residual.data, to, err);
+    }
+    const ct_span blank = {b->blank, f->residual.n, CT_F32};
+    ct_status status = unit->device->zero(unit->stream, &blank, 1, err);
+    if (status == CT_OK) {
+        status = copy_there(unit, f, b->blank, false, err);
+    }
+    if (status == CT_OK) {
+        status = encode(unit, bits, b, values, b->blank, to, err);
+    }
+    return status == CT_OK ? copy_there(unit, f, b->blank, true, err) : status;
+}
+
+/* A reduce-scatter of `whole` into `part`, which may lie in it, times factor. */
+static ct_status
+exchange_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *whole,
+                   float *residual, ct_fsdp_presence *presence, const ct_span *part,
+                   float factor, ct_error *err)
+{
+    const int width = unit->config.reduce_bits;
+    const size_t ranks = (size_t)comm->world_size, n = part->n;
+    const size_t values = lay_out(n, width).bytes;
+    const size_t marks = presence == NULL ? 0 : bits_bytes(presence);
+    const size_t bytes = values + marks;
+    const bool blank = residual == NULL || !is_complete(presence);
+    buffers b;
+    unsigned char *bits = ct_alloc(marks + 1);
+    ct_status status = open_buffers(&b, unit->device, bytes * ranks, bytes * ranks,
+                                    blank ? n : 0, err);
+    if (status == CT_OK && bits == NULL) {
+        status = ct_fail(err, CT_ENOMEM, "no memory for the bits of %zu bytes", marks);
+    }
+    for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
+        const ct_span own = ct_span_part(*whole, rank * n, n);
+        const feedback f = {
+            .presence = presence,
+            .residual = {residual == NULL ? NULL : residual + rank * n, n, CT_F32},
+            .from = rank * n
+        };
+        status = encode_part(unit, &b, &own, &f, b.sent + rank * bytes, err);
+    }
+    if (status == CT_OK && presence != NULL) {
+        status = send_bits(unit, comm, presence, bits, b.sent + values, bytes, err);
+    }
+    if (status == CT_OK) {
+        status = ct_comm_follow(comm, unit->stream, err);
+    }
+    if (status == CT_OK) {
+        const ct_span in = {b.sent, bytes * ranks, CT_U8};
+        const ct_span out = {b.received, bytes * ranks, CT_U8};
+        status = ct_comm_all_to_all(comm, &out, &in, err);
+    }
+    if (status == CT_OK) {
+        status = decode(unit, width, part, b.received, ranks, bytes, factor, err);
+    }
+    if (status == CT_OK && presence != NULL) {
+        status =
+            receive_bits(unit, comm, presence, bits, b.received + values, bytes, err);
+    }
+    unit->device->scratch_release(&b.memory);
+    ct_free(bits);
+    return status;
+}
+
+static ct_status
+reduce_quantized(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
+                 ct_fsdp_presence *presence, const ct_span *part, ct_reduce_op op,
+                 ct_error *err)
+{
+    const ct_span whole = grads_of(unit, g);
+    float *residual = unit->residual == NULL ? NULL : unit->residual + g->grad_at;
+    const float factor = op == CT_REDUCE_MEAN ? 1.0F / (float)comm->world_size : 1.0F;
+    const ct_status status =
+        exchange_quantized(unit, comm, &whole, residual, presence, part, factor, err);
+    return status != CT_OK || presence == NULL
+               ? status
+               : mark(unit, presence, part, (size_t)comm->rank * part->n, part->n, err);
+}
+
+/* ---- reducing -------------------------------------------------------------------- */
+
+/* Sums over the sharding group, then averages over the replicate group. */
+static ct_status
+sum_over_ranks(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
+               ct_fsdp_presence *presence, const ct_span *part, ct_reduce_op op,
+               ct_error *err)
+{
+    const ct_span whole = grads_of(unit, g);
+    if (unit->config.lone_reduce) {
+        return CT_OK;
+    }
+    ct_status status = ct_comm_follow(comm, unit->stream, err);
+    if (status == CT_OK) {
+        ct_comm_label(comm, &unit->label, CT_REDUCE_SCATTER);
+        status = unit->config.reduce_bits != 0
+                     ? reduce_quantized(unit, comm, g, presence, part, op, err)
+                     : ct_comm_reduce_scatter(comm, part, &whole, op, err);
+        ct_comm_unlabel(comm);
+        unit->label.call += status == CT_OK;
+    }
+    ct_comm *replicas = unit->replicas;
+    if (status == CT_OK && replicas != NULL) {
+        status = ct_comm_follow(replicas, unit->stream, err);
+    }
+    return status != CT_OK || replicas == NULL
+               ? status
+               : ct_comm_all_reduce(replicas, part, CT_REDUCE_MEAN, err);
+}
+
+static ct_status
+scale(const ct_fsdp *unit, double factor, const ct_span *span, ct_error *err)
+{
+    return factor == 1.0 ? CT_OK
+                         : unit->device->scale(unit->stream, factor, (double)INFINITY,
+                                               span, 1, err);
+}
+
+static ct_status
+deliver(const ct_fsdp *unit, const ct_span *shard, const ct_span *part, double factor,
+        bool add, ct_error *err)
+{
+    if (add) {
+        return unit->device->add(unit->stream, shard, part, 1, factor, err);
+    }
+    const ct_status status = unit->device->copy(unit->stream, shard, part, 1, err);
+    return status == CT_OK ? scale(unit, factor, shard, err) : status;
+}
+
+/* An average needs no factor: the collective divides in the sum's own precision. */
+static bool
+is_average(const ct_fsdp *unit, const ct_comm *comm)
+{
+    return !unit->config.lone_reduce &&
+           unit->config.predivide * unit->config.postdivide == (double)comm->world_size;
+}
+
+/* here: device memory for this rank's part. */
+static ct_status
+reduce_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
+             ct_fsdp_presence *presence, const ct_span *here, bool add, ct_error *err)
+{
+    const bool average = is_average(unit, comm);
+    const ct_span whole = grads_of(unit, g);
+    ct_span part = ct_span_part(whole, (size_t)comm->rank * here->n, here->n);
+    ct_status status =
+        presence == NULL ? CT_OK : mark(unit, presence, &whole, 0, here->n, err);
+    if (status == CT_OK && !average) {
+        status = scale(unit, 1.0 / unit->config.predivide, &whole, err);
+    }
+    const bool direct = !add && part.dtype == CT_F32 && !unit->config.lone_reduce;
+    part = direct ? *here : part;
+    if (status == CT_OK) {
+        status = sum_over_ranks(unit, comm, g, presence, &part,
+                                average ? CT_REDUCE_MEAN : CT_REDUCE_SUM, err);
+    }
+    const double factor = average ? 1.0 : 1.0 / unit->config.postdivide;
+    if (status != CT_OK) {
+        return status;
+    }
+    return direct ? scale(unit, factor, here, err)
+                  : deliver(unit, here, &part, factor, add, err);
+}
+
+ct_status
+ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *presence,
+               const ct_span *shard, bool add, ct_error *err)
+{
+    const ct_fsdp_group *g = &unit->groups[group];
+    const size_t n = g->n / (size_t)comm->world_size;
+    const bool offload = unit->config.offload;
+    ct_span here;
+    if (shard->n != n || shard->dtype != CT_F32) {
+        return ct_fail(err, CT_EINVAL,
+                       "the gradient of a shard has %zu elements of %s; expected %zu "
+                       "of float32",
+                       shard->n, ct_dtype_name(shard->dtype), n);
+    }
+    ct_status status = hold_grads(unit, unit->config.reduce, err);
+    if (status == CT_OK) {
+        status = place(unit, shard, &here, err);
+    }
+    if (status == CT_OK) {
+        status = reduce_group(unit, comm, g, presence, &here, add && !offload, err);
+    }
+    if (status == CT_OK && offload) {
+        status = download(unit, shard, &here, add, err);
+    }
+    return status != CT_OK || presence == NULL
+               ? status
+               : read_marks(unit, presence, shard, (size_t)comm->rank * n, err);
 }

@@ -1,3 +1,5 @@
+/* Norms by group: the device sums each run of spans of one group, and the host merges
+ * the sums, so the groups' norms cost no pass of their own over the gradients. */
 #include "core/optim/grads.h"
 
 #include "core/base/alloc.h"
@@ -91,7 +93,6 @@ sum_of(ct_grads *grads, void *stream, double p, size_t from, size_t end, double 
     return status == CT_OK ? device->read(stream, grads->sum.data, sum, err) : status;
 }
 
-/* Groups mostly are one run each. */
 static ct_status
 sum_groups(ct_grads *grads, void *stream, double p, ct_error *err)
 {

@@ -1,14 +1,16 @@
+/* Planning an update: every parameter is checked and gets its constants before the
+ * first kernel runs, so that an update with a bad option changes nothing. Buffers grow
+ * at ct_optim_resize; a step allocates nothing. */
 #include "core/optim/optim.h"
 
 #include "core/base/alloc.h"
-#include "core/optim/kinds.h"
 #include "core/optim/run.h"
 
 #include <math.h>
 #include <string.h>
 
-/* The constants that a group's parameters of this step use. Parameters mostly have had
- * equally many updates, so the last ones are remembered and shared. */
+/* The last constants of a group in this step. Most parameters have had equally many
+ * updates and share them. */
 typedef struct group_cache {
     uint64_t key;
     size_t coef; /* index + 1; 0: none yet */
@@ -25,9 +27,9 @@ struct ct_optim {
     ct_optim_param *params;
     ct_rule_coef *coefs;
     ct_update_span *spans;
-    uint32_t *owner; /* the number of each span's parameter */
-    ct_optim_room room;
-    ct_grads grads; /* those present, and what clipping does to each group */
+    uint32_t *owner; /* each span's parameter */
+    ct_run_buffers buffers;
+    ct_grads grads; /* the gradients present, and the clipping of each group */
 };
 
 ct_optim *
@@ -48,7 +50,7 @@ ct_optim_free(ct_optim *optim)
         return;
     }
     ct_grads_fini(&optim->grads);
-    ct_optim_room_fini(optim->device, &optim->room);
+    ct_run_buffers_fini(optim->device, &optim->buffers);
     ct_free(optim->owner);
     ct_free(optim->spans);
     ct_free(optim->coefs);
@@ -58,7 +60,7 @@ ct_optim_free(ct_optim *optim)
     ct_free(optim);
 }
 
-/* Arrays that have grown when a later one cannot are of no harm: the counts stay. */
+/* A failure may leave some arrays longer: the counts of groups and parameters stay. */
 static ct_status
 reserve(ct_optim *optim, size_t n_groups, size_t n_params, ct_error *err)
 {
@@ -83,7 +85,7 @@ reserve(ct_optim *optim, size_t n_groups, size_t n_params, ct_error *err)
             return status;
         }
     }
-    ct_status status = ct_optim_room_reserve(&optim->room, n_params, err);
+    ct_status status = ct_run_buffers_reserve(&optim->buffers, n_params, err);
     return status == CT_OK ? ct_grads_reserve(&optim->grads, n_params, err) : status;
 }
 
@@ -128,12 +130,6 @@ ct_optim_n_groups(const ct_optim *optim)
     return optim->n_groups;
 }
 
-size_t
-ct_optim_n_params(const ct_optim *optim)
-{
-    return optim->n_params;
-}
-
 static ct_status
 check_group(const ct_optim *optim, size_t i, ct_error *err)
 {
@@ -168,26 +164,25 @@ ct_optim_grads(ct_optim *optim, ct_grads **grads, ct_error *err)
 }
 
 ct_status
-ct_optim_norm(ct_optim *optim, void *stream, double *norm, ct_error *err)
-{
-    ct_grads *grads;
-    ct_status status = ct_optim_grads(optim, &grads, err);
-    if (status == CT_OK) {
-        status = ct_grads_sum(grads, stream, 2.0, false, err);
-    }
-    if (status == CT_OK) {
-        *norm = sqrt(*ct_grads_total(grads));
-    }
-    return status;
-}
-
-ct_status
 ct_optim_zero_grads(ct_optim *optim, void *stream, ct_error *err)
 {
     ct_grads *grads;
     ct_status status = ct_optim_grads(optim, &grads, err);
     return status == CT_OK ? optim->device->zero(stream, grads->spans, grads->n, err)
                            : status;
+}
+
+unsigned
+ct_optim_arrays(const ct_optim_group *group, const ct_optim_param *param)
+{
+    const ct_optim_ops *ops = &ct_optim_kinds[group->kind];
+    return ops->arrays != NULL ? ops->arrays(group, param) : ops->states(group);
+}
+
+bool
+ct_optim_group_is_whole(const ct_optim_group *group)
+{
+    return ct_rule_is_measured(ct_optim_kinds[group->kind].rule(group)) != 0;
 }
 
 static const ct_optim_ops *
@@ -220,7 +215,8 @@ check_param(const ct_optim *optim, size_t i, ct_error *err)
     return ops_of(optim, p)->check == NULL ? CT_OK : ops_of(optim, p)->check(p, i, err);
 }
 
-/* The index of the constants of a parameter, which are worked out if they are new. */
+/* The index of a parameter's constants, worked out unless the group has them already.
+ */
 static ct_status
 find_coef(ct_optim *optim, const ct_optim_param *param, const ct_optim_pass *pass,
           size_t *n_coefs, uint32_t *coef, ct_error *err)
@@ -232,11 +228,11 @@ find_coef(ct_optim *optim, const ct_optim_param *param, const ct_optim_pass *pas
     if (cache->coef == 0 || cache->key != key || ops->complete != NULL) {
         const double clip = pass->clip ? optim->grads.groups[param->group].coef : 1.0;
         const double scale = (group->maximize ? -clip : clip) * pass->grad_scale;
-        ct_status status =
-            ops->coef_init(&optim->coefs[*n_coefs], group, key, scale, err);
+        ct_status status = ct_optim_check_group(group, err);
         if (status != CT_OK) {
             return status;
         }
+        ops->coef(&optim->coefs[*n_coefs], group, key, scale);
         if (ops->complete != NULL) {
             ops->complete(&optim->coefs[*n_coefs], group, param);
         }
@@ -250,7 +246,7 @@ static ct_update_span
 span_of(const ct_optim_param *param, const ct_optim_group *group, uint32_t coef,
         uint64_t first)
 {
-    const unsigned states = ct_optim_states(group);
+    const unsigned states = ct_optim_kinds[group->kind].states(group);
     ct_update_span span = {.n = param->n,
                            .grad = param->grad,
                            .param = param->param,
@@ -278,12 +274,12 @@ span_of(const ct_optim_param *param, const ct_optim_group *group, uint32_t coef,
     return span;
 }
 
-/* Where the spans of each rule begin; those of rule r end where the next begin. */
+/* The first span of each rule, which is the end of the rule before. */
 typedef struct rule_table {
     size_t begin[CT_RULE_COUNT + 1];
 } rule_table;
 
-/* Counts the spans of each rule, checking what they are made from. */
+/* Counts the spans of each rule and checks their parameters. */
 static ct_status
 count_rules(ct_optim *optim, rule_table *table, ct_error *err)
 {
@@ -349,21 +345,17 @@ count_steps(ct_optim *optim)
                 ops_of(optim, p)->count(&optim->groups[p->group], p);
             }
             p->step++;
-            if (p->step_out != NULL) {
-                *p->step_out = (float)p->step;
-            }
         }
     }
 }
 
-static ct_optim_share
-share_of(ct_optim *optim, const rule_table *table, size_t rule,
-         const ct_optim_pass *pass)
+static ct_rule_run
+run_of(ct_optim *optim, const rule_table *table, size_t rule, const ct_optim_pass *pass)
 {
     const size_t begin = table->begin[rule];
-    return (ct_optim_share){
+    return (ct_rule_run){
         .device = optim->device,
-        .room = &optim->room,
+        .buffers = &optim->buffers,
         .params = optim->params,
         .owner = optim->owner + begin,
         .spans = optim->spans + begin,
@@ -383,13 +375,13 @@ ct_optim_update(ct_optim *optim, void *stream, const ct_optim_pass *pass, ct_err
     rule_table table;
     ct_status status = plan(optim, pass, &table, err);
     for (size_t r = 0; status == CT_OK && r < CT_RULE_COUNT; r++) {
-        const ct_optim_share share = share_of(optim, &table, r, pass);
-        status = ct_optim_share_prepare(&share, err);
+        const ct_rule_run run = run_of(optim, &table, r, pass);
+        status = ct_rule_run_prepare(&run, err);
     }
     for (size_t r = 0; status == CT_OK && r < CT_RULE_COUNT; r++) {
-        ct_optim_share share = share_of(optim, &table, r, pass);
-        if (share.update.n_spans != 0) {
-            status = ct_optim_share_run(&share, stream, err);
+        ct_rule_run run = run_of(optim, &table, r, pass);
+        if (run.update.n_spans != 0) {
+            status = ct_rule_run_update(&run, stream, err);
         }
     }
     if (status == CT_OK) {

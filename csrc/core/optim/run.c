@@ -1,286 +1,155 @@
-/* One rule's part of an update where more than a pass over elements is needed: factored
- * moments, trust ratios, Muon's matrices, and parameters of which each rank has a part.
- */
+/* The update by one rule, where the rule looks at a whole parameter: factored moments,
+ * norms of parameters, Muon's matrices, and parameters of which each rank has a part.
+ *
+ * An update by a measured rule has three parts: `measure` sums over each span, ranks
+ * add the sums of their parts, `settle` completes the constants on the device, and
+ * `update` works with these. All that may fail is done by ct_rule_run_prepare, before
+ * any state changes. */
 #include "core/optim/run.h"
 
 #include "core/base/alloc.h"
-#include "core/optim/kinds.h"
 #include "core/optim/muon.h"
 
 #include <math.h>
 
-/* What ranks do together about parameters of which each has a part. Whole parameters
- * are passed over. */
+/* ---- buffers --------------------------------------------------------------------- */
 
-/* The group of spans[i]; NULL where the parameter is whole. */
-static inline ct_comm *
-ct_optim_comm_borrow(const ct_optim_share *share, size_t i)
+void
+ct_run_buffers_fini(const ct_device *device, ct_run_buffers *b)
 {
-    return share->params[share->owner[i]].part.comm;
+    ct_scratch *const scratch[] = {&b->partial, &b->sums,        &b->settled,
+                                   &b->factors, &b->factor_sums, &b->matrices,
+                                   &b->exchange};
+    for (size_t i = 0; i < sizeof scratch / sizeof *scratch; i++) {
+        device->scratch_release(scratch[i]);
+    }
+    ct_free(b->list);
+    ct_free(b->places);
+    ct_free(b->pairs);
+    ct_free(b->described);
+    ct_free(b->numbers);
 }
 
-/* A part as a rank tells of it. */
-typedef struct ct_optim_part {
+ct_status
+ct_run_buffers_reserve(ct_run_buffers *b, size_t n, ct_error *err)
+{
+    _Static_assert(sizeof(ct_factored) >= 2 * sizeof(ct_span), "two lists of spans");
+    ct_status status =
+        ct_grow(&b->list, &b->list_capacity, n, sizeof(ct_factored), err);
+    if (status == CT_OK) {
+        status = ct_grow(&b->places, &b->places_capacity, n, sizeof(ct_span), err);
+    }
+    return status == CT_OK
+               ? ct_grow(&b->pairs, &b->pairs_capacity, n, 2 * sizeof(ct_span), err)
+               : status;
+}
+
+/* ---- parts of ranks -------------------------------------------------------------- */
+
+/* A part as a rank describes it to the others. */
+typedef struct part {
     uint64_t owner; /* the parameter's number */
     uint64_t begin, n, whole;
-} ct_optim_part;
+} part;
 
-/* All parts of one group, of n parameters. Lies in the room, up to the next call. */
-typedef struct ct_optim_parts {
+enum {
+    NUMBERS = sizeof(part) / sizeof(int64_t)
+};
+
+/* All parts of one group of ranks, of n parameters; in the buffers up to the next call.
+ */
+typedef struct group_parts {
     size_t n;
-    const size_t *spans;      /* their numbers in the share */
-    const ct_optim_part *all; /* [rank][n] */
-} ct_optim_parts;
+    const size_t *spans; /* their numbers in the run */
+    const part *all;     /* [rank][n] */
+} group_parts;
 
-static inline const ct_optim_part *
-ct_optim_part_of(const ct_optim_parts *parts, size_t rank, size_t number)
+static const part *
+part_of(const group_parts *parts, size_t rank, size_t number)
 {
     return &parts->all[rank * parts->n + number];
 }
 
-/* Muon's share of an update: momentum, then for each matrix its
- * direction, made orthogonal, then the step. */
-
-/* The three steps of one matrix or part of one, from the momentum on. */
-
-/* The direction of what is here of spans[i], of norm 1 as a whole, at `to`. */
-/* Makes the matrix of spans[i] at the beginning of room->matrices orthogonal; *result
- * is where in them it is then. */
-/* Steps spans[i] along what is here of such a matrix. */
-
-/* ---- room --------------------------------------------------------------------------
- */
-
-void
-ct_optim_room_fini(const ct_device *device, ct_optim_room *room)
+/* The group of spans[i]; NULL where the parameter is whole. */
+static ct_comm *
+comm_borrow(const ct_rule_run *run, size_t i)
 {
-    device->scratch_release(&room->partial);
-    device->scratch_release(&room->sums);
-    device->scratch_release(&room->settled);
-    device->scratch_release(&room->factors);
-    device->scratch_release(&room->factor_sums);
-    device->scratch_release(&room->matrices);
-    device->scratch_release(&room->exchange);
-    ct_free(room->list);
-    ct_free(room->places);
-    ct_free(room->pairs);
-    ct_free(room->described);
-    ct_free(room->numbers);
-}
-
-ct_status
-ct_optim_room_reserve(ct_optim_room *room, size_t n, ct_error *err)
-{
-    _Static_assert(sizeof(ct_factored) >= 2 * sizeof(ct_span), "two lists of spans");
-    ct_status status =
-        ct_grow(&room->list, &room->list_capacity, n, sizeof(ct_factored), err);
-    if (status == CT_OK) {
-        status =
-            ct_grow(&room->places, &room->places_capacity, n, sizeof(ct_span), err);
-    }
-    return status == CT_OK ? ct_grow(&room->pairs, &room->pairs_capacity, n,
-                                     2 * sizeof(ct_span), err)
-                           : status;
-}
-
-static bool
-is_adafactor(ct_rule rule)
-{
-    return rule == CT_RULE_adafactor || rule == CT_RULE_adafactor_momentum;
-}
-
-static size_t
-matrices_of(const ct_update_span *span)
-{
-    return ct_update_whole(span) / (span->rows * span->cols);
-}
-
-static bool
-is_factored(const ct_optim_share *share, size_t i)
-{
-    const ct_update_span *span = &share->spans[i];
-    return ct_update_whole(span) != 0 && share->coefs[span->coef].adafactor.factored;
-}
-
-static size_t
-factor_elems(const ct_update_span *span)
-{
-    return matrices_of(span) * (span->rows + span->cols);
-}
-
-/* Both factors of one span, those of the columns behind those of the rows. */
-static size_t
-factor_bytes(const ct_update_span *span)
-{
-    return factor_elems(span) * ct_dtype_size(ct_update_real(span));
-}
-
-/* How much of the device's memory a share takes. */
-typedef struct needs {
-    size_t factors, factor_sums, matrices; /* in bytes */
-} needs;
-
-/* What directions are in: bfloat16 as the original's, but float64 stays. */
-static ct_dtype
-ct_optim_muon_dtype(const ct_update_span *span)
-{
-    const ct_dtype real = ct_update_real(span);
-    return real == CT_F64 ? CT_F64 : CT_BF16;
-}
-
-static ct_orthogonal
-orthogonal_of(const ct_optim_share *share, size_t i)
-{
-    const ct_update_span *span = &share->spans[i];
-    const ct_muon_coef *coef = &share->coefs[span->coef].muon;
-    return (ct_orthogonal){
-        .rows = span->rows,
-        .cols = span->cols,
-        .dtype = ct_optim_muon_dtype(span),
-        .a = coef->a,
-        .b = coef->b,
-        .c = coef->c,
-        .n_steps = coef->n_steps,
-    };
-}
-
-/* Bytes of room->matrices that spans[i] takes. */
-static size_t
-ct_optim_muon_bytes(const ct_optim_share *share, size_t i)
-{
-    const ct_orthogonal o = orthogonal_of(share, i);
-    return ct_orthogonal_bytes(&o);
-}
-
-static needs
-needs_of(const ct_optim_share *share)
-{
-    needs most = {0};
-    for (size_t i = 0; i < share->update.n_spans; i++) {
-        const ct_update_span *span = &share->spans[i];
-        if (share->update.rule == CT_RULE_muon) {
-            const size_t bytes = ct_optim_muon_bytes(share, i);
-            most.matrices = bytes > most.matrices ? bytes : most.matrices;
-        }
-        else if (is_adafactor(share->update.rule) && is_factored(share, i)) {
-            most.factors += factor_bytes(span);
-            most.factor_sums += factor_elems(span) * sizeof(double);
-        }
-    }
-    return most;
-}
-
-static ct_status
-reserve(const ct_optim_share *share, ct_error *err)
-{
-    ct_optim_room *room = share->room;
-    const needs most = needs_of(share);
-    const size_t sums = CT_MEASURES * share->update.n_spans * sizeof(double);
-    const struct {
-        ct_scratch *scratch;
-        size_t bytes;
-    } all[] = {
-        {&room->sums,        sums                                             },
-        {&room->settled,     share->update.n_spans * sizeof(ct_rule_coef)     },
-        {&room->factors,     most.factors                                     },
-        {&room->factor_sums, most.factor_sums                                 },
-        {&room->matrices,    most.matrices                                    },
-        {&room->exchange,    most.factor_sums > sums ? most.factor_sums : sums},
-    };
-    ct_status status = CT_OK;
-    for (size_t i = 0; status == CT_OK && i < sizeof all / sizeof *all; i++) {
-        status = share->device->scratch_grow(all[i].scratch, all[i].bytes, err);
-    }
-    return status;
+    return run->params[run->owner[i]].part.comm;
 }
 
 /* Is spans[i] the first of its group, or the first that is whole? */
 static bool
-ct_optim_is_first(const ct_optim_share *share, size_t i)
+is_first(const ct_rule_run *run, size_t i)
 {
-    const ct_comm *comm = ct_optim_comm_borrow(share, i);
     size_t k = 0;
-    while (ct_optim_comm_borrow(share, k) != comm) {
+    while (comm_borrow(run, k) != comm_borrow(run, i)) {
         k++;
     }
     return k == i;
 }
 
-enum {
-    NUMBERS = sizeof(ct_optim_part) / sizeof(int64_t)
-};
-
-/* This rank's parts of one group; how many there are. */
+/* Lists this rank's parts of one group; returns their number. */
 static size_t
-describe(const ct_optim_share *share, const ct_comm *comm, ct_optim_part *to,
-         size_t *spans)
+describe(const ct_rule_run *run, const ct_comm *comm, part *to, size_t *spans)
 {
     size_t n = 0;
-    for (size_t i = 0; i < share->update.n_spans; i++) {
-        const ct_update_span *span = &share->spans[i];
-        if (ct_optim_comm_borrow(share, i) == comm) {
-            to[n] = (ct_optim_part){share->owner[i], span->begin, span->n, span->whole};
+    for (size_t i = 0; i < run->update.n_spans; i++) {
+        const ct_update_span *span = &run->spans[i];
+        if (comm_borrow(run, i) == comm) {
+            to[n] = (part){run->owner[i], span->begin, span->n, span->whole};
             spans[n++] = i;
         }
     }
     return n;
 }
 
-/* Room for own parts, all ranks' and the numbers of spans. */
+/* Gathers the parts of all ranks of the group, a collective. */
 static ct_status
-parts_reserve(ct_optim_room *room, size_t ranks, size_t n, ct_error *err)
+gather_parts(const ct_rule_run *run, ct_comm *comm, group_parts *parts, ct_error *err)
 {
-    ct_status status = ct_grow(&room->described, &room->described_capacity,
-                               (ranks + 1) * n, sizeof(ct_optim_part), err);
-    return status == CT_OK ? ct_grow(&room->numbers, &room->numbers_capacity, n,
-                                     sizeof(size_t), err)
-                           : status;
-}
-
-/* Brings together what the ranks have, a collective of the group. */
-static ct_status
-ct_optim_parts_gather(const ct_optim_share *share, ct_comm *comm, ct_optim_parts *parts,
-                      ct_error *err)
-{
-    const size_t ranks = (size_t)comm->world_size;
-    ct_optim_room *room = share->room;
-    ct_status status = parts_reserve(room, ranks, share->update.n_spans, err);
+    const size_t ranks = (size_t)comm->world_size, most = run->update.n_spans;
+    ct_run_buffers *b = run->buffers;
+    ct_status status = ct_grow(&b->described, &b->described_capacity,
+                               (ranks + 1) * most, sizeof(part), err);
+    if (status == CT_OK) {
+        status = ct_grow(&b->numbers, &b->numbers_capacity, most, sizeof(size_t), err);
+    }
     if (status != CT_OK) {
         return status;
     }
-    ct_optim_part *own = room->described, *all = own + share->update.n_spans;
-    const size_t n = describe(share, comm, own, room->numbers);
+    part *own = b->described, *all = own + most;
+    const size_t n = describe(run, comm, own, b->numbers);
     const ct_span in = {own, n * NUMBERS, CT_I64};
     const ct_span out = {all, ranks * n * NUMBERS, CT_I64};
-    *parts = (ct_optim_parts){n, room->numbers, all};
-    return comm->ops->all_gather(comm, &out, &in, err);
+    *parts = (group_parts){n, b->numbers, all};
+    return ct_comm_all_gather(comm, &out, &in, err);
 }
 
 /* One parameter's parts of all ranks. */
 static ct_status
-check_parts(const ct_optim_parts *parts, size_t number, size_t ranks, ct_error *err)
+check_parts(const group_parts *parts, size_t number, size_t ranks, ct_error *err)
 {
-    const ct_optim_part *first = ct_optim_part_of(parts, 0, number);
+    const part *first = part_of(parts, 0, number);
     const unsigned long long owner = first->owner, whole = first->whole;
     unsigned long long end = 0;
     for (size_t rank = 0; rank < ranks; rank++) {
-        const ct_optim_part *part = ct_optim_part_of(parts, rank, number);
-        if (part->owner != owner || part->whole != whole) {
+        const part *p = part_of(parts, rank, number);
+        if (p->owner != owner || p->whole != whole) {
             return ct_fail(err, CT_EINVAL,
                            "rank %zu has a gradient of parameter %llu of %llu elements "
                            "where rank 0 has one of parameter %llu of %llu: all ranks "
                            "need gradients of the same parameters",
-                           rank, (unsigned long long)part->owner,
-                           (unsigned long long)part->whole, owner, whole);
+                           rank, (unsigned long long)p->owner,
+                           (unsigned long long)p->whole, owner, whole);
         }
-        if (part->begin != end && part->n != 0) {
+        if (p->begin != end && p->n != 0) {
             return ct_fail(err, CT_EINVAL,
                            "parameter %llu: the part of rank %zu begins at element "
                            "%llu, and the ranks before it have %llu: parts have to "
                            "follow each other in rank order",
-                           owner, rank, (unsigned long long)part->begin, end);
+                           owner, rank, (unsigned long long)p->begin, end);
         }
-        end += part->n;
+        end += p->n;
     }
     return end == whole ? CT_OK
                         : ct_fail(err, CT_EINVAL,
@@ -290,89 +159,144 @@ check_parts(const ct_optim_parts *parts, size_t number, size_t ranks, ct_error *
 }
 
 static ct_status
-check_reach(const ct_optim_share *share, const ct_comm *comm, ct_error *err)
+check_group(const ct_rule_run *run, ct_comm *comm, ct_error *err)
 {
-    return share->device == &ct_device_cpu || comm->ops->takes_device_memory
-               ? CT_OK
-               : ct_fail(err, CT_EINVAL,
-                         "the group %s of ranks that have a part each cannot reach the "
-                         "memory of %s, where the parameters are",
-                         comm->ops->name, share->device->name);
-}
-
-static ct_status
-agree(const ct_optim_share *share, ct_comm *comm, ct_error *err)
-{
-    ct_optim_parts parts;
-    ct_status status = ct_optim_parts_gather(share, comm, &parts, err);
+    group_parts parts;
+    ct_status status = gather_parts(run, comm, &parts, err);
     for (size_t k = 0; status == CT_OK && k < parts.n; k++) {
         status = check_parts(&parts, k, (size_t)comm->world_size, err);
     }
-    return status == CT_OK ? check_reach(share, comm, err) : status;
+    if (status == CT_OK && run->device != &ct_device_cpu &&
+        !comm->ops->takes_device_memory) {
+        status = ct_fail(err, CT_EINVAL,
+                         "the group %s of ranks that have a part each cannot reach the "
+                         "memory of %s, where the parameters are",
+                         comm->ops->name, run->device->name);
+    }
+    return status;
 }
 
-/* CT_EINVAL, on all ranks, unless they have parts of the same parameters, which follow
- * each other in rank order and are all of them; and where the group cannot reach the
- * device's memory. Ranks with other numbers of parameters fail as the group's
- * collective does. */
+/* CT_EINVAL, on all ranks, unless the ranks have parts of the same parameters that make
+ * up each parameter in rank order, and the group can reach the device's memory. Ranks
+ * with other numbers of parameters fail as the group's collective does. */
 static ct_status
-ct_optim_parts_agree(const ct_optim_share *share, ct_error *err)
+check_groups(const ct_rule_run *run, ct_error *err)
 {
     ct_status status = CT_OK;
-    for (size_t i = 0; status == CT_OK && i < share->update.n_spans; i++) {
-        ct_comm *comm = ct_optim_comm_borrow(share, i);
-        if (comm != NULL && ct_optim_is_first(share, i)) {
-            status = agree(share, comm, err);
+    for (size_t i = 0; status == CT_OK && i < run->update.n_spans; i++) {
+        ct_comm *comm = comm_borrow(run, i);
+        if (comm != NULL && is_first(run, i)) {
+            status = check_group(run, comm, err);
         }
     }
     return status;
 }
 
-ct_status
-ct_optim_share_prepare(const ct_optim_share *share, ct_error *err)
+/* Reading a double waits for the stream: collectives read the device's memory at once.
+ */
+static ct_status
+wait_for(const ct_rule_run *run, void *stream, ct_error *err)
 {
-    if (share->update.n_spans == 0 || !ct_rule_is_measured(share->update.rule)) {
-        return CT_OK;
-    }
-    ct_status status = reserve(share, err);
-    return status == CT_OK ? ct_optim_parts_agree(share, err) : status;
+    double unused;
+    return run->device->read(stream, run->buffers->sums.data, &unused, err);
 }
 
-/* ---- LAMB: all gradients together are clipped first --------------------------------
- */
-
-/* A sum of one group in the device's memory becomes that of all its ranks. */
+/* n sums of one group in the device's memory become the sums over all its ranks. */
 static ct_status
-ct_optim_sum_add(const ct_optim_share *share, void *stream, ct_comm *comm, double *sums,
-                 size_t n, ct_error *err)
+reduce(const ct_rule_run *run, void *stream, ct_comm *comm, double *sums, size_t n,
+       ct_error *err)
 {
     const ct_span span = {sums, n, CT_F64};
-    double first; /* to read it is to wait for the stream */
-    ct_status status = share->device->read(stream, sums, &first, err);
-    return status == CT_OK ? comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, err)
+    ct_status status = wait_for(run, stream, err);
+    return status == CT_OK ? ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, err)
                            : status;
 }
 
-/* The sum of squares of the gradients of one group, or of those that are whole. */
+/* The sums of one group, side by side for one collective. */
 static ct_status
-lamb_add(const ct_optim_share *share, void *stream, ct_comm *comm, double *total,
+reduce_group(const ct_rule_run *run, void *stream, ct_comm *comm, const ct_span *sums,
+             ct_error *err)
+{
+    const ct_device *device = run->device;
+    double *const exchange = run->buffers->exchange.data;
+    ct_span *apart = run->buffers->pairs, *packed = apart + run->update.n_spans;
+    size_t n = 0, total = 0;
+    for (size_t i = 0; i < run->update.n_spans; i++) {
+        if (comm_borrow(run, i) == comm && sums[i].n != 0) {
+            apart[n] = sums[i];
+            packed[n++] = (ct_span){exchange + total, sums[i].n, CT_F64};
+            total += sums[i].n;
+        }
+    }
+    if (total == 0) {
+        return CT_OK;
+    }
+    ct_status status = device->copy(stream, packed, apart, n, err);
+    if (status == CT_OK) {
+        status = reduce(run, stream, comm, exchange, total, err);
+    }
+    return status == CT_OK ? device->copy(stream, apart, packed, n, err) : status;
+}
+
+/* sums[i], of CT_F64 and maybe empty, in the device's memory, becomes the sum over all
+ * ranks of the group of spans[i]; buffers->exchange holds as many. */
+static ct_status
+reduce_parts(const ct_rule_run *run, void *stream, const ct_span *sums, ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < run->update.n_spans; i++) {
+        ct_comm *comm = comm_borrow(run, i);
+        if (comm != NULL && is_first(run, i)) {
+            status = reduce_group(run, stream, comm, sums, err);
+        }
+    }
+    return status;
+}
+
+/* ---- any measured rule ----------------------------------------------------------- */
+
+static ct_status
+measure(ct_rule_run *run, void *stream, ct_error *err)
+{
+    const ct_device *device = run->device;
+    double *const sums = run->buffers->sums.data;
+    ct_rule_coef *const settled = run->buffers->settled.data;
+    ct_span *const places = run->buffers->places;
+    for (size_t i = 0; i < run->update.n_spans; i++) {
+        places[i] = (ct_span){sums + CT_MEASURES * i, CT_MEASURES, CT_F64};
+        run->spans[i].settled = &settled[i];
+    }
+    ct_status status =
+        device->measure(stream, &run->buffers->partial, &run->update, sums, err);
+    if (status == CT_OK) {
+        status = reduce_parts(run, stream, places, err);
+    }
+    return status == CT_OK ? device->settle(stream, &run->update, sums, settled, err)
+                           : status;
+}
+
+/* ---- LAMB: all gradients together are clipped first ------------------------------ */
+
+/* Adds the squares of the gradients of one group, or of the whole parameters. */
+static ct_status
+lamb_add(const ct_rule_run *run, void *stream, ct_comm *comm, double *total,
          ct_error *err)
 {
-    const ct_device *device = share->device;
-    ct_span *grads = share->room->list;
-    double *const on_device = share->room->sums.data;
+    const ct_device *device = run->device;
+    ct_span *grads = run->buffers->list;
+    double *const on_device = run->buffers->sums.data;
     size_t n = 0;
     double sum = 0.0;
-    for (size_t i = 0; i < share->update.n_spans; i++) {
-        const ct_update_span *span = &share->spans[i];
-        if (ct_optim_comm_borrow(share, i) == comm) {
+    for (size_t i = 0; i < run->update.n_spans; i++) {
+        const ct_update_span *span = &run->spans[i];
+        if (comm_borrow(run, i) == comm) {
             grads[n++] = (ct_span){span->grad, span->n, span->grad_dtype};
         }
     }
     ct_status status =
-        device->norm(stream, &share->room->partial, 2.0, grads, n, on_device, err);
+        device->norm(stream, &run->buffers->partial, 2.0, grads, n, on_device, err);
     if (status == CT_OK && comm != NULL) {
-        status = ct_optim_sum_add(share, stream, comm, on_device, 1, err);
+        status = reduce(run, stream, comm, on_device, 1, err);
     }
     if (status == CT_OK) {
         status = device->read(stream, on_device, &sum, err);
@@ -381,39 +305,78 @@ lamb_add(const ct_optim_share *share, void *stream, ct_comm *comm, double *total
     return status;
 }
 
-static ct_status
-lamb_clip(ct_optim_share *share, void *stream, ct_error *err)
+/* Clips by max_grad_norm, once. */
+static void
+clip_coef(ct_lamb_coef *coef, double norm)
 {
-    const size_t n = share->update.n_spans;
+    const double scaled = norm * fabs(coef->grad_scale);
+    if (coef->max_grad_norm > 0.0 && scaled > coef->max_grad_norm) {
+        coef->grad_scale *= coef->max_grad_norm / scaled;
+    }
+    coef->max_grad_norm = 0.0;
+}
+
+static ct_status
+lamb_clip(ct_rule_run *run, void *stream, ct_error *err)
+{
+    const size_t n = run->update.n_spans;
     double sum = 0.0;
     bool wanted = false;
     ct_status status = CT_OK;
     for (size_t i = 0; i < n; i++) {
-        wanted = wanted || share->coefs[share->spans[i].coef].lamb.max_grad_norm > 0.0;
+        wanted = wanted || run->coefs[run->spans[i].coef].lamb.max_grad_norm > 0.0;
     }
-    if (!wanted) {
-        return CT_OK;
-    }
-    for (size_t i = 0; status == CT_OK && i < n; i++) {
-        if (ct_optim_is_first(share, i)) {
-            status = lamb_add(share, stream, ct_optim_comm_borrow(share, i), &sum, err);
+    for (size_t i = 0; wanted && status == CT_OK && i < n; i++) {
+        if (is_first(run, i)) {
+            status = lamb_add(run, stream, comm_borrow(run, i), &sum, err);
         }
     }
-    for (size_t i = 0; status == CT_OK && i < n; i++) {
-        ct_lamb_clip(&share->coefs[share->spans[i].coef].lamb, sqrt(sum));
+    for (size_t i = 0; wanted && status == CT_OK && i < n; i++) {
+        clip_coef(&run->coefs[run->spans[i].coef].lamb, sqrt(sum));
     }
     return status;
 }
 
-/* ---- Adafactor ---------------------------------------------------------------------
- */
+/* ---- Adafactor ------------------------------------------------------------------- */
+
+static bool
+is_adafactor(ct_rule rule)
+{
+    return rule == CT_RULE_adafactor || rule == CT_RULE_adafactor_momentum;
+}
+
+static bool
+is_factored(const ct_rule_run *run, size_t i)
+{
+    const ct_update_span *span = &run->spans[i];
+    return ct_update_whole(span) != 0 && run->coefs[span->coef].adafactor.factored;
+}
+
+static size_t
+matrices_of(const ct_update_span *span)
+{
+    return ct_update_whole(span) / (span->rows * span->cols);
+}
+
+static size_t
+factor_elems(const ct_update_span *span)
+{
+    return matrices_of(span) * (span->rows + span->cols);
+}
+
+/* Both factors of one span, the columns' behind the rows'. */
+static size_t
+factor_bytes(const ct_update_span *span)
+{
+    return factor_elems(span) * ct_dtype_size(ct_update_real(span));
+}
 
 static ct_factored
-factored_of(const ct_optim_share *share, size_t i, char *factors, double *sums)
+factored_of(const ct_rule_run *run, size_t i, char *factors, double *sums)
 {
-    const ct_update_span *span = &share->spans[i];
-    const ct_optim_param *param = &share->params[share->owner[i]];
-    const ct_adafactor_coef *coef = &share->coefs[span->coef].adafactor;
+    const ct_update_span *span = &run->spans[i];
+    const ct_optim_param *param = &run->params[run->owner[i]];
+    const ct_adafactor_coef *coef = &run->coefs[span->coef].adafactor;
     const ct_dtype real = ct_update_real(span);
     return (ct_factored){
         .matrices = matrices_of(span),
@@ -436,18 +399,18 @@ factored_of(const ct_optim_share *share, size_t i, char *factors, double *sums)
     };
 }
 
-/* Lists the parameters that are factored, and where their sums are, span by span. */
+/* Lists the factored parameters, and span by span the place of the sums. */
 static size_t
-adafactor_list(ct_optim_share *share, ct_factored *list, ct_span *sums)
+adafactor_list(ct_rule_run *run, ct_factored *list, ct_span *sums)
 {
-    char *factors = share->room->factors.data;
-    double *at = share->room->factor_sums.data;
+    char *factors = run->buffers->factors.data;
+    double *at = run->buffers->factor_sums.data;
     size_t n = 0;
-    for (size_t i = 0; i < share->update.n_spans; i++) {
-        ct_update_span *span = &share->spans[i];
+    for (size_t i = 0; i < run->update.n_spans; i++) {
+        ct_update_span *span = &run->spans[i];
         sums[i] = (ct_span){at, 0, CT_F64};
-        if (is_factored(share, i)) {
-            list[n] = factored_of(share, i, factors, at);
+        if (is_factored(run, i)) {
+            list[n] = factored_of(run, i, factors, at);
             span->row = list[n].row_factor;
             span->col = list[n].col_factor;
             sums[i].n = factor_elems(span);
@@ -459,144 +422,97 @@ adafactor_list(ct_optim_share *share, ct_factored *list, ct_span *sums)
     return n;
 }
 
-/* Those of one group, side by side for one collective. */
 static ct_status
-add(const ct_optim_share *share, void *stream, ct_comm *comm, const ct_span *sums,
-    ct_error *err)
+adafactor_factor(ct_rule_run *run, void *stream, ct_error *err)
 {
-    const ct_device *device = share->device;
-    double *const exchange = share->room->exchange.data;
-    ct_span *apart = share->room->pairs, *packed = apart + share->update.n_spans;
-    size_t n = 0, total = 0;
-    for (size_t i = 0; i < share->update.n_spans; i++) {
-        if (ct_optim_comm_borrow(share, i) == comm && sums[i].n != 0) {
-            apart[n] = sums[i];
-            packed[n++] = (ct_span){exchange + total, sums[i].n, CT_F64};
-            total += sums[i].n;
-        }
-    }
-    if (total == 0) {
-        return CT_OK;
-    }
-    ct_status status = device->copy(stream, packed, apart, n, err);
+    const ct_device *device = run->device;
+    ct_factored *list = run->buffers->list;
+    ct_span *sums = run->buffers->places;
+    const size_t n = adafactor_list(run, list, sums);
+    ct_status status =
+        device->factor_sums(stream, &run->buffers->partial, list, n, err);
     if (status == CT_OK) {
-        status = ct_optim_sum_add(share, stream, comm, exchange, total, err);
-    }
-    return status == CT_OK ? device->copy(stream, apart, packed, n, err) : status;
-}
-
-/* sums[i], of CT_F64 and maybe empty, becomes what it is on all ranks of the group of
- * spans[i] together. In the device's memory; room->exchange holds as many. */
-static ct_status
-ct_optim_parts_add(const ct_optim_share *share, void *stream, const ct_span *sums,
-                   ct_error *err)
-{
-    ct_status status = CT_OK;
-    for (size_t i = 0; status == CT_OK && i < share->update.n_spans; i++) {
-        ct_comm *comm = ct_optim_comm_borrow(share, i);
-        if (comm != NULL && ct_optim_is_first(share, i)) {
-            status = add(share, stream, comm, sums, err);
-        }
-    }
-    return status;
-}
-
-static ct_status
-adafactor_factor(ct_optim_share *share, void *stream, ct_error *err)
-{
-    const ct_device *device = share->device;
-    ct_factored *list = share->room->list;
-    ct_span *sums = share->room->places;
-    const size_t n = adafactor_list(share, list, sums);
-    ct_status status = device->factor_sums(stream, &share->room->partial, list, n, err);
-    if (status == CT_OK) {
-        status = ct_optim_parts_add(share, stream, sums, err);
+        status = reduce_parts(run, stream, sums, err);
     }
     return status == CT_OK ? device->factor(stream, list, n, err) : status;
 }
 
 /* The parameters' root mean squares, out of the settled constants into the state. */
 static ct_status
-adafactor_keep_rms(ct_optim_share *share, void *stream, ct_error *err)
+adafactor_keep_rms(ct_rule_run *run, void *stream, ct_error *err)
 {
-    ct_rule_coef *settled = share->room->settled.data;
-    const size_t n = share->update.n_spans;
-    ct_span *from = share->room->list, *to = from + n;
+    ct_rule_coef *settled = run->buffers->settled.data;
+    const size_t n = run->update.n_spans;
+    ct_span *from = run->buffers->list, *to = from + n;
     for (size_t i = 0; i < n; i++) {
-        const ct_optim_param *param = &share->params[share->owner[i]];
+        const ct_optim_param *param = &run->params[run->owner[i]];
         char *const rms = (char *)&settled[i] + offsetof(ct_adafactor_coef, rms);
-        from[i] = (ct_span){rms, ct_update_whole(&share->spans[i]) != 0, CT_F64};
+        from[i] = (ct_span){rms, ct_update_whole(&run->spans[i]) != 0, CT_F64};
         to[i] = (ct_span){param->state[CT_ADAFACTOR_RMS], from[i].n,
-                          ct_update_real(&share->spans[i])};
+                          ct_update_real(&run->spans[i])};
     }
-    return share->device->copy(stream, to, from, n, err);
+    return run->device->copy(stream, to, from, n, err);
 }
 
-/* ---- any rule ----------------------------------------------------------------------
- */
+/* ---- Muon: momentum, orthogonal direction, step ---------------------------------- */
 
-static ct_status
-ct_optim_share_measure(ct_optim_share *share, void *stream, ct_error *err)
+/* The dtype of directions: bfloat16 as the original's, but float64 stays. */
+static ct_dtype
+muon_dtype(const ct_update_span *span)
 {
-    const ct_device *device = share->device;
-    double *const sums = share->room->sums.data;
-    ct_rule_coef *const settled = share->room->settled.data;
-    ct_span *const places = share->room->places;
-    for (size_t i = 0; i < share->update.n_spans; i++) {
-        places[i] = (ct_span){sums + CT_MEASURES * i, CT_MEASURES, CT_F64};
-        share->spans[i].settled = &settled[i];
-    }
-    ct_status status =
-        device->measure(stream, &share->room->partial, &share->update, sums, err);
-    if (status == CT_OK) {
-        status = ct_optim_parts_add(share, stream, places, err);
-    }
-    return status == CT_OK ? device->settle(stream, &share->update, sums, settled, err)
-                           : status;
+    return ct_update_real(span) == CT_F64 ? CT_F64 : CT_BF16;
 }
 
-static ct_status
-measured_run(ct_optim_share *share, void *stream, ct_error *err)
+static ct_orthogonal
+orthogonal_of(const ct_rule_run *run, size_t i)
 {
-    ct_status status = ct_optim_share_measure(share, stream, err);
-    if (status == CT_OK && is_adafactor(share->update.rule)) {
-        status = adafactor_keep_rms(share, stream, err);
-    }
-    return status == CT_OK ? share->device->update(stream, &share->update, err)
-                           : status;
+    const ct_update_span *span = &run->spans[i];
+    const ct_muon_coef *coef = &run->coefs[span->coef].muon;
+    return (ct_orthogonal){
+        .rows = span->rows,
+        .cols = span->cols,
+        .dtype = muon_dtype(span),
+        .a = coef->a,
+        .b = coef->b,
+        .c = coef->c,
+        .n_steps = coef->n_steps,
+    };
 }
 
+/* Writes the direction of spans[i], of norm 1 as a whole parameter, to `to`. */
 static ct_status
-ct_optim_muon_direction(const ct_optim_share *share, void *stream, size_t i, void *to,
-                        ct_error *err)
+muon_direction(const ct_rule_run *run, void *stream, size_t i, void *to, ct_error *err)
 {
-    ct_update_span direction = share->spans[i];
-    ct_update update = share->update;
+    ct_update_span direction = run->spans[i];
+    ct_update update = run->update;
     direction.param = to;
-    direction.dtype = ct_optim_muon_dtype(&share->spans[i]);
+    direction.dtype = muon_dtype(&run->spans[i]);
     direction.copy = direction.ema = NULL;
     direction.rounding = NULL;
     update.spans = &direction;
     update.n_spans = 1;
-    return share->device->update(stream, &update, err);
+    return run->device->update(stream, &update, err);
 }
 
+/* Makes the matrix of spans[i] at the beginning of buffers->matrices orthogonal;
+ * *result is the place of the outcome in there. */
 static ct_status
-ct_optim_muon_orthogonalize(const ct_optim_share *share, void *stream, size_t i,
-                            void **result, ct_error *err)
+muon_orthogonalize(const ct_rule_run *run, void *stream, size_t i, void **result,
+                   ct_error *err)
 {
-    ct_optim_room *room = share->room;
-    const ct_orthogonal o = orthogonal_of(share, i);
-    return ct_orthogonal_run(share->device, stream, &room->partial, &o,
-                             room->matrices.data, result, err);
+    ct_run_buffers *b = run->buffers;
+    const ct_orthogonal o = orthogonal_of(run, i);
+    return ct_orthogonal_run(run->device, stream, &b->partial, &o, b->matrices.data,
+                             result, err);
 }
 
+/* Steps spans[i] along its orthogonal direction. */
 static ct_status
-ct_optim_muon_descend(const ct_optim_share *share, void *stream, size_t i,
-                      void *direction, ct_error *err)
+muon_descend(const ct_rule_run *run, void *stream, size_t i, void *direction,
+             ct_error *err)
 {
-    ct_update_span step = share->spans[i];
-    const ct_muon_coef *muon = &share->coefs[step.coef].muon;
+    ct_update_span step = run->spans[i];
+    const ct_muon_coef *muon = &run->coefs[step.coef].muon;
     const double factor =
         ct_muon_rate_factor((ct_muon_adjust)muon->adjust, step.rows, step.cols);
     const ct_rule_coef coef = {
@@ -604,7 +520,7 @@ ct_optim_muon_descend(const ct_optim_share *share, void *stream, size_t i,
                     .step_size = muon->lr * factor}
     };
     step.grad = direction;
-    step.grad_dtype = ct_optim_muon_dtype(&share->spans[i]);
+    step.grad_dtype = muon_dtype(&run->spans[i]);
     step.coef = 0;
     step.settled = NULL;
     const ct_update update = {
@@ -612,59 +528,76 @@ ct_optim_muon_descend(const ct_optim_share *share, void *stream, size_t i,
         .coefs = &coef,
         .spans = &step,
         .n_spans = 1,
-        .ema_decay = share->update.ema_decay,
+        .ema_decay = run->update.ema_decay,
     };
-    return share->device->update(stream, &update, err);
+    return run->device->update(stream, &update, err);
 }
 
 static ct_status
-run_whole(const ct_optim_share *share, void *stream, size_t i, ct_error *err)
+muon_whole(const ct_rule_run *run, void *stream, size_t i, ct_error *err)
 {
     void *direction = NULL;
-    ct_status status =
-        ct_optim_muon_direction(share, stream, i, share->room->matrices.data, err);
+    ct_status status = muon_direction(run, stream, i, run->buffers->matrices.data, err);
     if (status == CT_OK) {
-        status = ct_optim_muon_orthogonalize(share, stream, i, &direction, err);
+        status = muon_orthogonalize(run, stream, i, &direction, err);
     }
-    return status == CT_OK ? ct_optim_muon_descend(share, stream, i, direction, err)
-                           : status;
+    return status == CT_OK ? muon_descend(run, stream, i, direction, err) : status;
 }
 
-typedef struct deal {
-    ct_optim_share *share;
+/* ---- Muon's matrices distributed over the ranks that have parts of them ------------
+ *
+ * A batch is a few matrices of one dtype, assigned to the ranks in turn. A rank sends
+ * each rank one message, its parts of that rank's matrices, one behind the other, and
+ * gets the orthogonal parts back. Messages are as long as the longest. All ranks know
+ * the places of all parts, so all assign alike. */
+
+enum {
+    BATCH_ELEMS = 1 << 22 /* most elements to send, in a batch of several matrices */
+};
+
+typedef struct distribution {
+    ct_rule_run *run;
     void *stream;
     ct_comm *comm;
     ct_dtype dtype;
-    ct_optim_parts parts;
+    group_parts parts;
     size_t *matrices; /* numbers among the parts, the costliest first */
     size_t n_matrices;
-    size_t *loads;     /* elements that rank r sends rank s: [r * ranks + s] */
-    size_t first, end; /* the hand: matrices[first] up to matrices[end] */
+    size_t *loads;     /* elements from rank r to rank s: [r * ranks + s] */
+    size_t first, end; /* the batch: matrices[first] up to matrices[end] */
     size_t slot;       /* elements of a message */
-} deal;
+} distribution;
 
 static size_t
-ranks_of(const deal *d)
+ranks_of(const distribution *d)
 {
     return (size_t)d->comm->world_size;
 }
 
-static double
-cost_of(const deal *d, size_t number)
+/* The number in the run of matrix m's span. */
+static size_t
+span_number(const distribution *d, size_t m)
 {
-    const ct_update_span *span = &d->share->spans[d->parts.spans[number]];
+    return d->parts.spans[d->matrices[m]];
+}
+
+static double
+cost_of(const distribution *d, size_t number)
+{
+    const ct_update_span *span = &d->run->spans[d->parts.spans[number]];
     const double rows = (double)span->rows, cols = (double)span->cols;
     return rows * cols * (rows < cols ? rows : cols);
 }
 
-/* All of the dtype, the costliest first, so that those of a hand cost about as much. */
+/* All of the dtype, the costliest first, so that a batch's matrices cost about as much.
+ */
 static void
-list_matrices(deal *d)
+list_matrices(distribution *d)
 {
     d->n_matrices = 0;
     for (size_t number = 0; number < d->parts.n; number++) {
-        const ct_update_span *span = &d->share->spans[d->parts.spans[number]];
-        if (ct_update_whole(span) == 0 || ct_optim_muon_dtype(span) != d->dtype) {
+        const ct_update_span *span = &d->run->spans[d->parts.spans[number]];
+        if (ct_update_whole(span) == 0 || muon_dtype(span) != d->dtype) {
             continue;
         }
         size_t at = d->n_matrices++;
@@ -675,25 +608,21 @@ list_matrices(deal *d)
     }
 }
 
-enum {
-    HAND_ELEMS = 1 << 22 /* a hand of more than one matrix takes no more to send */
-};
-
 static size_t
-owner_of(const deal *d, size_t m)
+owner_of(const distribution *d, size_t m)
 {
     return (m - d->first) % ranks_of(d);
 }
 
 static size_t
-part_n(const deal *d, size_t rank, size_t m)
+part_n(const distribution *d, size_t rank, size_t m)
 {
-    return ct_optim_part_of(&d->parts, rank, d->matrices[m])->n;
+    return part_of(&d->parts, rank, d->matrices[m])->n;
 }
 
-/* Adds matrix m, the next, to the loads; the longest message then. */
+/* Adds matrix m, the next, to the loads; returns the longest message then. */
 static size_t
-load(deal *d, size_t m)
+load(distribution *d, size_t m)
 {
     const size_t ranks = ranks_of(d), owner = owner_of(d, m);
     size_t longest = d->slot;
@@ -707,7 +636,7 @@ load(deal *d, size_t m)
 
 /* As many matrices from d->end on as may be sent at once. */
 static void
-next_hand(deal *d)
+next_batch(distribution *d)
 {
     const size_t ranks = ranks_of(d);
     d->first = d->end;
@@ -717,7 +646,7 @@ next_hand(deal *d)
     }
     for (size_t m = d->first; m < d->n_matrices; m++) {
         const size_t longest = load(d, m);
-        if (m > d->first && longest * ranks > HAND_ELEMS) {
+        if (m > d->first && longest * ranks > BATCH_ELEMS) {
             break;
         }
         d->slot = longest;
@@ -726,87 +655,89 @@ next_hand(deal *d)
 }
 
 static char *
-sent(const deal *d)
+sent(const distribution *d)
 {
-    return d->share->room->exchange.data;
-}
-
-/* Where this rank's part of matrix m is in its message to the owner, and where in the
- * message that comes back. */
-static size_t
-own_place(const deal *d, size_t m)
-{
-    const size_t owner = owner_of(d, m);
-    size_t at = owner * d->slot;
-    for (size_t k = d->first + owner; k < m; k += ranks_of(d)) {
-        at += part_n(d, (size_t)d->comm->rank, k);
-    }
-    return at * ct_dtype_size(d->dtype);
+    return d->run->buffers->exchange.data;
 }
 
 static char *
-received(const deal *d)
+received(const distribution *d)
 {
     return sent(d) + ranks_of(d) * d->slot * ct_dtype_size(d->dtype);
 }
 
-static ct_status
-exchange(const deal *d, ct_error *err)
+/* Elements before the rank's part of matrix m in the message between the rank and the
+ * matrix's owner. */
+static size_t
+offset_in_message(const distribution *d, size_t rank, size_t m)
 {
-    const size_t n = ranks_of(d) * d->slot;
-    const ct_span in = {sent(d), n, d->dtype}, out = {received(d), n, d->dtype};
-    double first; /* to read it is to wait for the stream */
-    ct_status status =
-        d->share->device->read(d->stream, d->share->room->sums.data, &first, err);
-    return status == CT_OK ? d->comm->ops->all_to_all(d->comm, &out, &in, err) : status;
+    size_t at = 0;
+    for (size_t k = d->first + owner_of(d, m); k < m; k += ranks_of(d)) {
+        at += part_n(d, rank, k);
+    }
+    return at;
+}
+
+/* The place of this rank's part of matrix m in the messages to and from the owner. */
+static size_t
+own_place(const distribution *d, size_t m)
+{
+    const size_t at =
+        owner_of(d, m) * d->slot + offset_in_message(d, (size_t)d->comm->rank, m);
+    return at * ct_dtype_size(d->dtype);
 }
 
 static ct_status
-send_directions(const deal *d, ct_error *err)
+exchange(const distribution *d, ct_error *err)
+{
+    const size_t n = ranks_of(d) * d->slot;
+    const ct_span in = {sent(d), n, d->dtype}, out = {received(d), n, d->dtype};
+    ct_status status = wait_for(d->run, d->stream, err);
+    return status == CT_OK ? ct_comm_all_to_all(d->comm, &out, &in, err) : status;
+}
+
+static ct_status
+send_directions(const distribution *d, ct_error *err)
 {
     ct_status status = CT_OK;
     for (size_t m = d->first; status == CT_OK && m < d->end; m++) {
-        const size_t i = d->parts.spans[d->matrices[m]];
-        status = ct_optim_muon_direction(d->share, d->stream, i,
-                                         sent(d) + own_place(d, m), err);
+        status = muon_direction(d->run, d->stream, span_number(d, m),
+                                sent(d) + own_place(d, m), err);
     }
     return status == CT_OK ? exchange(d, err) : status;
 }
 
-/* Brings matrix m, which is this rank's, together from the messages that came, or in
- * pieces into those that go. */
+/* Copies the parts of matrix m, this rank's own, from the received messages into the
+ * matrix, or from the matrix into the messages to send. */
 static ct_status
-move(const deal *d, size_t m, char *matrix, char *messages, bool together,
+move(const distribution *d, size_t m, char *matrix, char *messages, bool together,
      ct_error *err)
 {
-    const size_t size = ct_dtype_size(d->dtype), ranks = ranks_of(d);
+    const size_t size = ct_dtype_size(d->dtype);
     ct_status status = CT_OK;
-    for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
-        size_t at = rank * d->slot;
-        for (size_t k = d->first + owner_of(d, m); k < m; k += ranks) {
-            at += part_n(d, rank, k);
-        }
-        const ct_optim_part *part = ct_optim_part_of(&d->parts, rank, d->matrices[m]);
-        const ct_span piece = {messages + at * size, part->n, d->dtype};
-        const ct_span place = {matrix + part->begin * size, part->n, d->dtype};
-        status = d->share->device->copy(d->stream, together ? &place : &piece,
-                                        together ? &piece : &place, 1, err);
+    for (size_t rank = 0; status == CT_OK && rank < ranks_of(d); rank++) {
+        const size_t at = rank * d->slot + offset_in_message(d, rank, m);
+        const part *p = part_of(&d->parts, rank, d->matrices[m]);
+        const ct_span piece = {messages + at * size, p->n, d->dtype};
+        const ct_span place = {matrix + p->begin * size, p->n, d->dtype};
+        status = d->run->device->copy(d->stream, together ? &place : &piece,
+                                      together ? &piece : &place, 1, err);
     }
     return status;
 }
 
 static ct_status
-orthogonalize_own(const deal *d, ct_error *err)
+orthogonalize_own(const distribution *d, ct_error *err)
 {
-    void *const matrix = d->share->room->matrices.data;
+    void *const matrix = d->run->buffers->matrices.data;
     ct_status status = CT_OK;
     for (size_t m = d->first + (size_t)d->comm->rank; status == CT_OK && m < d->end;
          m += ranks_of(d)) {
-        const size_t i = d->parts.spans[d->matrices[m]];
         void *result = NULL;
         status = move(d, m, matrix, received(d), true, err);
         if (status == CT_OK) {
-            status = ct_optim_muon_orthogonalize(d->share, d->stream, i, &result, err);
+            status =
+                muon_orthogonalize(d->run, d->stream, span_number(d, m), &result, err);
         }
         if (status == CT_OK) {
             status = move(d, m, result, sent(d), false, err);
@@ -816,110 +747,143 @@ orthogonalize_own(const deal *d, ct_error *err)
 }
 
 static ct_status
-descend(const deal *d, ct_error *err)
-{
-    ct_status status = CT_OK;
-    for (size_t m = d->first; status == CT_OK && m < d->end; m++) {
-        const size_t i = d->parts.spans[d->matrices[m]];
-        status = ct_optim_muon_descend(d->share, d->stream, i,
-                                       received(d) + own_place(d, m), err);
-    }
-    return status;
-}
-
-static ct_status
-play_hand(deal *d, ct_error *err)
+run_batch(distribution *d, ct_error *err)
 {
     const size_t bytes = 2 * ranks_of(d) * d->slot * ct_dtype_size(d->dtype);
     ct_status status =
-        d->share->device->scratch_grow(&d->share->room->exchange, bytes, err);
+        d->run->device->scratch_grow(&d->run->buffers->exchange, bytes, err);
     if (status == CT_OK) {
         status = send_directions(d, err);
     }
     if (status == CT_OK) {
         status = orthogonalize_own(d, err);
     }
-    return status == CT_OK ? descend(d, err) : status;
+    for (size_t m = d->first; status == CT_OK && m < d->end; m++) {
+        status = muon_descend(d->run, d->stream, span_number(d, m),
+                              received(d) + own_place(d, m), err);
+    }
+    return status;
 }
 
 static ct_status
-deal_dtype(deal *d, ct_dtype dtype, ct_error *err)
+run_dtype(distribution *d, ct_dtype dtype, ct_error *err)
 {
     ct_status status = CT_OK;
     d->dtype = dtype;
     d->end = 0;
     list_matrices(d);
     while (status == CT_OK && d->end < d->n_matrices) {
-        next_hand(d);
-        status = play_hand(d, err);
+        next_batch(d);
+        status = run_batch(d, err);
     }
     return status;
 }
 
-/* core/optim/run.c: these steps for the matrices of which the ranks of a group
- * have parts. Each rank makes some of them orthogonal, of which it is sent all parts
- * and sends back all. */
 static ct_status
-ct_optim_muon_deal(ct_optim_share *share, void *stream, ct_comm *comm, ct_error *err)
+muon_distributed(ct_rule_run *run, void *stream, ct_comm *comm, ct_error *err)
 {
-    deal d = {.share = share, .stream = stream, .comm = comm};
+    distribution d = {.run = run, .stream = stream, .comm = comm};
     const size_t ranks = ranks_of(&d);
-    ct_status status = ct_optim_parts_gather(share, comm, &d.parts, err);
+    ct_status status = gather_parts(run, comm, &d.parts, err);
     if (status != CT_OK) {
         return status;
     }
     d.matrices = ct_calloc(d.parts.n + ranks * ranks, sizeof *d.matrices);
     if (d.matrices == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory to deal out %zu matrices", d.parts.n);
+        return ct_fail(err, CT_ENOMEM, "no memory to distribute %zu matrices",
+                       d.parts.n);
     }
     d.loads = d.matrices + d.parts.n;
-    status = deal_dtype(&d, CT_BF16, err);
+    status = run_dtype(&d, CT_BF16, err);
     if (status == CT_OK) {
-        status = deal_dtype(&d, CT_F64, err);
+        status = run_dtype(&d, CT_F64, err);
     }
     ct_free(d.matrices);
     return status;
 }
 
 static ct_status
-ct_optim_muon_run(ct_optim_share *share, void *stream, ct_error *err)
+muon_run(ct_rule_run *run, void *stream, ct_error *err)
 {
-    ct_status status = ct_optim_share_measure(share, stream, err);
-    for (size_t i = 0; status == CT_OK && i < share->update.n_spans; i++) {
-        ct_comm *comm = ct_optim_comm_borrow(share, i);
-        if (comm != NULL && ct_optim_is_first(share, i)) {
-            status = ct_optim_muon_deal(share, stream, comm, err);
+    ct_status status = measure(run, stream, err);
+    for (size_t i = 0; status == CT_OK && i < run->update.n_spans; i++) {
+        ct_comm *comm = comm_borrow(run, i);
+        if (comm != NULL && is_first(run, i)) {
+            status = muon_distributed(run, stream, comm, err);
         }
-        else if (comm == NULL && share->spans[i].n != 0) {
-            status = run_whole(share, stream, i, err);
+        else if (comm == NULL && run->spans[i].n != 0) {
+            status = muon_whole(run, stream, i, err);
         }
     }
     return status;
 }
 
-ct_status
-ct_optim_share_run(ct_optim_share *share, void *stream, ct_error *err)
+/* ---- any rule -------------------------------------------------------------------- */
+
+static ct_status
+reserve(const ct_rule_run *run, ct_error *err)
 {
-    const ct_rule rule = share->update.rule;
+    ct_run_buffers *b = run->buffers;
+    const size_t n = run->update.n_spans, sums = CT_MEASURES * n * sizeof(double);
+    size_t factors = 0, factor_sums = 0, matrices = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (run->update.rule == CT_RULE_muon) {
+            const ct_orthogonal o = orthogonal_of(run, i);
+            const size_t bytes = ct_orthogonal_bytes(&o);
+            matrices = bytes > matrices ? bytes : matrices;
+        }
+        else if (is_adafactor(run->update.rule) && is_factored(run, i)) {
+            factors += factor_bytes(&run->spans[i]);
+            factor_sums += factor_elems(&run->spans[i]) * sizeof(double);
+        }
+    }
+    const struct {
+        ct_scratch *scratch;
+        size_t bytes;
+    } all[] = {
+        {&b->sums,        sums                                   },
+        {&b->settled,     n * sizeof(ct_rule_coef)               },
+        {&b->factors,     factors                                },
+        {&b->factor_sums, factor_sums                            },
+        {&b->matrices,    matrices                               },
+        {&b->exchange,    factor_sums > sums ? factor_sums : sums},
+    };
     ct_status status = CT_OK;
-    if (!ct_rule_is_measured(rule)) {
-        return share->device->update(stream, &share->update, err);
+    for (size_t i = 0; status == CT_OK && i < sizeof all / sizeof *all; i++) {
+        status = run->device->scratch_grow(all[i].scratch, all[i].bytes, err);
     }
-    if (rule == CT_RULE_muon) {
-        return ct_optim_muon_run(share, stream, err);
-    }
-    if (rule == CT_RULE_lamb) {
-        status = lamb_clip(share, stream, err);
-    }
-    else if (is_adafactor(rule)) {
-        status = adafactor_factor(share, stream, err);
-    }
-    return status == CT_OK ? measured_run(share, stream, err) : status;
+    return status;
 }
 
-/* Matrices dealt out to the ranks that have parts of them.
- *
- * A hand is a few matrices of one dtype, which go to the ranks in turn. A rank sends
- * each rank one message: its parts of that rank's matrices, one behind the other; and
- * gets them back orthogonal. Messages are as long as the longest. All ranks know where
- * all parts lie, so they deal alike. */
+ct_status
+ct_rule_run_prepare(const ct_rule_run *run, ct_error *err)
+{
+    if (run->update.n_spans == 0 || !ct_rule_is_measured(run->update.rule)) {
+        return CT_OK;
+    }
+    ct_status status = reserve(run, err);
+    return status == CT_OK ? check_groups(run, err) : status;
+}
+
+ct_status
+ct_rule_run_update(ct_rule_run *run, void *stream, ct_error *err)
+{
+    const ct_rule rule = run->update.rule;
+    ct_status status = CT_OK;
+    if (rule == CT_RULE_muon) {
+        return muon_run(run, stream, err);
+    }
+    if (rule == CT_RULE_lamb) {
+        status = lamb_clip(run, stream, err);
+    }
+    else if (is_adafactor(rule)) {
+        status = adafactor_factor(run, stream, err);
+    }
+    if (status == CT_OK && ct_rule_is_measured(rule)) {
+        status = measure(run, stream, err);
+    }
+    if (status == CT_OK && is_adafactor(rule)) {
+        status = adafactor_keep_rms(run, stream, err);
+    }
+    return status == CT_OK ? run->device->update(stream, &run->update, err) : status;
+}

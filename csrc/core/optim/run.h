@@ -1,51 +1,51 @@
-/* One rule's share of an update, for core/optim/optim.c alone: rules that look at more
- * than an element take more than one kernel. */
+/* The update of all parameters of one rule, for core/optim/optim.c alone: rules that
+ * look at a whole parameter take more than one kernel. */
 #ifndef CORE_OPTIM_RUN_H
 #define CORE_OPTIM_RUN_H
 
 #include "core/optim/optim.h"
 
-/* The device's memory between two kernels, and room for lists; starts as {0}. */
-typedef struct ct_optim_room {
+/* Buffers between two kernels, and lists; starts as {0}. */
+typedef struct ct_run_buffers {
+    /* In the device's memory. */
     ct_scratch partial;     /* the kernels' own */
     ct_scratch sums;        /* CT_MEASURES doubles of each span */
     ct_scratch settled;     /* ct_rule_coef of each span */
     ct_scratch factors;     /* Adafactor's rows and columns */
-    ct_scratch factor_sums; /* what they are made from */
-    ct_scratch matrices;    /* Muon's: of the largest parameter */
-    ct_scratch exchange;    /* sums of parts, side by side */
-    void *list;             /* the host's: of ct_span or ct_factored */
-    void *places;           /* of ct_span: where the sums of each span are */
-    void *pairs;            /* two of ct_span for each span, for core/optim/run.c */
-    void *described;        /* of ct_optim_part: what ranks tell of their parts */
-    void *numbers;          /* of size_t: of the spans that are parts */
+    ct_scratch factor_sums; /* the sums of squares behind the factors */
+    ct_scratch matrices;    /* Muon's, of the largest parameter */
+    ct_scratch exchange;    /* sums of parts, side by side; messages of Muon */
+    /* In the host's. */
+    void *list;      /* of ct_factored, or two lists of ct_span */
+    void *places;    /* of ct_span: the sums of each span */
+    void *pairs;     /* two lists of ct_span */
+    void *described; /* the parts of all ranks */
+    void *numbers;   /* size_t: the spans that are parts */
     size_t list_capacity, places_capacity, pairs_capacity;
     size_t described_capacity, numbers_capacity;
-} ct_optim_room;
+} ct_run_buffers;
 
 /* All spans of one rule. */
-typedef struct ct_optim_share {
+typedef struct ct_rule_run {
     const ct_device *device;
-    ct_optim_room *room;
+    ct_run_buffers *buffers;
     const ct_optim_param *params;
     const uint32_t *owner; /* spans[i] is of params[owner[i]] */
     ct_update_span *spans;
     ct_rule_coef *coefs;
-    ct_update update; /* whose spans and coefs these are */
-} ct_optim_share;
+    ct_update update; /* of these spans by these constants */
+} ct_rule_run;
 
-void ct_optim_room_fini(const ct_device *device, ct_optim_room *room);
+void ct_run_buffers_fini(const ct_device *device, ct_run_buffers *buffers);
 
-/* Makes room on the host for n parameters. */
-CT_NODISCARD ct_status ct_optim_room_reserve(ct_optim_room *room, size_t n,
-                                             ct_error *err);
-
-/* Gets the device's memory that run will take, so that it need not fail, and has the
- * ranks agree on what they have parts of. */
-CT_NODISCARD ct_status ct_optim_share_prepare(const ct_optim_share *share,
+/* Reserves the host's lists for n parameters. */
+CT_NODISCARD ct_status ct_run_buffers_reserve(ct_run_buffers *buffers, size_t n,
                                               ct_error *err);
-/* The first two parts of an update by a measured rule: each span has its constants. */
-CT_NODISCARD ct_status ct_optim_share_run(ct_optim_share *share, void *stream,
+
+/* Reserves the device's memory of the update, so that the update need not fail, and
+ * checks that the parts of all ranks fit each other. */
+CT_NODISCARD ct_status ct_rule_run_prepare(const ct_rule_run *run, ct_error *err);
+CT_NODISCARD ct_status ct_rule_run_update(ct_rule_run *run, void *stream,
                                           ct_error *err);
 
 #endif

@@ -1,5 +1,5 @@
-/* DeepSpeed's schedules: a group's rate, or its momentum, at batch `step`, counted from
- * -1, which is before the first.
+/* DeepSpeed's schedules: a group's learning rate, or momentum, at batch `step`, counted
+ * from -1, before the first batch.
  *
  * Source: DeepSpeed, runtime/lr_schedules.py; LRRangeTest and OneCycle after Smith, "A
  * disciplined approach to neural network hyper-parameters: Part 1", arXiv 1803.09820.
@@ -35,7 +35,7 @@ enum option {
     N_OPTIONS,
     /* derived */
     SIZE = N_OPTIONS, /* batches of a cycle */
-    WARM              /* WARMUP_STEPS, at least 2, whose logarithm is divided by */
+    WARM              /* WARMUP_STEPS, at least 2; the divisor is its logarithm */
 };
 
 enum shape {
@@ -70,8 +70,7 @@ static const ct_schedule_option options[N_OPTIONS] = {
     [BASE] = CT_REAL("lr", 0.0, CT_NONE),
 };
 
-/* ---- LRRangeTest -------------------------------------------------------------------
- */
+/* ---- LRRangeTest ----------------------------------------------------------------- */
 
 static double
 range_test(const double *o, double step)
@@ -83,8 +82,7 @@ range_test(const double *o, double step)
     return o[RANGE_MIN] * (1.0 + o[RANGE_RATE] * intervals);
 }
 
-/* ---- OneCycle ----------------------------------------------------------------------
- */
+/* ---- OneCycle -------------------------------------------------------------------- */
 
 static ct_status
 prepare_cycle(double *o, ct_error *err)
@@ -154,8 +152,7 @@ one_cycle_momentum(const double *o, double step)
     return o[MAX_MOM] * decay_factor(o, o[DECAY_MOM], step);
 }
 
-/* ---- WarmupLR, WarmupDecayLR, WarmupCosineLR ---------------------------------------
- */
+/* ---- WarmupLR, WarmupDecayLR, WarmupCosineLR ------------------------------------- */
 
 static ct_status
 prepare_warmup(double *o, ct_error *err)

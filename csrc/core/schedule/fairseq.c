@@ -1,9 +1,10 @@
-/* fairseq's schedules: the rate after `step` updates, from the config's names.
+/* fairseq's schedules: the learning rate after `step` updates, from the config's names.
  *
  * Source: fairseq 0.12, fairseq/optim/lr_scheduler; cosine after Loshchilov and Hutter,
  * "SGDR", 2017, triangular after Smith, "Cyclical Learning Rates", 2017, tri_stage
- * after Park et al., "SpecAugment", 2019. Operations are in the original's order. Where
- * it divides by zero (no warm-up, no decay), the stage is over as soon as it begins. */
+ * after Park et al., "SpecAugment", 2019. Operations are in the original's order. A
+ * stage without steps (no warm-up, no decay), for which the original divides by zero,
+ * is over as soon as it begins. */
 #include "core/schedule/family.h"
 
 #include <math.h>
@@ -36,9 +37,9 @@ enum option {
     N_OPTIONS,
     /* derived */
     START = N_OPTIONS, /* the rate that a warm-up begins with */
-    SLOPE,             /* what each of its updates adds */
-    LEAST,             /* MIN_LR, or LR where that is less */
-    LENGTH             /* updates of a cycle, or of half of one */
+    SLOPE,             /* increment of each update */
+    LEAST,             /* the lesser of MIN_LR and LR */
+    LENGTH             /* updates of a cycle, or of half a cycle */
 };
 
 static const ct_schedule_option options[N_OPTIONS] = {
@@ -68,8 +69,7 @@ static const ct_schedule_option options[N_OPTIONS] = {
     [FINAL_SCALE] = CT_POSITIVE("final_lr_scale", 0.01),
 };
 
-/* ---- warm-up from START by SLOPE ---------------------------------------------------
- */
+/* ---- warm-up from START by SLOPE ------------------------------------------------- */
 
 static void
 derive_warmup(double *o, double otherwise)
@@ -84,8 +84,7 @@ warmup(const double *o, double step)
     return o[START] + step * o[SLOPE];
 }
 
-/* ---- fixed, polynomial_decay -------------------------------------------------------
- */
+/* ---- fixed, polynomial_decay ----------------------------------------------------- */
 
 static double
 fixed(const double *o, double step)
@@ -107,8 +106,7 @@ polynomial_decay(const double *o, double step)
     return (o[LR] - o[END_LR]) * pow(remaining, o[POWER]) + o[END_LR];
 }
 
-/* ---- inverse_sqrt, reduce_lr_on_plateau, step --------------------------------------
- */
+/* ---- inverse_sqrt, reduce_lr_on_plateau, step ------------------------------------ */
 
 static ct_status
 prepare_from_zero(double *o, ct_error *err)
@@ -118,8 +116,8 @@ prepare_from_zero(double *o, ct_error *err)
     return CT_OK;
 }
 
-/* Without a warm-up the rate falls from the first update on, as after one of length 1.
- */
+/* Without a warm-up the learning rate falls from the first update on, as after a
+ * warm-up of length 1. */
 static double
 inverse_sqrt(const double *o, double step)
 {
@@ -162,8 +160,7 @@ step_decay(const double *o, double step)
     return o[MIN_LR] > lr ? o[MIN_LR] : lr;
 }
 
-/* ---- cosine, triangular ------------------------------------------------------------
- */
+/* ---- cosine, triangular ---------------------------------------------------------- */
 
 static ct_status
 prepare_cosine(double *o, ct_error *err)
@@ -180,8 +177,8 @@ prepare_cosine(double *o, ct_error *err)
     return CT_OK;
 }
 
-/* Cycles whose lengths are a falling geometric series come to an end, past which the
- * original has no logarithm to take: *cycle is then Inf. */
+/* Cycles with geometrically falling lengths come to an end; past it the original takes
+ * the logarithm of a negative number, and *cycle is Inf here. */
 static void
 locate(const double *o, double at, double *cycle, double *length, double *inside)
 {
@@ -241,8 +238,7 @@ triangular(const double *o, double step)
     return least + (most - least) * ct_at_least_zero(1.0 - x);
 }
 
-/* ---- tri_stage ---------------------------------------------------------------------
- */
+/* ---- tri_stage ------------------------------------------------------------------- */
 
 static ct_status
 steps_of_phases(double *o, ct_error *err)

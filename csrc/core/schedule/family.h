@@ -6,17 +6,14 @@
 
 #include <math.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+CT_BEGIN_DECLS
 
 #define CT_PI 3.141592653589793
 
 /* Option number i as a bit of `takes` and `needs`. */
 #define CT_BIT(i) (1u << (i))
 
-/* Entries of a family's table of options. NONE: it has no value where it is not given.
- */
+/* Entries of a family's table of options. NONE: no default value. */
 #define CT_NONE ((double)NAN)
 #define CT_REAL(name, low, initial) {name, CT_OPTION_REAL, 0, low, initial, NULL}
 #define CT_POSITIVE(name, initial) {name, CT_OPTION_REAL, 1, 0.0, initial, NULL}
@@ -28,8 +25,8 @@ extern "C" {
 
 struct ct_schedule_kind {
     const char *name;
-    uint32_t takes; /* the options that its formula reads */
-    uint32_t needs; /* of these, the ones that must be given */
+    uint32_t takes; /* options of the formula */
+    uint32_t needs; /* required options */
     /* Checks options against each other and fills slots after the options'; or NULL. */
     ct_status (*prepare)(double *slots, ct_error *err);
     double (*value)(const double *slots, double step);
@@ -53,8 +50,6 @@ ct_at_least_zero(double x)
     return x > 0.0 ? x : 0.0;
 }
 
-#ifdef __cplusplus
-}
-#endif
+CT_END_DECLS
 
 #endif

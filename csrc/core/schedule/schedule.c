@@ -1,3 +1,4 @@
+/* Schedules of all families: finding a kind, setting and checking the options. */
 #include "core/schedule/schedule.h"
 
 #include "core/schedule/family.h"
@@ -17,7 +18,7 @@ static const ct_schedule_family *const families[] = {
 };
 static const size_t LAST_FAMILY = sizeof families / sizeof families[0] - 1;
 
-/* ---- lists for messages --------------------------------------------------------- */
+/* ---- lists for messages ---------------------------------------------------------- */
 
 typedef struct word_list {
     char text[300];
@@ -85,7 +86,7 @@ ct_schedule_takes(const ct_schedule *schedule, size_t i)
     return (schedule->kind->takes & CT_BIT(i)) != 0;
 }
 
-/* The option that a misspelt name means: with a letter in four wrong, and one more. */
+/* The option meant by a misspelt name: at most a letter in four wrong, and one more. */
 static const char *
 nearest_option(const ct_schedule *schedule, const char *name)
 {
@@ -134,8 +135,7 @@ reject_word(const ct_schedule_option *option, const char *word, ct_error *err)
                    word, known.text);
 }
 
-/* ---- kinds ------------------------------------------------------------------------
- */
+/* ---- kinds ----------------------------------------------------------------------- */
 
 static const ct_schedule_family *
 family_of(const char *name)
@@ -181,8 +181,7 @@ ct_schedule_prefix(const ct_schedule *schedule)
     return schedule->family->prefix;
 }
 
-/* ---- options ----------------------------------------------------------------------
- */
+/* ---- options --------------------------------------------------------------------- */
 
 const ct_schedule_option *
 ct_schedule_option_at(const ct_schedule *schedule, size_t i)

@@ -1,4 +1,4 @@
-/* transformers' schedules: the factor of a base rate after `step` updates.
+/* transformers' schedules: the factor of the base learning rate after `step` updates.
  *
  * Source: transformers 5.17, optimization.py; the polynomial one goes back to BERT's
  * code, inverse_sqrt to big_vision's, warmup_stable_decay to Hu et al., "MiniCPM",
@@ -13,7 +13,7 @@ enum option {
     CYCLES,
     POWER,
     LR_END,
-    LR_INIT, /* the optimizer's default rate, which rates are divided by */
+    LR_INIT, /* the optimizer's default learning rate, the divisor of learning rates */
     TIMESCALE,
     MIN_LR,
     MIN_LR_RATE,
@@ -119,8 +119,7 @@ above_floor(double factor, double least)
     return factor * (1.0 - least) + least;
 }
 
-/* ---- kinds ------------------------------------------------------------------------
- */
+/* ---- kinds ----------------------------------------------------------------------- */
 
 static double
 constant(const double *o, double step)
@@ -181,8 +180,8 @@ prepare_polynomial(double *o, ct_error *err)
     return CT_OK;
 }
 
-/* The original divides by zero where the warm-up fills the run; its decay is then over
- * as soon as it begins. */
+/* If the warm-up fills the run the original divides by zero; here the decay is then
+ * over as soon as it begins. */
 static double
 polynomial(const double *o, double step)
 {
@@ -238,7 +237,7 @@ cosine_with_min_lr(const double *o, double step)
     return ct_at_least_zero(above_floor(factor, o[FLOOR]));
 }
 
-/* Its warm-up begins above 0, so it is a step ahead of the others throughout. */
+/* This warm-up begins above 0: a step ahead of the other schedules throughout. */
 static double
 cosine_warmup_with_min_lr(const double *o, double step)
 {

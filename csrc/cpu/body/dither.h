@@ -1,6 +1,6 @@
 /* Stochastic rounding to bfloat16. Expanded by cpu/expand.h for float and double. */
-/* What ct_philox_block gives for BLOCKS blocks from `block` on, a word of all of them
- * after the other: the blocks side by side make vectors. */
+/* ct_philox_block() for BLOCKS blocks from `block` on; words of equal index are
+ * adjacent, so that the blocks make vectors. */
 static void
 CT_NAME(philox)(const ct_rounding *key, uint64_t block, uint32_t (*words)[BLOCKS])
 {
@@ -18,8 +18,8 @@ CT_NAME(philox)(const ct_rounding *key, uint64_t block, uint32_t (*words)[BLOCKS
     }
 }
 
-/* To bfloat16, by the random bits of elements number, number + 1, ... of which the
- * first is a multiple of 8; n <= CT_TILE. */
+/* Rounds to bfloat16 by the random bits of elements number, number + 1, ...; number is
+ * a multiple of 8, n <= CT_TILE. */
 static void
 CT_NAME(dither)(const void *from, uint16_t *restrict to, const ct_rounding *rounding,
                 uint64_t number, size_t n)

@@ -1,7 +1,7 @@
-/* One tile of a matrix product. Expanded by cpu/expand.h for F32 and F64.
+/* A tile of a matrix product. Expanded by cpu/expand.h for F32 and F64.
  *
- * Every element of the product is one sum over k in rising order, so how the loops
- * are blocked or vectorised changes no bit. */
+ * Every element of the product is a single sum over k in rising order, so blocking and
+ * vectorising the loops changes no bit. */
 
 /* to[k][row], from rows [row0, row0 + rows) and columns [k0, k0 + depth) of op(X);
  * the rows up to TILE are filled with zeros. */

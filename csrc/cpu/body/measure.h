@@ -1,5 +1,5 @@
-/* One measured rule after the other over elements of one type. Expanded by cpu/expand.h
- * for float and double. The squares go to two lists of lanes, one behind the other. */
+/* The loop of each measured rule. Expanded by cpu/expand.h for float and double. The
+ * squares go to two consecutive lists of lanes. */
 #define CT_MEASURED(rule, constants, n_states)                                         \
     CT_ALWAYS_INLINE static void CT_NAME(measure_some_##rule)(                         \
         const CT_REAL(ct_##constants##_coef) * c, const ct_operands *at, size_t from,  \

@@ -1,4 +1,4 @@
-/* Powers of one piece, added to the lanes. Expanded by cpu/expand.h. */
+/* Adds powers of a piece to the lanes. Expanded by cpu/expand.h. */
 static inline void
 CT_NAME(norm)(ct_norm_kind kind, double p, const void *data, size_t from, size_t n,
               double *restrict lanes)
@@ -19,7 +19,7 @@ CT_NAME(norm)(ct_norm_kind kind, double p, const void *data, size_t from, size_t
     memcpy(lanes, sums, sizeof sums);
 }
 
-/* One loop for each kind, so that the choice is made outside of it. */
+/* A loop for each kind: the choice is made outside the loop. */
 static void
 CT_NAME(norms)(ct_norm_kind kind, double p, const void *data, size_t from, size_t n,
                double *restrict lanes)

@@ -19,7 +19,7 @@ CT_NAME(look_up)(ct_isa isa, const ct_real *restrict x, float scale,
     do {
         keys[i] = key_of(ct_quant_unit((float)x[i], scale));
     } while (++i < n);
-    for (i = ct_quant_gather_quantized(isa, keys, entries, codes, n); i < n; i++) {
+    for (i = gather_codes(isa, keys, entries, codes, n); i < n; i++) {
         const uint32_t entry = entries[(keys[i] >> 16) + CT_QUANT_BUCKETS];
         codes[i] = (uint8_t)(entry + (((uint32_t)keys[i] & 0xffff) > entry >> 8));
     }

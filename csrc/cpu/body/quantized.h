@@ -1,5 +1,5 @@
-/* Blocks of values to codes and back. Expanded by cpu/expand.h; `from` and `n` are
- * those of ct_piece: whole blocks but for the last. */
+/* Blocks of values to quantized values and back. Expanded by cpu/expand.h; `from` and
+ * `n` as in ct_piece: whole blocks but for the last. */
 static uint32_t
 CT_NAME(gather_block)(const ct_elem *restrict values, const float *restrict residual,
                       float *restrict x, size_t n)
@@ -13,8 +13,8 @@ CT_NAME(gather_block)(const ct_elem *restrict values, const float *restrict resi
     return most;
 }
 
-/* Their codes, and what these miss of them; of a block that is not finite zeros, and
- * what was missed before. */
+/* Quantizes a block and updates its residual; a block with Inf or NaN becomes zeros and
+ * keeps the residual. */
 static void
 CT_NAME(code_block)(const float *restrict x, float *restrict residual,
                     int8_t *restrict codes, size_t n, float scale, float most)
@@ -28,7 +28,7 @@ CT_NAME(code_block)(const float *restrict x, float *restrict residual,
     }
 }
 
-/* n even: an odd one's last pair has a code of 0. */
+/* n is even here: an odd length is completed by a 0. */
 static void
 CT_NAME(pack)(const int8_t *restrict codes, int8_t *restrict pairs, size_t n)
 {

@@ -1,5 +1,5 @@
-/* One rule after the other over elements of one type. Expanded by cpu/expand.h for all
- * but float16. */
+/* The loop of each rule over elements of a type. Expanded by cpu/expand.h for all
+ * dtypes but float16. */
 #ifdef CT_PAIRS
 #define CT_UPDATE_PAIRS(rule, n_states)                                                \
     for (; i + 2 <= n; i += 2) {                                                       \

@@ -1,5 +1,18 @@
-/* Adadelta for one element of type ct_real: the only place that states the formula. */
+/* Adadelta for one element of type ct_real.
+ *
+ * Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012, algorithm 1, with
+ * the rate and in the order of operations of torch.optim.Adadelta. */
 
+#ifndef CT_ADADELTA_COEF
+#define CT_ADADELTA_COEF(REAL, FLAG)                                                   \
+    REAL(grad_scale) /* clip coefficient / loss scale: saves a pass over grads */      \
+    REAL(lr)                                                                           \
+    REAL(weight_decay)                                                                 \
+    REAL(rho)                                                                          \
+    REAL(one_minus_rho)                                                                \
+    REAL(eps)
+CT_COEF(ct_adadelta, CT_ADADELTA_COEF)
+#endif
 CT_ROUNDED(ct_adadelta, CT_ADADELTA_COEF)
 
 /* state is the averages of squared gradients and of squared updates. */

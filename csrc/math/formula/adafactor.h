@@ -1,33 +1,40 @@
-/* Adafactor for one element of type ct_real: the only place that states the formula. */
+/* Adafactor for one element of type ct_real. Measured rules
+ * (math/measured.def).
+ *
+ * Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
+ * Cost", 2018, algorithms 4 to 6, with the options of transformers' and fairseq's. */
 
-/* The constants rounded to the type. */
-typedef struct CT_REAL(ct_adafactor_coef) {
-    ct_real grad_scale;
-    ct_real beta1;
-    ct_real one_minus_beta1;
-    ct_real beta2;
-    ct_real one_minus_beta2;
-    ct_real eps;
-    ct_real factor;
-    ct_real decay;
-    int factored;
-} CT_REAL(ct_adafactor_coef);
+#ifndef CT_ADAFACTOR_COEF
+#define CT_ADAFACTOR_COEF(REAL, FLAG)                                                  \
+    REAL(grad_scale)                                                                   \
+    REAL(beta2) /* of this step: 1 - step^decay_rate */                                \
+    REAL(one_minus_beta2)                                                              \
+    REAL(beta1)                                                                        \
+    REAL(one_minus_beta1)                                                              \
+    REAL(eps)     /* added to the squared gradient */                                  \
+    REAL(rms_low) /* the least root mean square that a parameter counts with */        \
+    REAL(clip)    /* the root mean square that an update may have */                   \
+    REAL(lr)      /* before the scaling by the parameter */                            \
+    REAL(weight_decay)                                                                 \
+    FLAG(scaled)   /* scale the learning rate by the parameter's root mean square */   \
+    FLAG(factored) /* the first state is 1 / sqrt(second moment), of factor_sums */    \
+    REAL(rms)      /* settled: root mean square of the parameter */                    \
+    REAL(factor)   /* settled: of the direction */                                     \
+    REAL(decay)    /* settled: of the parameter */
+CT_COEF(ct_adafactor, CT_ADAFACTOR_COEF)
 
-CT_HD static inline CT_REAL(ct_adafactor_coef)
-    CT_REAL(ct_adafactor_round)(const ct_adafactor_coef *c)
+CT_HD static inline void
+ct_adafactor_settle(ct_adafactor_coef *c, const double *sums, double n)
 {
-    CT_REAL(ct_adafactor_coef) r;
-    r.grad_scale = (ct_real)c->grad_scale;
-    r.beta1 = (ct_real)c->beta1;
-    r.one_minus_beta1 = (ct_real)c->one_minus_beta1;
-    r.beta2 = (ct_real)c->beta2;
-    r.one_minus_beta2 = (ct_real)c->one_minus_beta2;
-    r.eps = (ct_real)c->eps;
-    r.factor = (ct_real)c->factor;
-    r.decay = (ct_real)c->decay;
-    r.factored = c->factored;
-    return r;
+    const double excess = sqrt(sums[0] / n) / c->clip;
+    c->rms = sqrt(sums[1] / n);
+    const double scale = c->rms > c->rms_low ? c->rms : c->rms_low;
+    const double lr = c->scaled ? scale * c->lr : c->lr;
+    c->factor = excess > 1.0 ? lr / excess : lr;
+    c->decay = 1.0 - c->weight_decay * lr;
 }
+#endif
+CT_ROUNDED(ct_adafactor, CT_ADAFACTOR_COEF)
 
 CT_HD static inline ct_real
 CT_REAL(ct_adafactor_direction)(const CT_REAL(ct_adafactor_coef) * c, ct_real grad,
@@ -37,7 +44,7 @@ CT_REAL(ct_adafactor_direction)(const CT_REAL(ct_adafactor_coef) * c, ct_real gr
     return c->factored ? g * moment : g / CT_SQRT(moment);
 }
 
-/* The new second moment, unless it is factored; terms are what the sums are of. */
+/* Updates the second moment, unless factored; terms: to be summed. */
 CT_HD static inline void
 CT_REAL(ct_adafactor_measure)(const CT_REAL(ct_adafactor_coef) * c, ct_real grad,
                               ct_real param, ct_real *state, ct_real *terms)

@@ -1,5 +1,22 @@
-/* Adamax for one element of type ct_real: the only place that states the formula. */
+/* Adamax for one element of type ct_real.
+ *
+ * Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015,
+ * algorithm 2. torch.optim.Adamax adds eps to the magnitude of the gradient before the
+ * maximum is taken, fairseq's Adamax to the maximum; the other eps is 0. */
 
+#ifndef CT_ADAMAX_COEF
+#define CT_ADAMAX_COEF(REAL, FLAG)                                                     \
+    REAL(grad_scale)   /* clip coefficient / loss scale: saves a pass over grads */    \
+    REAL(decay)        /* 1 - lr * weight_decay; 1 unless decoupled */                 \
+    REAL(weight_decay) /* added to the gradient, or 0 */                               \
+    REAL(lerp)         /* the weight and the start of ct_average */                    \
+    REAL(beta2)                                                                        \
+    REAL(step_size) /* lr / (1 - beta1^step), or lr */                                 \
+    REAL(grad_eps)                                                                     \
+    REAL(norm_eps)                                                                     \
+    FLAG(from_grad)
+CT_COEF(ct_adamax, CT_ADAMAX_COEF)
+#endif
 CT_ROUNDED(ct_adamax, CT_ADAMAX_COEF)
 
 /* state is the first moment and the infinity norm. */

@@ -1,18 +1,17 @@
-/* A block's update for one element of type ct_real: the only place that states the
- * formulas. */
+/* A block's update for an element of type ct_real: the only statement of the formulas.
+ */
 
 CT_ROUNDED(ct_block_share, CT_BLOCK_SHARE_COEF)
 CT_ROUNDED(ct_block_momentum, CT_BLOCK_MOMENTUM_COEF)
 
-/* Of a power of two a product has the quotient's bits, and takes a fraction of its
- * time. */
+/* For a power of two the product has the quotient's bits, in a fraction of the time. */
 CT_HD static inline ct_real
 CT_REAL(ct_block_part)(const CT_REAL(ct_block_share_coef) * c, ct_real x)
 {
     return c->inverse > 0 ? x * c->inverse : x / c->world_size;
 }
 
-/* What a worker adds to the sum of all: *share becomes its part of the average. */
+/* A worker's term of the sum over all: *share becomes the part of the average. */
 CT_HD static inline void
 CT_REAL(ct_block_share_apply)(const CT_REAL(ct_block_share_coef) * c, ct_real value,
                               ct_real *share, ct_real *state)
@@ -21,7 +20,7 @@ CT_REAL(ct_block_share_apply)(const CT_REAL(ct_block_share_coef) * c, ct_real va
     *share = CT_REAL(ct_block_part)(c, value);
 }
 
-/* The same of how far it has come from the global model, state[0]. */
+/* Also the part of the average parameter delta from the global model, state[0]. */
 CT_HD static inline void
 CT_REAL(ct_block_delta_apply)(const CT_REAL(ct_block_share_coef) * c, ct_real value,
                               ct_real *share, ct_real *state)
@@ -48,8 +47,8 @@ CT_REAL(ct_block_momentum_apply)(const CT_REAL(ct_block_momentum_coef) * c,
     *param = state[0];
 }
 
-/* The same for a model that has gone on from state[2], which it was when the workers
- * met, while their average was on its way: what it has learnt meanwhile stays. */
+/* For a model that has trained on from state[2] during the averaging: the progress
+ * since then is kept. */
 CT_HD static inline void
 CT_REAL(ct_block_rejoin_apply)(const CT_REAL(ct_block_momentum_coef) * c, ct_real delta,
                                ct_real *param, ct_real *state)

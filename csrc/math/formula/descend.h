@@ -1,19 +1,13 @@
-/* A step along a direction, of type ct_real: the only place that states the formula. */
+/* A step along a direction that is given as the gradient: param * decay - step * grad,
+ * in float and in double. */
 
-/* The constants rounded to the type. */
-typedef struct CT_REAL(ct_descend_coef) {
-    ct_real decay;
-    ct_real step_size;
-} CT_REAL(ct_descend_coef);
-
-CT_HD static inline CT_REAL(ct_descend_coef)
-    CT_REAL(ct_descend_round)(const ct_descend_coef *c)
-{
-    CT_REAL(ct_descend_coef) r;
-    r.decay = (ct_real)c->decay;
-    r.step_size = (ct_real)c->step_size;
-    return r;
-}
+#ifndef CT_DESCEND_COEF
+#define CT_DESCEND_COEF(REAL, FLAG)                                                    \
+    REAL(decay)                                                                        \
+    REAL(step_size)
+CT_COEF(ct_descend, CT_DESCEND_COEF)
+#endif
+CT_ROUNDED(ct_descend, CT_DESCEND_COEF)
 
 CT_HD static inline void
 CT_REAL(ct_descend_apply)(const CT_REAL(ct_descend_coef) * c, ct_real grad,

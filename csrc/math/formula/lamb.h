@@ -1,36 +1,38 @@
-/* LAMB for one element of type ct_real: the only place that states the formula. */
+/* LAMB for one element of type ct_real. A measured rule (math/measured.def).
+ *
+ * Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
+ * minutes", 2020, algorithm 2, with the options of apex's FusedLAMB. */
 
-/* The constants rounded to the type. */
-typedef struct CT_REAL(ct_lamb_coef) {
-    ct_real grad_scale;
-    ct_real l2;
-    ct_real beta1;
-    ct_real share;
-    ct_real beta2;
-    ct_real one_minus_beta2;
-    ct_real inv_bias1;
-    ct_real inv_bias2;
-    ct_real eps;
-    ct_real weight_decay;
-    ct_real step_size;
-} CT_REAL(ct_lamb_coef);
+#ifndef CT_LAMB_COEF
+#define CT_LAMB_COEF(REAL, FLAG)                                                       \
+    REAL(grad_scale)                                                                   \
+    REAL(l2) /* weight decay that is added to the gradient */                          \
+    REAL(beta1)                                                                        \
+    REAL(share) /* of the gradient in the average */                                   \
+    REAL(beta2)                                                                        \
+    REAL(one_minus_beta2)                                                              \
+    REAL(inv_bias1) /* 1 / (1 - beta1^step) */                                         \
+    REAL(inv_bias2) /* 1 / sqrt(1 - beta2^step) */                                     \
+    REAL(eps)                                                                          \
+    REAL(weight_decay) /* that is added to the direction */                            \
+    REAL(lr)                                                                           \
+    REAL(max_grad_norm) /* of all gradients together; 0: not clipped */                \
+    FLAG(trusted)       /* scale the learning rate by the norms */                     \
+    REAL(step_size)     /* settled: lr * |param| / |direction| */
+CT_COEF(ct_lamb, CT_LAMB_COEF)
 
-CT_HD static inline CT_REAL(ct_lamb_coef) CT_REAL(ct_lamb_round)(const ct_lamb_coef *c)
+/* A norm of 0 says nothing about the scale: the learning rate stays. */
+CT_HD static inline void
+ct_lamb_settle(ct_lamb_coef *c, const double *sums, double n)
 {
-    CT_REAL(ct_lamb_coef) r;
-    r.grad_scale = (ct_real)c->grad_scale;
-    r.l2 = (ct_real)c->l2;
-    r.beta1 = (ct_real)c->beta1;
-    r.share = (ct_real)c->share;
-    r.beta2 = (ct_real)c->beta2;
-    r.one_minus_beta2 = (ct_real)c->one_minus_beta2;
-    r.inv_bias1 = (ct_real)c->inv_bias1;
-    r.inv_bias2 = (ct_real)c->inv_bias2;
-    r.eps = (ct_real)c->eps;
-    r.weight_decay = (ct_real)c->weight_decay;
-    r.step_size = (ct_real)c->step_size;
-    return r;
+    const double direction = sqrt(sums[0]), param = sqrt(sums[1]);
+    (void)n;
+    c->step_size = c->trusted && direction != 0.0 && param != 0.0
+                       ? c->lr * (param / direction)
+                       : c->lr;
 }
+#endif
+CT_ROUNDED(ct_lamb, CT_LAMB_COEF)
 
 /* state is the moments of grad and of grad^2. */
 CT_HD static inline ct_real
@@ -41,7 +43,7 @@ CT_REAL(ct_lamb_direction)(const CT_REAL(ct_lamb_coef) * c, ct_real param,
     return state[0] * c->inv_bias1 / denom + c->weight_decay * param;
 }
 
-/* The new moments; terms are what the sums are of. */
+/* Updates the moments; terms: to be summed. */
 CT_HD static inline void
 CT_REAL(ct_lamb_measure)(const CT_REAL(ct_lamb_coef) * c, ct_real grad, ct_real param,
                          ct_real *state, ct_real *terms)
@@ -53,8 +55,8 @@ CT_REAL(ct_lamb_measure)(const CT_REAL(ct_lamb_coef) * c, ct_real grad, ct_real 
     terms[1] = param;
 }
 
-/* The moments are the new ones: the direction is worked out again, which costs less
- * than to keep it. */
+/* From the updated moments; computing the direction again costs less than storing it.
+ */
 CT_HD static inline void
 CT_REAL(ct_lamb_apply)(const CT_REAL(ct_lamb_coef) * c, ct_real grad, ct_real *param,
                        ct_real *state)

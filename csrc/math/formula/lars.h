@@ -1,30 +1,43 @@
-/* LARS for one element of type ct_real: the only place that states the formula. */
+/* LARS for one element of type ct_real. A measured rule (math/measured.def).
+ *
+ * Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks",
+ * 2017, algorithm 1: SGD with the gradient scaled for each parameter by
+ * trust * |w| / (|g| + weight_decay * |w|), with apex's option to clip the learning
+ * rate. */
 
-/* The constants rounded to the type. */
-typedef struct CT_REAL(ct_lars_coef) {
-    ct_real grad_scale;
-    ct_real lr;
-    ct_real momentum;
-    ct_real one_minus_dampening;
-    ct_real ratio;
-    ct_real decay;
-    int nesterov;
-    int first;
-} CT_REAL(ct_lars_coef);
+#ifndef CT_LARS_COEF
+#define CT_LARS_COEF(REAL, FLAG)                                                       \
+    REAL(grad_scale)                                                                   \
+    REAL(lr)                                                                           \
+    REAL(momentum)                                                                     \
+    REAL(one_minus_dampening)                                                          \
+    REAL(weight_decay)                                                                 \
+    REAL(trust) /* 0: the gradient is not scaled */                                    \
+    REAL(eps)                                                                          \
+    FLAG(clip) /* the rate of `trust` is an upper bound of lr, not a factor */         \
+    FLAG(nesterov)                                                                     \
+    FLAG(first) /* the momentum buffer starts as the gradient */                       \
+    REAL(ratio) /* settled: ratio * (grad + decay * param) is the gradient */          \
+    REAL(decay) /* settled */
+CT_COEF(ct_lars, CT_LARS_COEF)
 
-CT_HD static inline CT_REAL(ct_lars_coef) CT_REAL(ct_lars_round)(const ct_lars_coef *c)
+/* With a norm of 0 the gradient is not scaled and has no weight decay. */
+CT_HD static inline void
+ct_lars_settle(ct_lars_coef *c, const double *sums, double n)
 {
-    CT_REAL(ct_lars_coef) r;
-    r.grad_scale = (ct_real)c->grad_scale;
-    r.lr = (ct_real)c->lr;
-    r.momentum = (ct_real)c->momentum;
-    r.one_minus_dampening = (ct_real)c->one_minus_dampening;
-    r.ratio = (ct_real)c->ratio;
-    r.decay = (ct_real)c->decay;
-    r.nesterov = c->nesterov;
-    r.first = c->first;
-    return r;
+    const double grad = sqrt(sums[0]), param = sqrt(sums[1]);
+    double ratio = c->trust * param / (grad + c->weight_decay * param + c->eps);
+    const int scaled = c->trust != 0.0 && grad != 0.0 && param != 0.0;
+    (void)n;
+    if (c->clip) {
+        ratio = ratio / c->lr;
+        ratio = ratio < 1.0 ? ratio : 1.0;
+    }
+    c->ratio = scaled ? ratio : 1.0;
+    c->decay = scaled || c->trust == 0.0 ? c->weight_decay : 0.0;
 }
+#endif
+CT_ROUNDED(ct_lars, CT_LARS_COEF)
 
 CT_HD static inline ct_real
 CT_REAL(ct_lars_scaled)(const CT_REAL(ct_lars_coef) * c, ct_real grad, ct_real param)
@@ -32,7 +45,7 @@ CT_REAL(ct_lars_scaled)(const CT_REAL(ct_lars_coef) * c, ct_real grad, ct_real p
     return c->ratio * (grad * c->grad_scale + c->decay * param);
 }
 
-/* Terms are what the sums are of; the state is left alone. */
+/* terms: to be summed; the state is unchanged. */
 CT_HD static inline void
 CT_REAL(ct_lars_measure)(const CT_REAL(ct_lars_coef) * c, ct_real grad, ct_real param,
                          ct_real *state, ct_real *terms)
@@ -58,7 +71,7 @@ CT_REAL(ct_lars_momentum_measure)(const CT_REAL(ct_lars_coef) * c, ct_real grad,
     CT_REAL(ct_lars_measure)(c, grad, param, state, terms);
 }
 
-/* With momentum; state is its buffer. */
+/* With momentum; state is the momentum. */
 CT_HD static inline void
 CT_REAL(ct_lars_momentum_apply)(const CT_REAL(ct_lars_coef) * c, ct_real grad,
                                 ct_real *param, ct_real *state)

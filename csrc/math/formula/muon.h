@@ -1,26 +1,37 @@
-/* Muon's momentum for one element of type ct_real: the only place that states it. */
+/* Muon's momentum for one element of type ct_real: a measured rule
+ * (math/measured.def); the parameter becomes the momentum's direction, divided by the
+ * norm. Newton-Schulz follows (core/optim/muon.h).
+ *
+ * Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
+ * 2024, in the form of torch.optim.Muon. */
 
-/* The constants rounded to the type. */
-typedef struct CT_REAL(ct_muon_coef) {
-    ct_real grad_scale;
-    ct_real momentum;
-    ct_real one_minus_momentum;
-    ct_real inv_norm;
-    int nesterov;
-    int from_grad;
-} CT_REAL(ct_muon_coef);
+#ifndef CT_MUON_COEF
+#define CT_MUON_COEF(REAL, FLAG)                                                       \
+    REAL(grad_scale)                                                                   \
+    REAL(momentum)                                                                     \
+    REAL(one_minus_momentum)                                                           \
+    REAL(eps) /* the least norm to divide by */                                        \
+    FLAG(nesterov)                                                                     \
+    FLAG(from_grad) /* averages start from the gradient: momentum < 0.5 */             \
+    REAL(inv_norm)  /* settled */                                                      \
+    REAL(lr)        /* of the step that follows, as all below */                       \
+    REAL(weight_decay)                                                                 \
+    REAL(a) /* Newton-Schulz's coefficients */                                         \
+    REAL(b)                                                                            \
+    REAL(c)                                                                            \
+    FLAG(n_steps)                                                                      \
+    FLAG(adjust) /* a ct_muon_adjust */
+CT_COEF(ct_muon, CT_MUON_COEF)
 
-CT_HD static inline CT_REAL(ct_muon_coef) CT_REAL(ct_muon_round)(const ct_muon_coef *c)
+CT_HD static inline void
+ct_muon_settle(ct_muon_coef *c, const double *sums, double n)
 {
-    CT_REAL(ct_muon_coef) r;
-    r.grad_scale = (ct_real)c->grad_scale;
-    r.momentum = (ct_real)c->momentum;
-    r.one_minus_momentum = (ct_real)c->one_minus_momentum;
-    r.inv_norm = (ct_real)c->inv_norm;
-    r.nesterov = c->nesterov;
-    r.from_grad = c->from_grad;
-    return r;
+    const double norm = sqrt(sums[0]);
+    (void)n;
+    c->inv_norm = 1.0 / (norm > c->eps ? norm : c->eps);
 }
+#endif
+CT_ROUNDED(ct_muon, CT_MUON_COEF)
 
 /* momentum * average + (1 - momentum) * grad, from the nearer end. */
 CT_HD static inline ct_real

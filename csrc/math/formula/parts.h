@@ -1,6 +1,6 @@
 /* Parts of formulas for one element of type ct_real. */
 
-/* The scaled gradient with the weight decay added to it. Without one the parameter does
+/* The scaled gradient plus the weight decay. Without weight decay the parameter does
  * not enter, not even as 0 * Inf. */
 CT_HD static inline ct_real
 CT_REAL(ct_l2_grad)(ct_real grad, ct_real grad_scale, ct_real weight_decay,
@@ -10,8 +10,8 @@ CT_REAL(ct_l2_grad)(ct_real grad, ct_real grad_scale, ct_real weight_decay,
     return weight_decay != (ct_real)0 ? g + weight_decay * param : g;
 }
 
-/* A moving average is exact at the end it starts from, so it starts from the nearer
- * one: keep = 0 gives the new value and not a rounded one. */
+/* The computation of a moving average is exact at its starting end, so it starts from
+ * the nearer end: keep = 0 gives exactly the new value. */
 CT_HD static inline ct_real
 CT_REAL(ct_average)(ct_real old, ct_real value, ct_real weight, int from_new)
 {
@@ -19,7 +19,7 @@ CT_REAL(ct_average)(ct_real old, ct_real value, ct_real weight, int from_new)
     return start + weight * (value - old);
 }
 
-/* The larger one, or NaN where either is. */
+/* The larger, or NaN if either is NaN. */
 CT_HD static inline ct_real
 CT_REAL(ct_larger)(ct_real a, ct_real b)
 {

@@ -1,8 +1,26 @@
-/* RMSprop for one element of type ct_real: the only place that states the formula. */
+/* RMSprop for one element of type ct_real.
+ *
+ * Source: Hinton, "Neural Networks for Machine Learning", 2012, lecture 6, and Graves,
+ * "Generating Sequences With Recurrent Neural Networks", 2013, for the centred form, in
+ * the form and order of operations of torch.optim.RMSprop. A difference: a centred
+ * variance that is negative by rounding counts as 0; torch's root gives NaN. */
 
+#ifndef CT_RMSPROP_COEF
+#define CT_RMSPROP_COEF(REAL, FLAG)                                                    \
+    REAL(grad_scale) /* clip coefficient / loss scale: saves a pass over grads */      \
+    REAL(lr)                                                                           \
+    REAL(weight_decay)                                                                 \
+    REAL(alpha)                                                                        \
+    REAL(one_minus_alpha)                                                              \
+    REAL(lerp) /* the weight and the start of ct_average */                            \
+    REAL(momentum)                                                                     \
+    REAL(eps)                                                                          \
+    FLAG(from_grad)
+CT_COEF(ct_rmsprop, CT_RMSPROP_COEF)
+#endif
 CT_ROUNDED(ct_rmsprop, CT_RMSPROP_COEF)
 
-/* The gradient as the rule sees it, and its square into the average. */
+/* The gradient with weight decay; adds the square to the average. */
 CT_HD static inline ct_real
 CT_REAL(ct_rmsprop_grad)(const CT_REAL(ct_rmsprop_coef) * c, ct_real grad,
                          ct_real param, ct_real *square_avg)
@@ -12,7 +30,7 @@ CT_REAL(ct_rmsprop_grad)(const CT_REAL(ct_rmsprop_coef) * c, ct_real grad,
     return g;
 }
 
-/* What the gradient is divided by in the centred form, and it into its average. */
+/* The divisor of the centred form; adds the gradient to its average. */
 CT_HD static inline ct_real
 CT_REAL(ct_rmsprop_deviation)(const CT_REAL(ct_rmsprop_coef) * c, ct_real g,
                               ct_real square_avg, ct_real *grad_avg)

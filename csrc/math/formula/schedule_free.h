@@ -1,6 +1,24 @@
-/* Schedule-free updates of one element of type ct_real: the only place that states the
- * formulas. */
+/* Schedule-free AdamW and SGD for one element of type ct_real.
+ *
+ * Source: Defazio et al., "The Road Less Scheduled", 2024, algorithm 1, in
+ * the form of the package schedulefree: y and z are kept, not x. The parameter is y,
+ * the point of the gradients; the package's ckp1 is the weight of the new iterate z in
+ * the average x. */
 
+#ifndef CT_SCHEDULE_FREE_COEF
+#define CT_SCHEDULE_FREE_COEF(REAL, FLAG)                                              \
+    REAL(grad_scale) /* clip coefficient / loss scale: saves a pass over grads */      \
+    REAL(lr)                                                                           \
+    REAL(weight_decay)                                                                 \
+    REAL(lerp)      /* the weight and the start of ct_average, of y and z */           \
+    REAL(grad_step) /* lr * (beta1 * (1 - ckp1) - 1) */                                \
+    REAL(beta2)                                                                        \
+    REAL(one_minus_beta2)                                                              \
+    REAL(inv_bias2) /* 1 / sqrt(1 - beta2^step) */                                     \
+    REAL(eps)                                                                          \
+    FLAG(from_z)
+CT_COEF(ct_schedule_free, CT_SCHEDULE_FREE_COEF)
+#endif
 CT_ROUNDED(ct_schedule_free, CT_SCHEDULE_FREE_COEF)
 
 /* Moves y and z by a gradient that is normalised and has no weight decay yet. */

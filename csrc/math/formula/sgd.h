@@ -1,5 +1,19 @@
-/* SGD for one element of type ct_real: the only place that states the formula. */
+/* SGD for one element of type ct_real.
+ *
+ * Source: Sutskever et al., "On the importance of initialization and momentum in deep
+ * learning", 2013, in the form and order of operations of torch.optim.SGD. */
 
+#ifndef CT_SGD_COEF
+#define CT_SGD_COEF(REAL, FLAG)                                                        \
+    REAL(grad_scale) /* clip coefficient / loss scale: saves a pass over grads */      \
+    REAL(lr)                                                                           \
+    REAL(momentum)                                                                     \
+    REAL(one_minus_dampening)                                                          \
+    REAL(weight_decay)                                                                 \
+    FLAG(nesterov)                                                                     \
+    FLAG(first) /* the momentum buffer starts as the gradient */
+CT_COEF(ct_sgd, CT_SGD_COEF)
+#endif
 CT_ROUNDED(ct_sgd, CT_SGD_COEF)
 
 /* Without momentum; there is no state. */
@@ -12,7 +26,7 @@ CT_REAL(ct_sgd_apply)(const CT_REAL(ct_sgd_coef) * c, ct_real grad, ct_real *par
     *param = *param - c->lr * g;
 }
 
-/* With momentum; state is its buffer. */
+/* With momentum; state is the momentum. */
 CT_HD static inline void
 CT_REAL(ct_sgd_momentum_apply)(const CT_REAL(ct_sgd_coef) * c, ct_real grad,
                                ct_real *param, ct_real *state)

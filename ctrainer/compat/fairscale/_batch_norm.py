@@ -23,13 +23,18 @@ def auto_wrap_bn(
     wrap_it: bool = True,
     assert_on_collision: bool = True,
 ) -> nn.Module:
-    """Wrap each batch normalisation by itself, in float32 and not resharded, and
-    return the module.
+    """Wrap each batch normalisation by itself, in float32 and not resharded, and return
+    the module.
 
-    fsdp_config: other options of these units. wrap_it=False only leaves
-    `wrapper_config` on them, for auto_wrap(). single_rank_pg: units of one rank.
-
-    Raises AssertionError for a module that has a wrapper_config (assert_on_collision).
+    Args:
+        module (nn.Module): The module.
+        single_rank_pg (bool, default False): Units of one rank.
+        process_group (default None): Of the units; None: all ranks.
+        fsdp_config (dict[str, Any] | None, default None): Other options of these units.
+        wrap_it (bool, default True): False only leaves `wrapper_config` on them, for
+            auto_wrap().
+        assert_on_collision (bool, default True): Raise AssertionError where one has a
+            `wrapper_config`.
     """
     config = fsdp_config
     if config is None:

@@ -36,17 +36,17 @@ def _now(name: str) -> Iterator[None]:
 
 
 def disable_checkpointing() -> contextlib.AbstractContextManager[None]:
-    """Within it, in this thread, modules keep their activations."""
+    """Return a context in which, in this thread, modules keep their activations."""
     return _now("disabled")
 
 
 def is_checkpointing() -> bool:
-    """Whether a forward runs whose activations are not kept."""
+    """Return whether a forward pass runs whose activations are not kept."""
     return _thread.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether such a forward runs again, for the backward."""
+    """Return whether such a forward pass runs again, for the backward pass."""
     return _thread.recomputing
 
 
@@ -54,10 +54,14 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
     """Let the module keep its inputs instead of its activations, and return it.
 
     Its forward may take keywords and return anything. Batch normalisation updates its
-    running statistics once a step. offload_to_cpu: the inputs wait in host memory.
+    running statistics once a step.
 
-    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; names
-    of fairscale, fairscale/nn/checkpoint.
+    Args:
+        module (nn.Module): The module.
+        offload_to_cpu (bool, default False): The inputs wait in host memory.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; names of
+    fairscale, fairscale/nn/checkpoint.
     """
     module._offloads_to_cpu = offload_to_cpu  # type: ignore[assignment]
     module.forward = types.MethodType(_checkpointed_forward, module)

@@ -15,10 +15,15 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ctrainer.compat.fairscale import _optim_state
 from ctrainer.compat.fairscale._groups import communicator_of
 from ctrainer.fsdp import FullyShardedDataParallel as Engine
-from ctrainer.fsdp import TrainingState, consolidate_sharded_state_dicts, layout
+from ctrainer.fsdp import (
+    TrainingState,
+    consolidate_sharded_state_dicts,
+    full_params,
+    layout,
+)
 from ctrainer.fsdp.layout import cast_floats
-from ctrainer.fsdp.shard_files import parts_of
-from ctrainer.fsdp.shard_metadata import is_flat, original_name
+from ctrainer.fsdp.shard_files import original_name, parts_of
+from ctrainer.fsdp.shard_metadata import is_flat
 
 
 def _owner_modules_of(borrowed: list[tuple[layout.Place, Any]]) -> list[Any]:
@@ -42,31 +47,64 @@ def _owner_modules_of(borrowed: list[tuple[layout.Place, Any]]) -> list[Any]:
 class FullyShardedDataParallel(Engine):
     """ctrainer.fsdp.FullyShardedDataParallel under fairscale's arguments and habits.
 
-    process_group: a Communicator, a group of torch.distributed or None for all ranks.
-    mixed_precision: compute in compute_dtype, float16 if None; buffers in buffer_dtype,
-    by default the same. fp32_reduce_scatter: reduce gradients in float32.
-    flatten_parameters: a flat parameter for what is trained and one for what is frozen.
-    move_params_to_cpu, cpu_offload: of a module on a GPU the shards are in host memory,
-    and their gradients, whatever move_grads_to_cpu. compute_device, state_dict_device:
-    the kind of device that the module is on; another is rejected.
-    gradient_predivide_factor: what gradients are divided by before their sum.
-    state_dict_on_rank_0_only: state_dict() is empty on other ranks.
-    process_group_reduce_scatter, bucket_cap_mb, no_broadcast_optim_state,
-    clear_autocast_cache and verbose have nothing to do. force_input_to_fp32: a unit of
-    float32 casts its floating point inputs. allow_reset_parameters: reset_parameters()
-    calls the module's, with the parameters gathered.
-
     state_dict() and load_state_dict() are those of the unwrapped module, collective;
     local_state_dict() and load_local_state_dict() are this rank's shards, in
-    XlaFullyShardedDataParallel's format.
+    XlaFullyShardedDataParallel's format. A parameter that a unit beside this one has
+    taken over is borrowed from it: both are in one root, and each gathers it for its
+    own forward and backward pass.
 
-    A parameter that a unit beside this one has taken over is borrowed from it: both
-    are in one root, and each gathers it for its own forward and backward.
+    Args:
+        module (nn.Module): The module.
+        process_group (default None): A Communicator, a group of torch.distributed, or
+            None for all ranks.
+        process_group_reduce_scatter (default None): No effect.
+        reshard_after_forward (bool, default True): Release the parameters after the
+            forward pass.
+        disable_reshard_on_root (bool, default True): The outermost unit keeps them
+            until the backward pass.
+        mixed_precision (bool, default False): Compute in compute_dtype.
+        fp32_reduce_scatter (bool, default False): Reduce gradients in float32.
+        flatten_parameters (bool, default True): Have a flat parameter of what is
+            trained and one of what is frozen.
+        move_params_to_cpu (bool, default False): The shards and gradients of a module
+            on a GPU are in host memory.
+        compute_dtype (torch.dtype | None, default None): With mixed_precision; None:
+            float16.
+        buffer_dtype (torch.dtype | None, default None): Of buffers; None:
+            compute_dtype.
+        move_grads_to_cpu (bool | None, default None): No effect: gradients are where
+            the shards are.
+        bucket_cap_mb (int, default 25): No effect.
+        compute_device (torch.device | None, default None): The kind of device that the
+            module is on; another is rejected.
+        no_broadcast_optim_state (bool | None, default False): No effect.
+        state_dict_device (torch.device | None, default None): As compute_device.
+        clear_autocast_cache (bool, default False): No effect.
+        force_input_to_fp32 (bool, default False): A unit of float32 casts its floating
+            point inputs.
+        verbose (bool, default False): No effect.
+        cpu_offload (bool, default False): The old name of move_params_to_cpu.
+        state_dict_on_rank_0_only (bool, default False): state_dict() is empty on other
+            ranks.
+        gradient_predivide_factor (float | None, default None): What gradients are
+            divided by before their sum.
+        allow_reset_parameters (bool, default False): reset_parameters() calls the
+            module's, with the parameters gathered.
+        gather_bits, reduce_bits (int | None, default None): As
+            ctrainer.fsdp.FullyShardedDataParallel's.
 
-    Raises ValueError for fp32_reduce_scatter without mixed_precision, for a device
-    other than the CPU and for a parameter of a unit below; else what the engine raises.
+    Raises:
+        ValueError: fp32_reduce_scatter without mixed_precision, another device, a
+            parameter of a unit below; else what the engine raises.
 
     Source: fairscale 0.4.13, fairscale/nn/data_parallel.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.compat.fairscale import FullyShardedDataParallel
+        >>> model = FullyShardedDataParallel(torch.nn.Linear(4, 2))
+        >>> sorted(model.state_dict())
+        ['bias', 'weight']
     """
 
     def __init__(
@@ -150,11 +188,15 @@ class FullyShardedDataParallel(Engine):
         return found
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Say that a parameter of this module is that of a unit beside it, which the
-        constructor has seen: p is its shard, or the other module's parameter.
+        """Declare that a parameter of this module is that of a unit beside it, which
+        the constructor has seen.
 
-        Raises AssertionError for a unit that has been called, is flat or has no
-        parameter of its own, and for a p that is not here.
+        Args:
+            p (nn.Parameter): Its shard, or the other module's parameter.
+
+        Raises:
+            AssertionError: the unit has been called, is flat or has no parameter of its
+                own, or p is not here.
         """
         assert self._is_root is None, "call append_shared_param before the forward"
         assert not self.flatten_parameters, "it needs flatten_parameters=False"
@@ -171,7 +213,7 @@ class FullyShardedDataParallel(Engine):
         return list(self.sharded_params)
 
     def non_shared_params(self) -> list[nn.Parameter]:
-        """The shards that are this unit's own."""
+        """Return the shards that are this unit's own."""
         return list(self.sharded_params)
 
     def reset_parameters(self) -> None:
@@ -194,8 +236,16 @@ class FullyShardedDataParallel(Engine):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Shards by fairscale's names: those of their parameters before wrapping, or
-        flat_param_0 and so on; whole parameters in summon_full_params()."""
+        """Yield fairscale's names and shards.
+
+        The names are those of the parameters before wrapping, or flat_param_0 and so
+        on; in summon_full_params() whole parameters.
+
+        Args:
+            prefix (str, default ''): In front of each name.
+            recurse (bool, default True): Those of modules below, too.
+            remove_duplicate (bool, default True): Each parameter once.
+        """
         found = super().named_parameters(prefix, recurse, remove_duplicate)
         if self.__dict__.get("_locally", True):
             return found
@@ -204,6 +254,14 @@ class FullyShardedDataParallel(Engine):
     # ---- forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the parameters, run the module, release them, and return its output.
+
+        Args:
+            *args, **kwargs: Of the module's forward.
+
+        Raises:
+            RuntimeError: the unit shares a parameter with another one and is the root.
+        """
         if self._owner_modules is None:
             self._owner_modules = _owner_modules_of(self.borrowed)
         owners = self._owner_modules
@@ -226,6 +284,7 @@ class FullyShardedDataParallel(Engine):
 
     @property
     def cpu_offload(self) -> bool:
+        """The shards are in host memory."""
         return self.move_params_to_cpu
 
     def extra_repr(self) -> str:
@@ -242,26 +301,31 @@ class FullyShardedDataParallel(Engine):
         filter_params_fn: Callable[[Any], Any] | None = None,
     ) -> torch.Tensor:
         """Scale the gradients so that their norm over all ranks is at most max_norm;
-        return what it was. Collective.
+        return the norm before. Collective.
 
-        filter_params_fn: which of this rank's parameters count, and are scaled.
+        Args:
+            max_norm (float): The largest norm.
+            norm_type (float | str, default 2.0): p > 0, or inf, also as a string.
+            filter_params_fn (Callable[[Any], Any] | None, default None): Chooses of
+                this rank's parameters those that count, and are scaled.
         """
         if filter_params_fn is None:
             return super().clip_grad_norm_(max_norm, norm_type)
-        assert self._is_root, (
-            "clip_grad_norm should only be called on the root (parent) instance"
-        )
         chosen = list(filter_params_fn(self.params_with_grad))
-        total = self._unit.clip(chosen, float(max_norm), float(norm_type))
-        return torch.tensor(total, dtype=torch.float32, device=self.home.device)
+        return self._clip(chosen, max_norm, norm_type, alone=False)
 
     @contextlib.contextmanager
     def summon_full_params(
         self, recurse: bool = True, volatile: bool = False
     ) -> Iterator[None]:
-        """Within it the module's parameters have all their values. Collective.
+        """Gather all parameters within the block. Collective.
 
-        recurse: those of inner units too. volatile: changes are dropped at the end.
+        Args:
+            recurse (bool, default True): Those of inner units too.
+            volatile (bool, default False): Drop changes at the end.
+
+        Yields:
+            None.
         """
         with super().summon_full_params(recurse, writeback=not volatile):
             yield
@@ -271,7 +335,13 @@ class FullyShardedDataParallel(Engine):
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any
     ) -> dict[str, Any]:
-        """The unwrapped module's state_dict, on every rank. Collective."""
+        """Return the unwrapped module's state_dict. Collective.
+
+        Args:
+            *args, **kwargs: As torch.nn.Module.state_dict's.
+            destination (default None): A dict to fill; None: a new one.
+            prefix (str, default ''): In front of each name.
+        """
         if self._locally:
             state: dict[str, Any] = super().state_dict(
                 *args, destination=destination, prefix=prefix, **kwargs
@@ -286,19 +356,32 @@ class FullyShardedDataParallel(Engine):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: dict[str, Any], strict: bool = True
     ) -> _IncompatibleKeys:
-        """Take this rank's part out of the unwrapped module's state_dict. Collective.
+        """Take this rank's shards out of the unwrapped module's state_dict; return
+        missing and unexpected keys.
 
-        Raises RuntimeError naming the keys that are missing or unknown (strict) and
-        parameters of other shapes; nothing is loaded then.
+        Args:
+            state_dict (dict[str, Any]): Full tensors by name.
+            strict (bool, default True): Reject missing and unexpected keys.
+
+        Raises:
+            RuntimeError: keys that are missing or unknown (strict), or parameters of
+                other shapes; nothing is loaded then.
         """
-        own = set(self.full_state_dict())
+        own = set(full_params.empty_state(self))
         self.load_full_state_dict(state_dict, strict)
         return _IncompatibleKeys(
             sorted(own - set(state_dict)), sorted(set(state_dict) - own)
         )
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """This rank's shards. Raises ValueError in summon_full_params()."""
+        """Return this rank's shards.
+
+        Args:
+            *args, **kwargs: As torch.nn.Module.state_dict's.
+
+        Raises:
+            ValueError: in summon_full_params().
+        """
         self._assert_idle()
         with _as_local(self):
             return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
@@ -306,12 +389,18 @@ class FullyShardedDataParallel(Engine):
     def load_local_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True
     ) -> _IncompatibleKeys:
-        """Take what local_state_dict() returned on this rank."""
+        """Load what local_state_dict() returned on this rank; return missing and
+        unexpected keys.
+
+        Args:
+            state_dict (dict[str, Any]): Shards by name.
+            strict (bool, default True): Reject missing and unexpected keys.
+        """
         loaded: _IncompatibleKeys = super().load_state_dict(state_dict, strict)
         return loaded
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """What consolidate_shard_weights() needs: get_shard_metadata()."""
+        """Return what consolidate_shard_weights() needs: get_shard_metadata()."""
         return self.get_shard_metadata()
 
     @staticmethod
@@ -321,11 +410,18 @@ class FullyShardedDataParallel(Engine):
         with_module_buffers: bool = True,
         strict: bool = True,
     ) -> dict[str, torch.Tensor]:
-        """The unwrapped module's state_dict of what local_state_dict() and
-        local_metadata_dict() returned on every rank, in their order.
+        """Return the unwrapped module's state_dict.
 
-        with_module_buffers=False leaves buffers out. Raises ValueError as
-        consolidate_sharded_state_dicts, and for strict=False: every shard is needed.
+        Args:
+            shard_weights (list[dict[str, torch.Tensor]]): local_state_dict() of every
+                rank.
+            shard_metadata (list[dict[str, Any]]): local_metadata_dict() of every rank,
+                in the same order.
+            with_module_buffers (bool, default True): Keep buffers.
+            strict (bool, default True): Every shard is needed: False raises.
+
+        Raises:
+            ValueError: as consolidate_sharded_state_dicts, and for strict=False.
         """
         if not strict:
             raise ValueError("strict=False: a module needs the shards of all its ranks")
@@ -345,31 +441,47 @@ class FullyShardedDataParallel(Engine):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
     ) -> dict[str, Any]:
-        """The engine's, with the names that local_state_dict() has."""
+        """Return the engine's, with the names that local_state_dict() has.
+
+        Args:
+            model (nn.Module): A unit, or a module around units.
+            optim (torch.optim.Optimizer): Made of model.parameters().
+            group (default None): No effect.
+        """
         with _as_local(model):
             return Engine.sharded_optim_state_dict(model, optim, group)
 
     def gather_full_optim_state_dict(
         self, optim: torch.optim.Optimizer, **ignored: Any
     ) -> dict[str, Any] | None:
-        """The state of whole parameters, on rank 0; None elsewhere. Collective.
+        """Return the state of whole parameters, on rank 0; None elsewhere. Collective.
 
         state: by number of parameter, units in the order of modules() and each one's
         parameters in order; param_groups: by these numbers; param_id_map: number ->
         that of the shard; uncollected_local_ids: [].
 
-        Raises ValueError for a state that has not the shape of its shard and differs
-        between ranks, or parameters that are not this module's.
+        Args:
+            optim (torch.optim.Optimizer): Made of this module's parameters.
+            **ignored: No effect.
+
+        Raises:
+            ValueError: a state that has not the shape of its shard and differs between
+                ranks, or parameters that are not this module's.
         """
         return _optim_state.gather(self, optim)
 
     def get_shard_from_optim_state_dict(
         self, full_optim_state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """This rank's part of what gather_full_optim_state_dict returned, on any
-        number of ranks, for load_state_dict of the optimizer. It is not changed.
+        """Return this rank's part of a full state, for load_state_dict of the
+        optimizer.
 
-        Raises AssertionError where the units are others.
+        Args:
+            full_optim_state_dict (dict[str, Any]): What gather_full_optim_state_dict
+                returned, on any number of ranks; it is not changed.
+
+        Raises:
+            AssertionError: the units are others.
         """
         return _optim_state.shard(self, full_optim_state_dict)
 
@@ -417,6 +529,11 @@ def _check_devices(home: torch.device, *devices: torch.device | None) -> None:
 def get_fsdp_instances(
     mod: nn.Module, skip_empty: bool = False
 ) -> list[FullyShardedDataParallel]:
-    """The units among the modules of mod; skip_empty: those with parameters."""
+    """Return the units among the modules of a module.
+
+    Args:
+        mod (nn.Module): The module.
+        skip_empty (bool, default False): Only those with parameters.
+    """
     units = [m for m in mod.modules() if isinstance(m, FullyShardedDataParallel)]
     return [unit for unit in units if unit.sharded_params or not skip_empty]

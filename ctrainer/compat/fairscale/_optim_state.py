@@ -13,7 +13,11 @@ State = dict[str, Any]
 
 
 def is_singleton_tensor(x: Any) -> bool:
-    """Whether x is a tensor of no dimension, as a count of steps is."""
+    """Return whether it is a tensor of no dimension, as a count of steps is.
+
+    Args:
+        x: Anything.
+    """
     return isinstance(x, torch.Tensor) and x.dim() == 0
 
 

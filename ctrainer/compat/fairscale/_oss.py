@@ -18,22 +18,36 @@ Group = dict[str, Any]
 
 
 class OSS(Optimizer):
-    """Each rank updates some of the parameters and sends them to the others.
+    """An optimizer of which each rank updates some of the parameters and sends them to
+    the others.
 
-    params: as any optimizer's. optim: the class that updates, of torch or of
-    ctrainer.optim, made of this rank's parameters with `default`. group: a
-    Communicator, a group of torch.distributed or None for all ranks.
-    broadcast_buffer_size and force_broadcast_object have nothing to do: tensors are
-    sent in C through one buffer. broadcast_fp16 is rejected: the ranks' parameters
-    would come apart.
+    Parameters go, in order, to the rank with the fewest elements so far. Gradients must
+    be the same on all ranks, or at least right where the parameter is updated.
 
-    Parameters go, in order, to the rank with the fewest elements so far. Gradients
-    must be the same on all ranks, or at least right where the parameter is updated.
+    Args:
+        params: As any optimizer's.
+        optim (type[Optimizer], default SGD): The class that updates, of torch or of
+            ctrainer.optim, made of this rank's parameters with `default`.
+        group (default None): A Communicator, a group of torch.distributed, or None for
+            all ranks.
+        broadcast_buffer_size (int, default -1): No effect: tensors are sent in C
+            through one buffer.
+        broadcast_fp16 (bool, default False): True is rejected: the ranks' parameters
+            would come apart.
+        force_broadcast_object (bool, default False): No effect.
+        **default: Options of `optim`.
 
-    Raises ValueError for broadcast_fp16=True and where there is nothing to optimise.
+    Raises:
+        ValueError: broadcast_fp16, or there is nothing to optimise.
 
     Source: Rajbhandari et al., "ZeRO", 2020, stage 1; names of fairscale,
     fairscale/optim/oss.py.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.compat.fairscale import OSS
+        >>> optimizer = OSS(torch.nn.Linear(3, 2).parameters(), torch.optim.SGD, lr=0.1)
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -67,7 +81,7 @@ class OSS(Optimizer):
     # ---- who has which
 
     def partition_parameters(self) -> list[list[Group]]:
-        """The parameter groups of each rank. A parameter stays where it is."""
+        """Return the parameter groups of each rank. A parameter stays where it is."""
         sizes = [0] * self.world_size
         parts: list[list[Group]] = [[] for _ in sizes]
         for group in self.param_groups:
@@ -81,8 +95,12 @@ class OSS(Optimizer):
         return parts
 
     def refresh_trainable(self) -> None:
-        """Divide parameters that have been added. requires_grad may change: parameters
-        and their state stay with their ranks."""
+        """Partition parameters that have been added. requires_grad may change:
+        parameters and their state stay with their ranks.
+
+        Raises:
+            ValueError: this rank has no parameter to update.
+        """
         kept = {} if self._optim is None else self._optim.state
         self._parts = self.partition_parameters()
         own = [group for group in self._parts[self.rank] if group["params"]]
@@ -102,12 +120,16 @@ class OSS(Optimizer):
         return [param for group in self._parts[rank] for param in group["params"]]
 
     def owners(self) -> dict[torch.Tensor, int]:
-        """The rank that updates each parameter."""
+        """Return the rank that updates each parameter."""
         ranks = range(self.world_size)
         return {param: rank for rank in ranks for param in self._of_rank(rank)}
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, and divide it."""
+        """Add a group, and partition it.
+
+        Args:
+            param_group (Group): "params" and options.
+        """
         super().add_param_group(param_group)
         if not self._building:
             self.refresh_trainable()
@@ -123,9 +145,13 @@ class OSS(Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, **kwargs: Any
     ) -> float | None:
-        """Update this rank's parameters and receive the others'. Collective.
+        """Update this rank's parameters and receive the others'; return the closure's
+        loss, or None. Collective.
 
-        kwargs are the inner optimizer's.
+        Args:
+            closure (Callable[[], float] | None, default None): Computes the loss and
+                its gradients before the update.
+            **kwargs: Of the inner optimizer's step().
         """
         _copy_options(self.param_groups, self.optim.param_groups)
         options = kwargs if closure is None else {**kwargs, "closure": closure}
@@ -144,10 +170,13 @@ class OSS(Optimizer):
         filter_params_fn: Callable[[Any], Iterable[Any]] | None = None,
     ) -> torch.Tensor:
         """Scale the gradients of all ranks' parameters to a norm of at most max_norm;
-        return what it was. Collective.
+        return the norm before. Collective.
 
-        norm_type: p > 0, or inf. filter_params_fn: which of this rank's parameters
-        count.
+        Args:
+            max_norm (float): The largest norm.
+            norm_type (float | str, default 2.0): p > 0, or inf.
+            filter_params_fn (Callable[[Any], Iterable[Any]] | None, default None):
+                Chooses of this rank's parameters those that count.
         """
         params: Any = self._of_rank(self.rank)
         if filter_params_fn is not None:
@@ -173,7 +202,11 @@ class OSS(Optimizer):
     # ---- state
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
-        """Bring the ranks' states to recipient_rank, or with -1 to all. Collective."""
+        """Bring the ranks' states together. Collective.
+
+        Args:
+            recipient_rank (int, default 0): To which; -1: to all.
+        """
         _copy_options(self.param_groups, self.optim.param_groups)
         file = io.BytesIO()
         torch.save(self.optim.state_dict(), file)
@@ -184,11 +217,14 @@ class OSS(Optimizer):
         ]
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """The whole state, as the inner optimizer alone would have it.
+        """Return the whole state, as the inner optimizer alone would have it.
 
-        all_ranks: bring it together now; then all ranks call this.
+        Args:
+            all_ranks (bool, default False): Bring it together now; then all ranks call
+                this.
 
-        Raises RuntimeError where consolidate_state_dict() has not brought it.
+        Raises:
+            RuntimeError: consolidate_state_dict() has not brought it here.
         """
         if all_ranks:
             self.consolidate_state_dict(recipient_rank=-1)
@@ -212,8 +248,12 @@ class OSS(Optimizer):
         return {param: number for number, param in enumerate(params)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what state_dict() returned, on any number of ranks, or the inner
-        optimizer's own."""
+        """Load a state.
+
+        Args:
+            state_dict (dict[str, Any]): What state_dict() returned, on any number of
+                ranks, or the inner optimizer's own.
+        """
         super().load_state_dict({**state_dict, "state": {}})
         _copy_options(self.param_groups, self.optim.param_groups)
         numbers = self._numbers()

@@ -10,11 +10,25 @@ from ctrainer.compat.fairscale._groups import communicator_of
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler for gradients of which each rank has a part: an Inf or NaN
-    on one rank makes all of them leave out the update and lower the scale.
+    """torch.amp.GradScaler for gradients of which each rank has a shard.
 
-    Unlike torch.cuda.amp's it also works on CPUs. process_group: a Communicator, a
-    group of torch.distributed or None for all ranks.
+    An Inf or NaN on one rank makes all of them leave out the update and lower the
+    scale. Unlike torch.cuda.amp's it also works on CPUs.
+
+    Args:
+        init_scale (float, default 65536.0): The first factor of the loss.
+        growth_factor (float, default 2.0): Of the factor, after growth_interval updates
+            without overflow.
+        backoff_factor (float, default 0.5): Of the factor, at an overflow.
+        growth_interval (int, default 2000): Updates.
+        enabled (bool, default True): False: scale nothing.
+        process_group (default None): A Communicator, a group of torch.distributed, or
+            None for all ranks.
+
+    Example:
+        >>> from ctrainer.compat.fairscale import ShardedGradScaler
+        >>> ShardedGradScaler(init_scale=8.0).get_scale()
+        8.0
     """
 
     def __init__(
@@ -39,9 +53,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self._communicator = communicator_of(process_group) if enabled else None
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, and tell all ranks of Inf and NaN.
-
+        """Divide the gradients by the scale, and find Inf and NaN on all ranks.
         Collective.
+
+        Args:
+            optimizer (torch.optim.Optimizer): Whose gradients.
         """
         super().unscale_(optimizer)
         if self._communicator is None:

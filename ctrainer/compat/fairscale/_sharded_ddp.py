@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer.adapters import parallel
+from ctrainer.comm import parallel
 from ctrainer.comm.data_parallel import DataParallel
 from ctrainer.compat.fairscale._groups import communicator_of
 from ctrainer.compat.fairscale._oss import OSS
@@ -18,27 +18,47 @@ logger = logging.getLogger(__name__)
 
 
 class ShardedDataParallel(DataParallel):
-    """Averages each gradient over the ranks, for the one that updates the parameter.
+    """A module whose gradients are averaged over the ranks, each for the rank that
+    updates the parameter.
 
-    On the others the gradient is None after the backward pass, and its memory is given
-    back during it. Parameters of the module that no OSS updates have their averages on
-    all ranks; those of an OSS that are not in the module are averaged, too.
+    On other ranks the gradient is None after the backward pass, and its memory is freed
+    during the pass. Gradients of parameters that no OSS updates have their averages on
+    all ranks; an OSS's parameters outside of the module are averaged, too. As in
+    fairscale, gradients in eval() mode are each rank's own, OSS.clip_grad_norm clips,
+    and ShardedGradScaler scales.
 
-    module, sharded_optimizer: the OSS, or a list of them, that updates it.
-    reduce_buffer_size: elements, at most, of the buffer that each rank's short
-    gradients of a dtype are exchanged in, which stays; 0: each gradient by itself.
-    reduce_fp16: gradients travel in 16 bits, with buffers, too (fairscale: without
-    alone). sync_models_at_startup, broadcast_buffers: parameters and buffers become
-    those of rank 0 at the beginning, buffers before each forward pass.
-    auto_refresh_trainable: requires_grad may change between passes, else
-    refresh_trainable() says so; warn_on_trainable_params_changed: it is logged.
+    Args:
+        module (nn.Module): In host memory.
+        sharded_optimizer (OSS | list[OSS]): The OSS, or a list of them, that updates
+            it.
+        process_group (default None): A Communicator, a group of torch.distributed, or
+            None for all ranks.
+        broadcast_buffers (bool, default True): Buffers become those of rank 0 before
+            each forward pass.
+        sync_models_at_startup (bool, default True): Parameters and buffers become those
+            of rank 0 at the beginning.
+        reduce_buffer_size (int, default 8388608): Elements, at most, of the buffer in
+            which each rank's short gradients of a dtype are exchanged, which stays; 0:
+            each gradient by itself.
+        auto_refresh_trainable (bool, default True): requires_grad may change between
+            passes, else refresh_trainable() has to be called.
+        reduce_fp16 (bool, default False): Send gradients in fp16, with buffers, too
+            (fairscale: only without).
+        warn_on_trainable_params_changed (bool, default True): Log such a change.
 
-    As in fairscale, gradients in eval() mode are each rank's own, OSS.clip_grad_norm
-    clips, and ShardedGradScaler scales. join() and the hooks that need whole averages
-    are rejected with ValueError, and so is an OSS of other ranks.
+    Raises:
+        ValueError: an OSS of other ranks; join() and hooks that need whole averages.
 
     Source: Rajbhandari et al., "ZeRO", 2020, stage 2; names and arguments of fairscale,
     fairscale/nn/data_parallel/sharded_ddp.py.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.compat.fairscale import OSS, ShardedDataParallel
+        >>> module = torch.nn.Linear(3, 2)
+        >>> optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
+        >>> model = ShardedDataParallel(module, optimizer)
+        >>> model(torch.ones(1, 3)).sum().backward()
     """
 
     is_multi_device_module = False
@@ -143,12 +163,20 @@ class ShardedDataParallel(DataParallel):
         self.reducer.reduce()
 
     def sync_buffers(self, blocking: bool = False) -> None:
-        """Make the buffers those of rank 0. Collective; blocking is no choice."""
+        """Make the buffers those of rank 0. Collective.
+
+        Args:
+            blocking (bool, default False): No effect.
+        """
         buffers = parallel.shared_buffers(self.module)
         _C.broadcast_tensors(self.communicator, buffers)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Set the gradients to zero, or to None."""
+        """Drop the gradients, or fill them with zeros.
+
+        Args:
+            set_to_none (bool, default False): Drop them.
+        """
         super().zero_grad(set_to_none)
 
     def to(  # type: ignore[override]
@@ -157,9 +185,15 @@ class ShardedDataParallel(DataParallel):
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> ShardedDataParallel:
-        """Cast parameters and buffers of floating point to dtype.
+        """Cast parameters and buffers of floating point, and return this module.
 
-        Raises ValueError for a device other than the CPU.
+        Args:
+            device (torch.device | str | None): The CPU, or None.
+            dtype (torch.dtype | None, default None): The dtype; None: as they are.
+            non_blocking (bool, default False): As torch's.
+
+        Raises:
+            ValueError: another device.
         """
         if device is not None and torch.device(device).type != "cpu":
             raise ValueError(

@@ -38,12 +38,22 @@ def default_auto_wrap_policy(
     exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
     skip_params_check_for_root: bool = False,
 ) -> bool:
-    """Whether to look below a module (recurse) or to wrap it.
+    """Return whether to look below a module (recurse) or to wrap it.
 
-    It has min_num_params or more elements that no inner unit has; it is not, for
-    looking below, of force_leaf_modules (by default MultiheadAttention) and, for
-    wrapping, of exclude_wrap_modules (ModuleList and ModuleDict).
-    skip_params_check_for_root wraps the outermost whatever its size.
+    A module is wrapped that has min_num_params or more elements that no inner unit has.
+
+    Args:
+        module (nn.Module): The module.
+        recurse (bool): Ask whether to look below it.
+        unwrapped_params (int): Elements that no inner unit has.
+        module_is_root (bool): It is the outermost.
+        min_num_params (int, default 100000000): Elements.
+        force_leaf_modules (Collection[type[nn.Module]] | None, default None): Classes
+            not to look below; None: fairscale's.
+        exclude_wrap_modules (Collection[type[nn.Module]] | None, default None): Classes
+            not to wrap; None: fairscale's.
+        skip_params_check_for_root (bool, default False): Wrap the outermost module
+            whatever its size.
     """
     leaves = _FORCE_LEAF if force_leaf_modules is None else force_leaf_modules
     excluded = _EXCLUDE_WRAP if exclude_wrap_modules is None else exclude_wrap_modules
@@ -63,7 +73,13 @@ default_auto_wrap_policy.FORCE_LEAF_MODULES = _FORCE_LEAF  # type: ignore[attr-d
 def config_auto_wrap_policy(
     module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
 ) -> bool:
-    """Look below everything, and wrap what has a `wrapper_config`."""
+    """Return True for all modules with recurse, else for those with a `wrapper_config`.
+
+    Args:
+        module (nn.Module): The module.
+        recurse (bool): Ask whether to look below it.
+        unwrapped_params, module_is_root (int): Not read.
+    """
     del unwrapped_params, module_is_root
     return recurse or hasattr(module, "wrapper_config")
 
@@ -72,11 +88,19 @@ def config_auto_wrap_policy(
 def enable_wrap(
     auto_wrap_policy: Policy | None = None, **wrapper_kwargs: Any
 ) -> Iterator[None]:
-    """Within it wrap() and auto_wrap() wrap, with wrapper_cls and these options.
+    """Let wrap() and auto_wrap() wrap within the block.
 
-    auto_wrap_policy: of auto_wrap(), default_auto_wrap_policy if None.
+    Args:
+        auto_wrap_policy (Policy | None, default None): Of auto_wrap(); None:
+            default_auto_wrap_policy.
+        **wrapper_kwargs: wrapper_cls, the class to wrap with, and its options.
 
-    Raises NotImplementedError inside another, TypeError without wrapper_cls.
+    Yields:
+        None.
+
+    Raises:
+        NotImplementedError: inside another such block.
+        TypeError: without wrapper_cls.
     """
     if _context.get() is not None:
         raise NotImplementedError("enable_wrap() cannot be entered within another")
@@ -92,9 +116,12 @@ def enable_wrap(
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """The module wrapped within enable_wrap(), itself elsewhere.
+    """Return the module wrapped within enable_wrap(), itself elsewhere.
 
-    Options count in this order: those given here, module.wrapper_config, the context's.
+    Args:
+        module (nn.Module): The module.
+        **wrap_overrides: Options, which come before module.wrapper_config, and that
+            before the block's.
     """
     context = _context.get()
     if context is None:
@@ -106,10 +133,16 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 def auto_wrap(
     module: nn.Module, auto_wrap_policy: Policy | None = None, **kwargs: Any
 ) -> nn.Module:
-    """Within enable_wrap(), wrap what the policy chooses below the module and itself,
-    the inner ones first; elsewhere return the module.
+    """Wrap within enable_wrap() what the policy chooses, the inner ones first, and
+    return the result; elsewhere return the module.
 
-    Raises AssertionError when something below is wrapped already.
+    Args:
+        module (nn.Module): The module, which may be chosen, too.
+        auto_wrap_policy (Policy | None, default None): None: the block's.
+        **kwargs: Options of units.
+
+    Raises:
+        AssertionError: something below is wrapped already.
     """
     context = _context.get()
     if context is None:

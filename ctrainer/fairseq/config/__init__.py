@@ -5,6 +5,10 @@ fairseq/dataclass/configs.py; docs/fairseq_config.md lists them. torch is import
 to count GPUs, when a config is made.
 """
 
+from dataclasses import fields
+from functools import partial
+
+from ctrainer.arguments.docstrings import compose, options
 from ctrainer.fairseq.config.base import (
     II,
     MISSING,
@@ -24,14 +28,7 @@ from ctrainer.fairseq.config.command_line import (
     parse_training_args,
     training_parser,
 )
-from ctrainer.fairseq.config.common import (
-    CommonConfig,
-    CommonEvalConfig,
-    EMAConfig,
-    EvalLMConfig,
-    FairseqBMUFConfig,
-    InteractiveConfig,
-)
+from ctrainer.fairseq.config.common import CommonConfig, EMAConfig, FairseqBMUFConfig
 from ctrainer.fairseq.config.components import (
     component_class,
     component_names,
@@ -44,9 +41,7 @@ from ctrainer.fairseq.config.data import (
     OptimizationConfig,
 )
 from ctrainer.fairseq.config.distributed import DistributedTrainingConfig
-from ctrainer.fairseq.config.files import to_yaml
-from ctrainer.fairseq.config.generation import GenerationConfig
-from ctrainer.fairseq.config.root import FairseqConfig
+from ctrainer.fairseq.config.root import COMPONENTS, FairseqConfig
 
 __all__ = [
     "II",
@@ -54,16 +49,12 @@ __all__ = [
     "CheckpointConfig",
     "ChoiceEnum",
     "CommonConfig",
-    "CommonEvalConfig",
     "DatasetConfig",
     "DistributedTrainingConfig",
     "EMAConfig",
-    "EvalLMConfig",
     "FairseqBMUFConfig",
     "FairseqConfig",
     "FairseqDataclass",
-    "GenerationConfig",
-    "InteractiveConfig",
     "OpenConfig",
     "OptimizationConfig",
     "add_options",
@@ -77,6 +68,11 @@ __all__ = [
     "register_architecture",
     "register_component",
     "to_dict",
-    "to_yaml",
     "training_parser",
 ]
+
+_GROUPS = [option.default_factory for option in fields(FairseqConfig)]
+_CHOSEN = [component_class(c, name) for c in COMPONENTS for name in component_names(c)]
+for _cls in (FairseqConfig, *_GROUPS, *_CHOSEN):
+    if isinstance(_cls, type):
+        compose(_cls, partial(options, _cls))

@@ -43,16 +43,24 @@ class Pair:
 
 
 def II(reference: str) -> Any:
-    """A default that takes the value of another option, such as "common.seed"."""
+    """Return a default that takes the value of another option.
+
+    Args:
+        reference (str): The other option, such as "common.seed".
+    """
     return "${" + reference + "}"
 
 
 def opt(default: Any, text: str, **metadata: Any) -> Any:
-    """An option with its help.
+    """Return an option with its help, for a dataclass.
 
-    `default` may be a list, which each instance copies, or a function that makes the
-    value. Metadata: argparse_alias, a second spelling; argparse_const, the value of an
-    option that is given without one.
+    Args:
+        default: The value, a list, which each instance copies, or a function that makes
+            it.
+        text (str): The help.
+        **metadata: argparse_alias, a second spelling; argparse_const, the value of an
+            option that is given without one; default_text, the default of a function in
+            the docs.
     """
     details = {"help": text, **metadata}
     if callable(default):
@@ -63,8 +71,12 @@ def opt(default: Any, text: str, **metadata: Any) -> Any:
 
 
 def ChoiceEnum(choices: Sequence[str]) -> type[Enum]:
-    """An enumeration of strings that equal their members, for dataclasses written for
-    fairseq; ours say Literal."""
+    """Return an enumeration of strings that equal their members, for dataclasses
+    written for fairseq; ctrainer's say Literal.
+
+    Args:
+        choices (Sequence[str]): The strings.
+    """
     make: Any = StrEnum
     return cast(type[Enum], make("Choices", {choice: choice for choice in choices}))
 
@@ -73,12 +85,20 @@ class Readable:
     """Attributes that are keys too, as in OmegaConf's DictConfig."""
 
     def keys(self) -> KeysView[str]:
+        """Return the names of the attributes."""
         return vars(self).keys()
 
     def items(self) -> ItemsView[str, Any]:
+        """Return names and values of the attributes."""
         return vars(self).items()
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return an attribute, or the default where there is none.
+
+        Args:
+            key (str): Its name.
+            default (default None): The default.
+        """
         return vars(self).get(key, default)
 
     def __contains__(self, key: str) -> bool:
@@ -92,22 +112,48 @@ class Readable:
 
 
 class OpenConfig(Readable, SimpleNamespace):
-    """The options of a component whose dataclass is not known: any names."""
+    """The options of a component whose dataclass is not known: any names.
+
+    Example:
+        >>> from ctrainer.fairseq.config import OpenConfig
+        >>> OpenConfig(beam=5)["beam"]
+        5
+    """
 
 
 @dataclass
 class FairseqDataclass(Readable):
-    """The base of all groups; `_name` says which component a group configures."""
+    """The base of all groups of options. Attributes are keys, too.
+
+    Args:
+        _name (str | None, default None): Name of the component that the options are of;
+            None in groups of no component.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from ctrainer.fairseq.config import FairseqDataclass, opt
+        >>> @dataclass
+        ... class MyConfig(FairseqDataclass):
+        ...     depth: int = opt(6, "Layers.")
+        >>> MyConfig()["depth"]
+        6
+    """
 
     _name: str | None = None
 
     @staticmethod
     def name() -> str | None:
+        """Return the name of the component, for classes that have one."""
         return None
 
     @classmethod
     def from_namespace(cls, args: Namespace | FairseqDataclass) -> Any:
-        """An instance with what `args` has of its options; others by default."""
+        """Return an instance with the values that `args` has of its options; others by
+        default.
+
+        Args:
+            args (Namespace | FairseqDataclass): Options as attributes.
+        """
         if isinstance(args, cls):
             return args
         names = [f.name for f in dataclasses.fields(cls) if f.name[:1] != "_"]

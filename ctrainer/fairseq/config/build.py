@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ctrainer.arguments.settings import hints
 from ctrainer.fairseq.config.base import MISSING, OpenConfig
 from ctrainer.fairseq.config.components import component_class
-from ctrainer.fairseq.config.files import override_tree, read_yaml
 from ctrainer.fairseq.config.flat import tree_of_flat
 from ctrainer.fairseq.config.references import (
     referred_groups,
     resolve,
     resolve_group,
 )
-from ctrainer.fairseq.config.root import COMPONENTS, FairseqConfig
+from ctrainer.fairseq.config.root import COMPONENTS, LEFT_OUT, FairseqConfig
 from ctrainer.fairseq.config.trees import (
     Tree,
     defaults_of,
@@ -41,27 +39,31 @@ _DEPRECATED = (
 )
 
 
-def as_config(
-    source: Any = None, *, overrides: Iterable[str] = (), unknown: Unknown = "error"
-) -> FairseqConfig:
-    """A config that is complete, resolved and checked; `source` is left as it was.
-
-    Args:
-        source: a FairseqConfig or a dataclass like it, OmegaConf's DictConfig, a
-            mapping of groups, a path of a YAML file, an argparse.Namespace of flat
-            options (which logs fairseq's warning), or None for the defaults.
-        overrides: "group.option=value", the value in YAML; they win over `source`.
-        unknown: what becomes of an option that is not known: "error", or "warn", which
-            leaves it out and says so, once for all. A Namespace always warns, since
-            programs keep options of their own in it.
+def as_config(source: Any = None, *, unknown: Unknown = "error") -> FairseqConfig:
+    """Return a config that is complete, resolved and checked; `source` is left as it
+    was.
 
     memory_efficient_fp16 and _bf16 set fp16 and bf16.
+
+    Args:
+        source (default None): A FairseqConfig or a dataclass like it, OmegaConf's
+            DictConfig, a mapping of groups, an argparse.Namespace of flat options
+            (which logs fairseq's warning), or None for the defaults.
+        unknown (Unknown, default 'error'): What becomes of an option that is not known:
+            "error", or "warn", which leaves it out and says so, once for all. A
+            Namespace always warns, since programs keep options of their own in it.
 
     Raises:
         ValueError: an unknown option, with the near name; a value of the wrong type; a
             reference to nothing; an option of a component that must be given and is
             not; fp16 with tpu. The option is named.
         TypeError: a source of another kind.
+
+    Example:
+        >>> from ctrainer.fairseq import as_config
+        >>> cfg = as_config({"optimization": {"lr": "0.1,0.05"}, "common": {"seed": 7}})
+        >>> cfg.optimization.lr, cfg.common.seed
+        ([0.1, 0.05], 7)
     """
     if isinstance(source, Namespace):
         logger.warning(_DEPRECATED)
@@ -69,8 +71,6 @@ def as_config(
         messages = [unknown_option(name, ()) for name in left]
     else:
         tree, messages = _nested(source), []
-    for override in overrides:
-        override_tree(tree, override)
     config = _build(
         tree, _component_classes(source), messages if unknown == "warn" else None
     )
@@ -82,14 +82,13 @@ def as_config(
 def _nested(source: Any) -> Tree:
     if source is None:
         return {}
-    if isinstance(source, (str, os.PathLike)):
-        return read_yaml(source)
     is_instance = dataclasses.is_dataclass(source) and not isinstance(source, type)
     if is_instance or is_dict_config(source) or isinstance(source, Mapping):
-        return dict(tree_of(source))
+        tree: Tree = tree_of(source)
+        return {name: tree[name] for name in tree if name not in LEFT_OUT}
     raise TypeError(
-        "a config is a FairseqConfig, a DictConfig, a dict, a path of a YAML file or a "
-        f"Namespace, not {source!r}"
+        "a config is a FairseqConfig, a DictConfig, a dict or a Namespace, not "
+        f"{source!r}; load a YAML file by OmegaConf.load() or yaml.safe_load()"
     )
 
 
@@ -196,8 +195,12 @@ def _instance(cls: type | None, value: Any, where: str) -> Any:
 
 
 def default_options(cls: type) -> dict[str, Any]:
-    """The options of a group's dataclass with their defaults, references followed to
-    the defaults of other groups; None for one that must be given."""
+    """Return the options of a dataclass with their defaults, references followed to the
+    defaults of other groups; None for one that must be given.
+
+    Args:
+        cls (type): The dataclass of a group.
+    """
     own = defaults_of(cls)
     others = {name: defaults_of(groups()[name]) for name in referred_groups(own)}
     resolved = resolve_group({**others, cls.__name__: own}, cls.__name__)
@@ -209,16 +212,25 @@ def default_options(cls: type) -> dict[str, Any]:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested dicts of plain values, as a checkpoint's "cfg" holds them; `as_config`
-    takes them back."""
+    """Return nested dicts of plain values, as a checkpoint's "cfg" holds them;
+    `as_config` takes them back.
+
+    Args:
+        config: A FairseqConfig.
+    """
     return dict(as_lists(tree_of(config)))
 
 
 def checkpoint_config(state: Mapping[str, Any]) -> FairseqConfig:
-    """The config of a checkpoint's dictionary, from its "cfg" or, of old ones, "args".
+    """Return the config of a checkpoint. Options that are not known any more are left
+    out with a warning.
 
-    Options that are not known any more are left out with a warning. Raises ValueError
-    where there is neither.
+    Args:
+        state (Mapping[str, Any]): The checkpoint's dictionary, with "cfg" or, of old
+            ones, "args".
+
+    Raises:
+        ValueError: it has neither.
     """
     source = state.get("cfg") or state.get("args")
     if source is None:

@@ -34,7 +34,7 @@ from ctrainer.fairseq.config.root import COMPONENTS, FairseqConfig
 from ctrainer.fairseq.config.trees import nested_class
 from ctrainer.fairseq.config.values import convert, is_reference
 
-# What a program that trains uses unless told otherwise, as in fairseq.
+# The default components of a program that trains, as in fairseq.
 _CHOSEN = {
     "task": "translation",
     "criterion": "cross_entropy",
@@ -55,8 +55,12 @@ def add_options(parser: Adder, cls: type) -> None:
     """Add the options of a dataclass, those of groups within it too.
 
     "data" is positional; a truth value is a flag that turns the default round; a list
-    is written 1,2. One that the parser has already stays as it is, and one that only
-    refers to another has no spelling of its own.
+    is written 1,2. An option that the parser has already stays as it is, and one that
+    only refers to another has no spelling of its own.
+
+    Args:
+        parser (Adder): An ArgumentParser, or a group of one.
+        cls (type): The dataclass.
     """
     for option in fields(cls):
         inner = nested_class(cls, option.name)
@@ -139,10 +143,11 @@ class _Parser(ArgumentParser):
 
 
 def training_parser(**chosen: str | None) -> _Parser:
-    """The parser of a program that trains, without the components' own options.
+    """Return the parser of a program that trains, without the components' own options.
 
-    `chosen` replaces the components used by default: a translation task, cross_entropy
-    and a fixed schedule; None is none.
+    Args:
+        **chosen (str | None): Components in place of a translation task, cross_entropy
+            and a fixed schedule, by group; None is none.
     """
     parser = _Parser(
         usage="%(prog)s [options] [data]",
@@ -171,12 +176,25 @@ def parse_training_args(
     modify_parser: Callable[[ArgumentParser], None] | None = None,
     **chosen: str | None,
 ) -> FairseqConfig:
-    """The config of a command line, by default of this process.
+    """Return the config of a command line.
 
     Read twice, as in fairseq: first for the names of the components, then with their
-    options; those of bmuf exist with --use-bmuf. `modify_parser` is called before
-    each. An error, which names the option and what may be meant, ends the program with
-    status 2, as argparse does.
+    options; those of bmuf exist with --use-bmuf. An error, which names the option and
+    what may be meant, ends the program with status 2, as argparse does.
+
+    Args:
+        argv (Sequence[str] | None, default None): The command line; None: this
+            process's.
+        modify_parser (Callable[[ArgumentParser], None] | None, default None): Called
+            with the parser before each reading.
+        **chosen (str | None): As training_parser's.
+
+    Example:
+        >>> from ctrainer.fairseq import parse_training_args
+        >>> cfg = parse_training_args(["data-bin", "--max-tokens", "4000", "--arch",
+        ...     "transformer", "--optimizer", "adam", "--cpu"])
+        >>> cfg.dataset.max_tokens
+        4000
     """
     parser = training_parser(**chosen)
     if modify_parser is not None:

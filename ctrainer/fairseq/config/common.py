@@ -1,8 +1,7 @@
-"""The groups `common`, `common_eval`, `eval_lm`, `interactive`, `bmuf` and `ema`."""
+"""The groups `common`, `bmuf` and `ema`."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +23,7 @@ class CommonConfig(FairseqDataclass):
     log_file: str | None = opt(None, "File to which the lines are copied.")
     aim_repo: str | None = opt(None, "Repository of Aim.")
     aim_run_hash: str | None = opt(
-        None, "Run of Aim to go on with; unset, the one of the same save_dir."
+        None, "Run of Aim to continue; unset, the run of the same save_dir."
     )
     tensorboard_logdir: str | None = opt(
         None, "Folder for TensorBoard's events; unset, none are written."
@@ -43,14 +42,15 @@ class CommonConfig(FairseqDataclass):
         False, "fp16 without float32 copies of the weights; sets fp16."
     )
     fp16_no_flatten_grads: bool = opt(
-        False, "Keep the float32 gradients of fp16 apart, not in one flat tensor."
+        False,
+        "Keep the float32 gradients of fp16 in tensors of their own, not one buffer.",
     )
     fp16_init_scale: Count = opt(2**7, "First loss scale of fp16.")
     fp16_scale_window: Count | None = opt(
         None, "Updates without overflow after which the scale doubles."
     )
     fp16_scale_tolerance: Portion = opt(
-        0.0, "Share of updates that may overflow before the scale is halved."
+        0.0, "Fraction of updates that may overflow before the scale is halved."
     )
     on_cpu_convert_precision: bool = opt(
         False, "Convert batches to fp16 or bf16 before they go to the device."
@@ -78,7 +78,7 @@ class CommonConfig(FairseqDataclass):
     all_gather_list_size: Count = opt(
         16384, "Bytes that a worker may send when statistics are gathered."
     )
-    model_parallel_size: Count = opt(1, "GPUs over which one model is spread.")
+    model_parallel_size: Count = opt(1, "GPUs over which a model is sharded.")
     quantization_config_path: str | None = opt(None, "File that configures quantizing.")
     profile: bool = opt(False, "Mark ranges for NVIDIA's profiler.")
     reset_logging: bool = opt(False, "Set logging up anew when Hydra has done so.")
@@ -87,47 +87,6 @@ class CommonConfig(FairseqDataclass):
     )
     use_plasma_view: bool = opt(False, "Hold indices and sizes in shared memory.")
     plasma_path: str | None = opt("/tmp/plasma", "Socket of the Plasma store.")
-
-
-@dataclass
-class CommonEvalConfig(FairseqDataclass):
-    """What all programs that evaluate share."""
-
-    path: str | None = opt(None, "Model files, separated by colons.")
-    post_process: str | None = opt(
-        None,
-        "How pieces become words again, such as subword_nmt or sentencepiece.",
-        argparse_const="subword_nmt",
-        argparse_alias="--remove-bpe",
-    )
-    quiet: bool = opt(False, "Print the final scores alone.")
-    model_overrides: str = opt(
-        "{}", "Python dict of options that replace those the model was trained with."
-    )
-    results_path: str | None = opt(None, "Folder for the results.")
-
-
-@dataclass
-class EvalLMConfig(FairseqDataclass):
-    """Evaluation of language models."""
-
-    output_word_probs: bool = opt(False, "Print each word's log probability.")
-    output_word_stats: bool = opt(False, "Print counts and means by word.")
-    context_window: int = opt(
-        0,
-        "Words of context that each scored word has at least, where there are so many.",
-    )
-    softmax_batch: int = opt(
-        sys.maxsize, "Words whose softmax is computed at once, to bound the memory."
-    )
-
-
-@dataclass
-class InteractiveConfig(FairseqDataclass):
-    """Generation for what is typed."""
-
-    buffer_size: int = opt(0, "Sentences to read before they are processed.")
-    input: str = opt("-", "File to read; -: standard input.")
 
 
 @dataclass
@@ -146,7 +105,7 @@ class FairseqBMUFConfig(FairseqDataclass):
     )
     delta_bits: CodeBits = opt(
         32,
-        "Bits of a block's distances: 32, or quantized to 8 or 4. Not an "
+        "Bits of a block's parameter deltas: 32, or quantized to 8 or 4. Not an "
         "option of fairseq's.",
     )
     distributed_world_size: Count = II("distributed_training.distributed_world_size")
@@ -157,10 +116,10 @@ class EMAConfig(FairseqDataclass):
     """A moving average of the weights beside the model."""
 
     store_ema: bool = opt(False, "Keep a moving average of the model.")
-    ema_decay: Portion = opt(0.9999, "Share of the average that stays at each step.")
+    ema_decay: Portion = opt(0.9999, "Fraction of the average that stays at each step.")
     ema_start_update: Natural = opt(0, "Update at which averaging starts.")
     ema_seed_model: str | None = opt(
-        None, "Checkpoint from which the average starts, apart from the model's."
+        None, "Checkpoint from which the average starts, other than the model's."
     )
     ema_update_freq: Count = opt(1, "Updates between two steps of the average.")
     ema_fp32: bool = opt(

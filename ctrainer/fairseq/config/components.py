@@ -27,11 +27,17 @@ _architectures: dict[str, tuple[str, Architecture]] = {}
 
 
 def register_component(component: str, name: str, dataclass: type) -> None:
-    """Let `dataclass` check and complete the options of `name`.
+    """Let a dataclass check and complete the options of a component.
 
-    `component` is a group of FairseqConfig without a class of its own, such as "task".
-    Raises ValueError for another group, for a class that is no dataclass, and for a
-    name that is taken by another class.
+    Args:
+        component (str): A group of FairseqConfig without a class of its own, such as
+            "task".
+        name (str): Of the component.
+        dataclass (type): Its options.
+
+    Raises:
+        ValueError: another group, a class that is no dataclass, or a name that is taken
+            by another class.
     """
     if component not in _classes:
         raise ValueError(
@@ -67,10 +73,16 @@ def legacy_options(component: str, name: str | None) -> AddArgs | None:
 
 
 def register_architecture(arch: str, model: str, complete: Architecture) -> None:
-    """Let `arch` name the model `model` with other defaults.
+    """Let a name mean a model with other defaults.
 
-    `complete` is called with the flat options and sets those that are not there.
-    Raises ValueError for a name that is taken and for an unknown model.
+    Args:
+        arch (str): The name.
+        model (str): Of the model.
+        complete (Architecture): Called with the flat options; sets those that are not
+            there.
+
+    Raises:
+        ValueError: a name that is taken, or an unknown model.
     """
     if arch in _architectures or arch in _classes["model"]:
         raise ValueError(f"architecture {arch!r} is registered already")
@@ -80,7 +92,12 @@ def register_architecture(arch: str, model: str, complete: Architecture) -> None
 
 
 def component_class(component: str, name: str | None) -> type | None:
-    """The dataclass of that name, or None where none is known."""
+    """Return the dataclass of a component, or None where none is known.
+
+    Args:
+        component (str): The group.
+        name (str | None): Of the component.
+    """
     return _classes[component].get(_model_of(component, name) or "")
 
 
@@ -92,7 +109,11 @@ def _model_of(component: str, name: str | None) -> str | None:
 
 
 def component_names(component: str) -> list[str]:
-    """The names that are known, sorted; of models the architectures too."""
+    """Return the names that are known, sorted; of models the architectures too.
+
+    Args:
+        component (str): The group.
+    """
     extra = _architectures if component == "model" else {}
     return sorted({*_classes[component], *_legacy[component], *extra})
 

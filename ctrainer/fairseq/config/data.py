@@ -15,7 +15,9 @@ DatasetImpl = Literal["raw", "lazy", "cached", "mmap", "fasta", "huffman"]
 class DatasetConfig(FairseqDataclass):
     """Which data, in which batches, validated when."""
 
-    num_workers: Natural = opt(1, "Processes that load batches; 0: this one does.")
+    num_workers: Natural = opt(
+        1, "Processes that load batches; 0: the training process."
+    )
     skip_invalid_size_inputs_valid_test: bool = opt(
         False, "Leave out sequences that are too long or short when not training."
     )
@@ -30,12 +32,12 @@ class DatasetConfig(FairseqDataclass):
         1, "Number by which the length of a batch's sequences is divisible."
     )
     dataset_impl: DatasetImpl | None = opt(None, "Format of the data on disk.")
-    data_buffer_size: Natural = opt(10, "Batches to load ahead.")
+    data_buffer_size: Natural = opt(10, "Batches to prefetch.")
     train_subset: str = opt("train", "Subset to train on.")
     valid_subset: str = opt("valid", "Subsets to validate on, separated by commas.")
     combine_valid_subsets: bool | None = opt(
         None,
-        "Validate on all subsets as if they were one.",
+        "Validate on all subsets as one.",
         argparse_alias="--combine-val",
     )
     ignore_unused_valid_subsets: bool | None = opt(
@@ -78,7 +80,11 @@ class DatasetConfig(FairseqDataclass):
 
 @dataclass
 class OptimizationConfig(FairseqDataclass):
-    """When to stop, and how gradients become updates."""
+    """When to stop, and how gradients become updates.
+
+    Args:
+        debug_param_names: Nothing here reads it.
+    """
 
     max_epoch: Natural = opt(0, "Epoch after which training stops; 0: none.")
     max_update: Natural = opt(0, "Update after which training stops; 0: none.")
@@ -86,16 +92,16 @@ class OptimizationConfig(FairseqDataclass):
         0, "Hours of training, those before a restart included, to stop after; 0: none."
     )
     clip_norm: Annotated[float, Range("[0, inf]")] = opt(
-        0.0, "Norm to which gradients are scaled down; 0: not."
+        0.0, "Maximum gradient norm, to which gradients are clipped; 0: no clipping."
     )
     sentence_avg: bool = opt(
         False, "Divide gradients by the sentences of a batch, not by its tokens."
     )
     update_freq: Annotated[list[Count], Filled()] = opt(
-        [1], "Batches in an update, by epoch; the last goes on."
+        [1], "Batches in an update, by epoch; the last one stays."
     )
     lr: Rates = opt(
-        [0.25], "Learning rate, by epoch; the schedule says what several mean."
+        [0.25], "Learning rates, by epoch; the schedule decides how to use several."
     )
     stop_min_lr: Annotated[float, Range("[-1, inf)")] = opt(
         -1.0, "Learning rate at which training stops."
@@ -113,10 +119,10 @@ class CheckpointConfig(FairseqDataclass):
 
     save_dir: str = opt("checkpoints", "Folder of the checkpoints.")
     restore_file: str = opt(
-        "checkpoint_last.pt", "Checkpoint to go on from; a bare name is in save_dir."
+        "checkpoint_last.pt", "Checkpoint to resume from; a bare name is in save_dir."
     )
     continue_once: str | None = opt(
-        None, "Checkpoint to go on from unless restore_file exists."
+        None, "Checkpoint to resume from unless restore_file exists."
     )
     finetune_from_model: str | None = opt(
         None, "Checkpoint whose model alone is taken."

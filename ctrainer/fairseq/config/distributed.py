@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
-from ctrainer.arguments.settings import Count, Natural, Range, Share
+from ctrainer.arguments.settings import Count, Fraction, Natural, Range
 from ctrainer.fairseq.config.base import II, CodeBits, FairseqDataclass, OrOff, opt
 
 DdpBackend = Literal[
@@ -35,23 +35,28 @@ class DistributedTrainingConfig(FairseqDataclass):
     """Workers and how they exchange gradients."""
 
     distributed_world_size: Count = opt(
-        _visible_gpus, "Workers on all nodes; by default a worker a visible GPU."
+        _visible_gpus,
+        "Workers on all nodes; by default a worker a visible GPU.",
+        default_text="visible GPUs, or 1",
     )
     distributed_num_procs: Natural | None = opt(
-        _visible_gpus, "Processes to start here; by default one a visible GPU."
+        _visible_gpus,
+        "Processes to start here; by default one a visible GPU.",
+        default_text="visible GPUs, or 1",
     )
     distributed_rank: Natural | None = opt(0, "Rank of this worker.")
     distributed_backend: str = opt("nccl", "Backend of torch.distributed.")
     distributed_init_method: str | None = opt(
-        None, "Where the workers meet, such as tcp://host:port."
+        None, "Rendezvous of the workers, such as tcp://host:port."
     )
     distributed_port: Annotated[int, Range("[-1, 65535]")] = opt(
-        -1, "Port to meet at; not needed with distributed_init_method."
+        -1, "Port of the rendezvous; not needed with distributed_init_method."
     )
     device_id: Natural = opt(
         _local_rank,
-        "GPU of this worker; by default what LOCAL_RANK says.",
+        "GPU of this worker; by default LOCAL_RANK.",
         argparse_alias="--local_rank",
+        default_text="`LOCAL_RANK`, or 0",
     )
     distributed_no_spawn: bool = opt(
         False, "Start no further processes, however many GPUs are visible."
@@ -71,7 +76,7 @@ class DistributedTrainingConfig(FairseqDataclass):
         False, "Look for parameters without gradients; legacy_ddp needs no looking."
     )
     gradient_as_bucket_view: bool = opt(
-        False, "Let gradients be views of the buckets, which saves their memory."
+        False, "Make gradients views of the buckets, which saves memory."
     )
     fast_stat_sync: bool = opt(
         False, "Deprecated: the criterion says how statistics are added."
@@ -82,7 +87,7 @@ class DistributedTrainingConfig(FairseqDataclass):
     broadcast_buffers: bool = opt(
         False, "Send the first rank's buffers, such as batch statistics, to all."
     )
-    slowmo_momentum: Share | None = opt(
+    slowmo_momentum: Fraction | None = opt(
         None,
         "SlowMo's momentum; by default 0 up to 16 workers, 0.2 up to 32, 0.5 up to "
         "64, else 0.6.",
@@ -90,7 +95,9 @@ class DistributedTrainingConfig(FairseqDataclass):
     slowmo_base_algorithm: str = opt("localsgd", "What SlowMo wraps: localsgd or sgp.")
     localsgd_frequency: Count = opt(3, "Updates between two exchanges of local SGD.")
     nprocs_per_node: Count = opt(
-        _visible_gpus, "GPUs of a node, within which SlowMo reduces all gradients."
+        _visible_gpus,
+        "GPUs of a node, within which SlowMo reduces all gradients.",
+        default_text="visible GPUs, or 1",
     )
     pipeline_model_parallel: bool = opt(False, "Spread the layers over GPUs.")
     pipeline_balance: str | None = opt(
@@ -136,6 +143,6 @@ class DistributedTrainingConfig(FairseqDataclass):
     )
     reduce_bits: CodeBits = opt(
         32,
-        "Bits of exchanged gradients: 32, or quantized to 8 or 4, which remember "
-        "what they miss. Not an option of fairseq's.",
+        "Bits of reduced gradients: 32, or quantized to 8 or 4 with an error-feedback "
+        "residual. Not an option of fairseq's.",
     )

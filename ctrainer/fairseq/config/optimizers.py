@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ctrainer.arguments.settings import NotNegative, Portion, Positive, Range, Share
+from ctrainer.arguments.settings import Fraction, NotNegative, Portion, Positive, Range
 from ctrainer.fairseq.config.base import II, FairseqDataclass, Pair, Rates, opt
 
 _WD = "Weight decay."
@@ -109,11 +109,15 @@ class AdafactorConfig(FairseqDataclass):
     decay_rate: Annotated[float, Range("(-inf, 0]")] = opt(
         -0.8, "Exponent of the mean squares' decay."
     )
-    beta1: Share | None = opt(None, "Decay of the mean; None: no mean.")
+    beta1: Fraction | None = opt(None, "Decay of the mean; None: no mean.")
     weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
-    scale_parameter: bool = opt(False, "Multiply the rate by the parameter's size.")
-    relative_step: bool = opt(False, "Let the rate fall with the updates' root.")
-    warmup_init: bool = opt(False, "Let that rate rise at first.")
+    scale_parameter: bool = opt(
+        False, "Multiply the learning rate by the parameter's size."
+    )
+    relative_step: bool = opt(
+        False, "Lower the learning rate with the square root of updates."
+    )
+    warmup_init: bool = opt(False, "Warm up that learning rate.")
     lr: Rates = II("optimization.lr")
 
 

@@ -1,13 +1,7 @@
-"""References between options: "${group.option}" becomes that option's value.
-
-As OmegaConf has them: with leading dots relative to the group, "oc.env:NAME" or
-"oc.env:NAME,default" for the environment; the whole value keeps the type of what it
-refers to, a part of a text becomes text.
-"""
+"""References between options: "${group.option}" becomes that option's value."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +9,6 @@ from typing import Any
 from ctrainer.fairseq.config.values import is_reference
 
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
-_ENVIRONMENT = re.compile(r"(?:oc\.)?env:([^,]+)(?:,(.*))?$", re.DOTALL)
 
 Tree = dict[str, Any]
 
@@ -30,72 +23,38 @@ def referred_groups(tree: Tree) -> Iterator[str]:
 def resolve(tree: Tree) -> Tree:
     """A copy of nested dicts and lists without references.
 
-    Raises ValueError, which names the option, for a reference to what is not there and
-    for references in a circle.
+    Raises ValueError, which names the option, for a reference to an option that does
+    not exist and for references in a circle.
     """
     return {key: resolve_group(tree, key) for key in tree}
 
 
 def resolve_group(tree: Tree, group: str) -> Any:
     """The same for one group of the tree."""
-    return _resolved(tree, tree[group], (group,), ())
+    return _resolved(tree, tree[group], group, ())
 
 
-def _resolved(
-    tree: Tree, value: Any, path: tuple[str, ...], trail: tuple[str, ...]
-) -> Any:
-    """`value`, which is at `path`, without references; `trail` are those followed."""
+def _resolved(tree: Tree, value: Any, where: str, trail: tuple[str, ...]) -> Any:
+    """`value` of the option `where` without references; `trail`: those followed."""
     if isinstance(value, Mapping):
         return {
-            key: _resolved(tree, item, (*path, str(key)), trail)
+            key: _resolved(tree, item, f"{where}.{key}", trail)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        items = (_resolved(tree, item, path, trail) for item in value)
-        return type(value)(items)
+        return type(value)(_resolved(tree, item, where, trail) for item in value)
     if not is_reference(value):
         return value
     whole = _REFERENCE.fullmatch(value)
-    if whole:
-        return _value_of(tree, whole[1].strip(), path, trail)
-    text = _REFERENCE.sub(
-        lambda found: str(_value_of(tree, found[1].strip(), path, trail)), value
-    )
-    if is_reference(text):
-        raise ValueError(f"{'.'.join(path)}: {value!r} cannot be read as a reference")
-    return text
-
-
-def _value_of(
-    tree: Tree, reference: str, path: tuple[str, ...], trail: tuple[str, ...]
-) -> Any:
-    where = ".".join(path)
-    environment = _ENVIRONMENT.match(reference)
-    if environment:
-        return _from_environment(environment[1].strip(), environment[2], where)
-    target = _target(reference, path)
-    name = ".".join(target)
-    if name in (*trail, where):
-        circle = " -> ".join((*trail, where, name))
+    if whole is None:
+        raise ValueError(f"{where}: {value!r} cannot be read as a reference")
+    target = whole[1]
+    if target in (*trail, where):
+        circle = " -> ".join((*trail, where, target))
         raise ValueError(f"{where}: references in a circle: {circle}")
     found: Any = tree
-    for key in target:
+    for key in target.split("."):
         if not isinstance(found, Mapping) or key not in found:
-            raise ValueError(f"{where}: ${{{reference}}} refers to no option")
+            raise ValueError(f"{where}: {value} refers to no option")
         found = found[key]
     return _resolved(tree, found, target, (*trail, where))
-
-
-def _target(reference: str, path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path that is meant; each leading dot goes up from the option once."""
-    name = reference.lstrip(".")
-    ups = len(reference) - len(name)
-    base = path[: max(len(path) - ups, 0)] if ups else ()
-    return (*base, *name.split("."))
-
-
-def _from_environment(name: str, default: str | None, where: str) -> str:
-    value = os.environ.get(name, default)
-    if value is None:
-        raise ValueError(f"{where}: the environment has no variable {name}")
-    return value.strip()

@@ -7,28 +7,30 @@ from typing import Annotated
 
 from ctrainer.arguments.settings import (
     Count,
+    Fraction,
     Natural,
     NotNegative,
     Portion,
     Positive,
     Range,
-    Share,
 )
 from ctrainer.fairseq.config.base import II, MISSING, FairseqDataclass, Rates, opt
 
 RateOrOwn = Annotated[float, Range("[-1, inf)")]
 
-_WARMUP = "Updates over which the rate rises."
-_FIRST = "Rate at which it begins to rise; -1: the schedule's own."
-_SHRINK = "Factor by which rates are lowered."
-_LEAST = "Least rate."
+_WARMUP = "Updates over which the learning rate rises."
+_FIRST = "Learning rate at the start of the warm-up; -1: the schedule's own."
+_SHRINK = "Factor by which learning rates are lowered."
+_LEAST = "Least learning rate."
 
 
 @dataclass
 class FixedLRScheduleConfig(FairseqDataclass):
-    """A rate an epoch."""
+    """One learning rate for each epoch."""
 
-    force_anneal: Natural | None = opt(None, "Epoch from which the rate is lowered.")
+    force_anneal: Natural | None = opt(
+        None, "Epoch from which the learning rate is lowered."
+    )
     lr_shrink: NotNegative = opt(0.1, _SHRINK)
     warmup_updates: Natural = opt(0, _WARMUP)
     lr: Rates = II("optimization.lr")
@@ -49,7 +51,7 @@ class CosineLRScheduleConfig(FairseqDataclass):
 
     warmup_updates: Natural = opt(0, _WARMUP)
     warmup_init_lr: RateOrOwn = opt(-1, _FIRST)
-    lr: Rates = opt(II("optimization.lr"), "Greatest rate, above min_lr.")
+    lr: Rates = opt(II("optimization.lr"), "Greatest learning rate, above min_lr.")
     min_lr: NotNegative = opt(0.0, _LEAST)
     t_mult: Positive = opt(1.0, "Factor from the length of a period to the next.")
     lr_period_updates: Annotated[float, Range("[-1, inf)")] = opt(
@@ -64,7 +66,9 @@ class PolynomialDecayLRScheduleConfig(FairseqDataclass):
     """Along a polynomial to an end."""
 
     warmup_updates: Natural = opt(0, _WARMUP)
-    force_anneal: Natural | None = opt(None, "Epoch from which the rate is lowered.")
+    force_anneal: Natural | None = opt(
+        None, "Epoch from which the learning rate is lowered."
+    )
     end_learning_rate: NotNegative = opt(0.0, "Rate at the end.")
     power: NotNegative = opt(1.0, "Exponent; 1: a straight line.")
     total_num_update: NotNegative = opt(
@@ -77,9 +81,9 @@ class PolynomialDecayLRScheduleConfig(FairseqDataclass):
 class ReduceLROnPlateauLRScheduleConfig(FairseqDataclass):
     """Lowered when validation stops improving."""
 
-    lr_shrink: Share = opt(0.1, _SHRINK)
+    lr_shrink: Fraction = opt(0.1, _SHRINK)
     lr_threshold: NotNegative = opt(1e-4, "Relative improvement that counts.")
-    lr_patience: Natural = opt(0, "Epochs without improvement that are borne.")
+    lr_patience: Natural = opt(0, "Epochs without improvement that do not lower it.")
     warmup_updates: Natural = opt(0, _WARMUP)
     warmup_init_lr: RateOrOwn = opt(-1, _FIRST)
     lr: Rates = II("optimization.lr")
@@ -96,10 +100,12 @@ class TriStageLRScheduleConfig(FairseqDataclass):
     hold_steps: Natural = opt(0, "Updates on the level.")
     decay_steps: Natural = opt(0, "Updates on the way down.")
     phase_ratio: tuple[Portion, Portion, Portion] | None = opt(
-        None, "Shares of max_update for the three, which add up to 1."
+        None, "Fractions of max_update for the three stages, with sum 1."
     )
-    init_lr_scale: NotNegative = opt(0.01, "Share of the rate at the start.")
-    final_lr_scale: Positive = opt(0.01, "Share of the rate at the end.")
+    init_lr_scale: NotNegative = opt(
+        0.01, "Fraction of the learning rate at the start."
+    )
+    final_lr_scale: Positive = opt(0.01, "Fraction of the learning rate at the end.")
     max_update: NotNegative = II("optimization.max_update")
     lr: Rates = II("optimization.lr")
 
@@ -108,12 +114,12 @@ class TriStageLRScheduleConfig(FairseqDataclass):
 class TriangularLRScheduleConfig(FairseqDataclass):
     """Up and down in a straight line."""
 
-    max_lr: NotNegative = opt(MISSING, "Greatest rate, above lr.")
+    max_lr: NotNegative = opt(MISSING, "Greatest learning rate, above lr.")
     lr_period_updates: Annotated[float, Range("[2, inf)")] = opt(
         5000, "Updates of a period."
     )
     lr_shrink: NotNegative = opt(0.1, _SHRINK)
-    shrink_min: bool = opt(False, "Lower the least rate too.")
+    shrink_min: bool = opt(False, "Lower the least learning rate too.")
     lr: Rates = II("optimization.lr")
 
 
@@ -123,7 +129,7 @@ class StepLRScheduleConfig(FairseqDataclass):
 
     warmup_updates: Natural = opt(0, _WARMUP)
     warmup_init_lr: RateOrOwn = opt(-1, _FIRST)
-    lr: Rates = opt(II("optimization.lr"), "Greatest rate, above min_lr.")
+    lr: Rates = opt(II("optimization.lr"), "Greatest learning rate, above min_lr.")
     min_lr: NotNegative = opt(0.0, _LEAST)
     lr_deacy_period: Count = opt(25000, "Updates of a period.")
     lr_decay: Portion = opt(0.5, "Factor from a period to the next.")
@@ -133,8 +139,10 @@ class StepLRScheduleConfig(FairseqDataclass):
 class ManualScheduleConfig(FairseqDataclass):
     """Rates by epoch or update."""
 
-    epoch2lr: str = opt("{}", "Python dict from epochs, such as '1,3-5', to rates.")
-    update2lr: str = opt("{}", "Python dict from updates to rates.")
+    epoch2lr: str = opt(
+        "{}", "Python dict from epochs, such as '1,3-5', to learning rates."
+    )
+    update2lr: str = opt("{}", "Python dict from updates to learning rates.")
     lr: Rates = II("optimization.lr")
 
 

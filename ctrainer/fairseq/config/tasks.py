@@ -20,8 +20,8 @@ class CrossEntropyCriterionConfig(FairseqDataclass):
 class LabelSmoothedCrossEntropyCriterionConfig(FairseqDataclass):
     """The same with some of the target's weight spread over all words."""
 
-    label_smoothing: float = opt(0.0, "Share of the weight that is spread.")
-    report_accuracy: bool = opt(False, "Log the share of words that are right.")
+    label_smoothing: float = opt(0.0, "Fraction of the weight that is spread.")
+    report_accuracy: bool = opt(False, "Log the accuracy of words.")
     ignore_prefix_size: int = opt(0, "Words at the beginning that do not count.")
     sentence_avg: bool = II("optimization.sentence_avg")
 

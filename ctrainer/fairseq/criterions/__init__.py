@@ -24,7 +24,13 @@ register_criterion = _registry.register
 
 
 def build_criterion(cfg: Any, task: Any, from_checkpoint: bool = False) -> Any:
-    """The criterion that a config names, made by its class's build_criterion()."""
+    """Return the criterion that a config names, made by its class's build_criterion().
+
+    Args:
+        cfg: Its options, with `_name`.
+        task: The task.
+        from_checkpoint (bool, default False): Not read.
+    """
     cls: Any = _registry.find(_registry.name_in(cfg))
     return cls.build_criterion(_registry.complete(cfg), task)
 

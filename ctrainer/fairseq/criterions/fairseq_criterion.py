@@ -16,6 +16,18 @@ class FairseqCriterion(_Loss):
 
     The loss is a sum, which the Trainer divides by the sample sizes of an update.
     `padding_idx` is that of the task's target dictionary, or -100.
+
+    Args:
+        task: The task.
+
+    Example:
+        >>> from ctrainer.fairseq.criterions import FairseqCriterion
+        >>> class Squares(FairseqCriterion):
+        ...     def forward(self, model, sample, reduce=True):
+        ...         loss = (model(sample["x"]) - sample["target"]).square().sum()
+        ...         return loss, len(sample["x"]), {"loss": loss.item()}
+        >>> Squares(task=None).padding_idx
+        -100
     """
 
     def __init__(self, task: Any) -> None:
@@ -26,16 +38,27 @@ class FairseqCriterion(_Loss):
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Declare the options of the class's dataclass, where it has one."""
+        """Declare the options of the class's dataclass, where it has one.
+
+        Args:
+            parser: An ArgumentParser, or a group of one.
+        """
         dataclass = getattr(cls, "__dataclass", None)
         if dataclass is not None:
             add_options(parser, dataclass)
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
-        """The criterion, each argument of __init__ being the option of that name.
+        """Return the criterion, each argument of __init__ being the option of that
+        name.
 
-        Raises ValueError for an argument without a default that is no option.
+        Args:
+            cfg: The options.
+            task: The task.
+
+        Raises:
+            ValueError: an argument without a default that is no option, or *args or
+                **kwargs.
         """
         arguments: dict[str, Any] = {}
         for name, parameter in inspect.signature(cls).parameters.items():
@@ -58,29 +81,49 @@ class FairseqCriterion(_Loss):
         return cls(**arguments)
 
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> Any:
-        """(loss, sample size, logging output) of a sample."""
+        """Return (loss, sample size, logging output) of a sample.
+
+        Args:
+            model: The model.
+            sample: A batch.
+            reduce (bool, default True): Sum the losses; False: one for each target.
+        """
         raise NotImplementedError
 
     @staticmethod
     def aggregate_logging_outputs(logging_outputs: list[dict[str, Any]]) -> Any:
-        """The old name of reduce_metrics(): returns the numbers to log."""
+        """Return the numbers to log; the old name of reduce_metrics().
+
+        Args:
+            logging_outputs (list[dict[str, Any]]): Of all micro-batches and ranks.
+        """
         raise NotImplementedError
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log what the workers' logging outputs come to."""
+        """Log what the workers' logging outputs come to.
+
+        Args:
+            logging_outputs (list[dict[str, Any]]): Of all micro-batches and ranks.
+        """
         for key, value in cls.aggregate_logging_outputs(logging_outputs).items():
             if key not in ("nsentences", "ntokens", "sample_size"):
                 metrics.log_scalar(key, value)
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
-        """Whether workers may add their logging outputs up before reduce_metrics()."""
+        """Return whether workers may add their logging outputs up before
+        reduce_metrics()."""
         return False
 
 
 class LegacyFairseqCriterion(FairseqCriterion):
-    """One that is made with (args, task)."""
+    """A criterion that is made with (args, task).
+
+    Args:
+        args: Flat options.
+        task: The task.
+    """
 
     def __init__(self, args: Any, task: Any) -> None:
         super().__init__(task=task)
@@ -88,4 +131,10 @@ class LegacyFairseqCriterion(FairseqCriterion):
 
     @classmethod
     def build_criterion(cls, args: Any, task: Any) -> Any:
+        """Return the criterion.
+
+        Args:
+            args: Flat options.
+            task: The task.
+        """
         return cls(args, task)

@@ -32,7 +32,6 @@ from ctrainer.fairseq.iterators import (
     CountingIterator,
     EpochBatchIterator,
     GroupedIterator,
-    ShardedIterator,
 )
 
 __all__ = [
@@ -51,7 +50,6 @@ __all__ = [
     "MonolingualDataset",
     "PrependTokenDataset",
     "RandomCropDataset",
-    "ShardedIterator",
     "StripTokenDataset",
     "TokenBlockDataset",
     "TruncateDataset",

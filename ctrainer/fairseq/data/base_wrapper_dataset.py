@@ -30,7 +30,16 @@ class DatasetOverAnother(FairseqDataset):
 
 
 class BaseWrapperDataset(DatasetOverAnother):
-    """Asks `dataset` for all; subclasses change what they are for."""
+    """Asks another data set for all; subclasses change what they are for.
+
+    Args:
+        dataset: The other data set.
+
+    Example:
+        >>> from ctrainer.fairseq.data import BaseWrapperDataset
+        >>> len(BaseWrapperDataset([1, 2, 3]))
+        3
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -46,6 +55,7 @@ class BaseWrapperDataset(DatasetOverAnother):
 
     @property
     def sizes(self) -> Any:
+        """The other data set's lengths."""
         return self.dataset.sizes
 
     def num_tokens(self, index: int) -> int:
@@ -59,9 +69,6 @@ class BaseWrapperDataset(DatasetOverAnother):
 
     def attr(self, attr: str, index: int) -> Any:
         return self.dataset.attr(attr, index)
-
-    def get_batch_shapes(self) -> Any:
-        return self.dataset.get_batch_shapes()
 
     def batch_by_size(
         self,

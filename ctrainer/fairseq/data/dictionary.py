@@ -21,6 +21,16 @@ class Dictionary:
 
     `symbols`, `count` and `indices` are fairseq's: the words, how often each was seen,
     and the number of each. Words that are not there have the number of <unk>.
+
+    Args:
+        bos, pad, eos, unk (str): The special words.
+        extra_special_symbols (Iterable[str] | None, default None): Further ones.
+
+    Example:
+        >>> from ctrainer.fairseq.data import Dictionary
+        >>> words = Dictionary()
+        >>> words.add_symbol("hello"), words.index("world"), len(words)
+        (4, 3, 5)
     """
 
     def __init__(
@@ -53,6 +63,11 @@ class Dictionary:
         return self.symbols[idx] if idx < len(self.symbols) else self.unk_word
 
     def get_count(self, idx: int) -> int:
+        """Return how often a word was seen.
+
+        Args:
+            idx (int): Its number.
+        """
         return self.count[idx]
 
     def __len__(self) -> int:
@@ -62,21 +77,35 @@ class Dictionary:
         return sym in self.indices
 
     def index(self, sym: str) -> int:
+        """Return the number of a word, or that of <unk>.
+
+        Args:
+            sym (str): The word.
+        """
         return self.indices.get(sym, self.unk_index)
 
     def bos(self) -> int:
+        """Return the number of <s>."""
         return self.bos_index
 
     def pad(self) -> int:
+        """Return the number of <pad>."""
         return self.pad_index
 
     def eos(self) -> int:
+        """Return the number of </s>."""
         return self.eos_index
 
     def unk(self) -> int:
+        """Return the number of <unk>."""
         return self.unk_index
 
     def unk_string(self, escape: bool = False) -> str:
+        """Return the word <unk>.
+
+        Args:
+            escape (bool, default False): In angle brackets once more.
+        """
         return f"<{self.unk_word}>" if escape else self.unk_word
 
     # ---- text ------------------------------------------------------------------------
@@ -91,10 +120,18 @@ class Dictionary:
         include_eos: bool = False,
         separator: str = " ",
     ) -> str:
-        """The words of a tensor of numbers, of two dimensions a line a row.
+        """Return the words of a tensor of numbers, of two dimensions a line a row.
 
-        <s>, and </s> unless include_eos, are left out. bpe_symbol: the mark of split
-        words, such as "@@ ", which is removed.
+        Args:
+            tensor: Numbers of words; <s>, and </s> unless include_eos, are left out.
+            bpe_symbol (str | None, default None): The mark of split words, such as "@@
+                ", which is removed; None: none.
+            escape_unk (bool, default False): Write <unk> in angle brackets once more.
+            extra_symbols_to_ignore (Iterable[int] | None, default None): Numbers of
+                words that are left out, too.
+            unk_string (str | None, default None): In place of <unk>.
+            include_eos (bool, default False): Keep </s>.
+            separator (str, default ' '): Between words.
         """
         if torch.is_tensor(tensor) and tensor.dim() == 2:
             options = (bpe_symbol, escape_unk, extra_symbols_to_ignore, unk_string)
@@ -122,9 +159,16 @@ class Dictionary:
         append_eos: bool = True,
         reverse_order: bool = False,
     ) -> torch.Tensor:
-        """The numbers of a line's words: int32 of one dimension, </s> at the end.
+        """Return the numbers of a line's words: int32 of one dimension.
 
-        consumer: is called with each word and its number.
+        Args:
+            line (str): The line.
+            line_tokenizer (Tokenizer, default tokenize_line): Divides it into words.
+            add_if_not_exist (bool, default True): Add new words; else they are <unk>.
+            consumer (Callable[[str, int], object] | None, default None): Called with
+                each word and its number.
+            append_eos (bool, default True): Put </s> at the end.
+            reverse_order (bool, default False): Turn the words round.
         """
         words = list(line_tokenizer(line))
         if reverse_order:
@@ -138,16 +182,17 @@ class Dictionary:
             ids.append(self.eos_index)
         return torch.IntTensor(ids)
 
-    def dummy_sentence(self, length: int) -> torch.Tensor:
-        """Random words, and </s> last."""
-        sentence = torch.randint(self.nspecial, len(self), (length,), device="cpu")
-        sentence[-1] = self.eos()
-        return sentence
-
     # ---- making one ------------------------------------------------------------------
 
     def add_symbol(self, word: str, n: int = 1, overwrite: bool = False) -> int:
-        """Count a word n times more, adding it where it is new; return its number."""
+        """Count a word n times more, adding it where it is new; return its number.
+
+        Args:
+            word (str): The word.
+            n (int, default 1): Times.
+            overwrite (bool, default False): Add it as new where it is there, which
+                gives it another number.
+        """
         if word in self.indices and not overwrite:
             idx = self.indices[word]
             self.count[idx] += n
@@ -159,7 +204,11 @@ class Dictionary:
         return idx
 
     def update(self, new_dict: Dictionary) -> None:
-        """Add another dictionary's words and counts."""
+        """Add another dictionary's words and counts.
+
+        Args:
+            new_dict (Dictionary): The other one.
+        """
         for word, count in zip(new_dict.symbols, new_dict.count, strict=True):
             self.add_symbol(word, count)
 
@@ -168,9 +217,12 @@ class Dictionary:
     ) -> None:
         """Order the words by count, the most frequent first, equal ones by name.
 
-        threshold: words seen less often are dropped. nwords: words that are kept at
-        most, the special ones included; 0 or less: all. padding_factor: words of no
-        text fill up to a multiple of it.
+        Args:
+            threshold (int, default -1): Words seen less often are dropped.
+            nwords (int, default -1): Words that are kept at most, the special ones
+                included; 0 or less: all.
+            padding_factor (int, default 8): Words of no text fill up to a multiple of
+                it.
         """
         special = slice(0, self.nspecial)
         room = (nwords if nwords > 0 else len(self)) - self.nspecial
@@ -185,7 +237,11 @@ class Dictionary:
         self.pad_to_multiple_(padding_factor)
 
     def pad_to_multiple_(self, padding_factor: int) -> None:
-        """Add madeupword0000 and so on up to a multiple of padding_factor words."""
+        """Add madeupword0000 and so on.
+
+        Args:
+            padding_factor (int): Up to a multiple of this many words.
+        """
         i = 0
         while padding_factor > 1 and len(self) % padding_factor != 0:
             self.add_symbol(f"madeupword{i:04d}", n=0)
@@ -198,8 +254,14 @@ class Dictionary:
         tokenize: Tokenizer = tokenize_line,
         num_workers: int = 1,
     ) -> None:
-        """Count a text file's words, and </s> for each line, in num_workers
-        processes."""
+        """Count a text file's words, and </s> for each line.
+
+        Args:
+            filename (str): The file.
+            dict (Dictionary): To which they are added.
+            tokenize (Tokenizer, default tokenize_line): Divides a line into words.
+            num_workers (int, default 1): Processes.
+        """
         counter: Counter[str] = count_words(
             filename, tokenize, dict.eos_word, num_workers
         )
@@ -210,15 +272,30 @@ class Dictionary:
 
     @classmethod
     def load(cls, f: str | os.PathLike[str] | IO[str]) -> Dictionary:
-        """The dictionary of a file with a line "WORD COUNT" for each word that is not
-        special. Raises ValueError, naming the line, for any other."""
+        """Return the dictionary of a file with a line "WORD COUNT" for each word that
+        is not special.
+
+        Args:
+            f (str | os.PathLike[str] | IO[str]): The file, or its path.
+
+        Raises:
+            ValueError: another line; the message names it.
+        """
         dictionary = cls()
         dictionary.add_from_file(f)
         return dictionary
 
     def add_from_file(self, f: str | os.PathLike[str] | IO[str]) -> None:
-        """Add a file's words. A word that is there already is an error, unless its
-        line ends in #fairseq:overwrite."""
+        """Add a file's words.
+
+        Args:
+            f (str | os.PathLike[str] | IO[str]): The file, or its path.
+
+        Raises:
+            ValueError: a file that is not UTF-8, a line that is not "WORD COUNT".
+            RuntimeError: a word that is there already, whose line does not end in
+                #fairseq:overwrite.
+        """
         if isinstance(f, (str, os.PathLike)):
             try:
                 with open(f, encoding="utf-8") as file:
@@ -250,7 +327,11 @@ class Dictionary:
         self.add_symbol(word, int(field), overwrite)
 
     def save(self, f: str | os.PathLike[str] | IO[str]) -> None:
-        """Write what load() reads."""
+        """Write what load() reads.
+
+        Args:
+            f (str | os.PathLike[str] | IO[str]): A file, or its path.
+        """
         if isinstance(f, (str, os.PathLike)):
             os.makedirs(os.path.dirname(f) or ".", exist_ok=True)
             with open(f, "w", encoding="utf-8") as file:
@@ -270,7 +351,19 @@ class Dictionary:
 
 
 class TruncatedDictionary:
-    """The first `length` words of a dictionary; all others are <unk>."""
+    """The first words of a dictionary; all others are <unk>.
+
+    Args:
+        wrapped_dict (Dictionary): The dictionary.
+        length (int): Words.
+
+    Example:
+        >>> from ctrainer.fairseq.data import Dictionary, TruncatedDictionary
+        >>> words = Dictionary()
+        >>> index = words.add_symbol("hello")
+        >>> TruncatedDictionary(words, 4).index("hello")
+        3
+    """
 
     def __init__(self, wrapped_dict: Dictionary, length: int) -> None:
         self.wrapped_dict = wrapped_dict
@@ -288,6 +381,11 @@ class TruncatedDictionary:
         return self.wrapped_dict[i if i < self.length else self.unk()]
 
     def index(self, sym: str) -> int:
+        """Return the number of a word, or that of <unk>.
+
+        Args:
+            sym (str): The word.
+        """
         found = self.wrapped_dict.index(sym)
         return found if found < self.length else int(self.unk())
 

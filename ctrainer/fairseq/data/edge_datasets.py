@@ -18,6 +18,7 @@ class _Resized(BaseWrapperDataset):
 
     @property
     def sizes(self) -> Any:
+        """Lengths of the items, (n,)."""
         return self._sizes
 
     def num_tokens(self, index: int) -> int:
@@ -28,7 +29,20 @@ class _Resized(BaseWrapperDataset):
 
 
 class TruncateDataset(_Resized):
-    """The first truncation_length tokens of each item."""
+    """The first tokens of each item.
+
+    Args:
+        dataset: Indexed by item, with sizes.
+        truncation_length (int): Tokens, at most.
+
+    Example:
+        >>> import numpy as np
+        >>> from ctrainer.fairseq.data import BaseWrapperDataset, TruncateDataset
+        >>> class Rows(list):
+        ...     sizes = np.array([3, 1])
+        >>> TruncateDataset(Rows([[1, 2, 3], [4]]), 2)[0]
+        [1, 2]
+    """
 
     def __init__(self, dataset: Any, truncation_length: int) -> None:
         super().__init__(dataset)
@@ -40,7 +54,18 @@ class TruncateDataset(_Resized):
 
 
 class StripTokenDataset(BaseWrapperDataset):
-    """Items without the word id_to_strip at either end."""
+    """Items without a word at either end.
+
+    Args:
+        dataset: Indexed by item, tensors of one dimension.
+        id_to_strip (int): The number of the word.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.data import StripTokenDataset
+        >>> StripTokenDataset([torch.tensor([4, 2])], 2)[0]
+        tensor([4])
+    """
 
     def __init__(self, dataset: Any, id_to_strip: int) -> None:
         super().__init__(dataset)
@@ -53,7 +78,21 @@ class StripTokenDataset(BaseWrapperDataset):
 
 
 class AppendTokenDataset(_Resized):
-    """Items with a word more at their end; None: as they are."""
+    """Items with a word more at their end.
+
+    Args:
+        dataset: Indexed by item, tensors of one dimension, with sizes.
+        token (int | None, default None): The number of the word; None: items as they
+            are.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from ctrainer.fairseq.data import AppendTokenDataset
+        >>> class Rows(list):
+        ...     sizes = np.array([1])
+        >>> AppendTokenDataset(Rows([torch.tensor([4])]), 2)[0]
+        tensor([4, 2])
+    """
 
     def __init__(self, dataset: Any, token: int | None = None) -> None:
         super().__init__(dataset)
@@ -68,7 +107,17 @@ class AppendTokenDataset(_Resized):
 
 
 class PrependTokenDataset(AppendTokenDataset):
-    """Items with a word more at their beginning; None: as they are."""
+    """Items with a word more at their beginning; the arguments are
+    AppendTokenDataset's.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from ctrainer.fairseq.data import PrependTokenDataset
+        >>> class Rows(list):
+        ...     sizes = np.array([1])
+        >>> PrependTokenDataset(Rows([torch.tensor([4])]), 0)[0]
+        tensor([0, 4])
+    """
 
     def __getitem__(self, index: int) -> Any:
         item = self.dataset[index]
@@ -78,8 +127,22 @@ class PrependTokenDataset(AppendTokenDataset):
 
 
 class RandomCropDataset(_Resized):
-    """truncation_length tokens in a row of each item, from anywhere: where, depends on
-    seed, epoch and item alone."""
+    """Tokens in a row of each item, from anywhere: where, depends on seed, epoch and
+    item alone.
+
+    Args:
+        dataset: Indexed by item, with sizes.
+        truncation_length (int): Tokens, at most.
+        seed (int, default 1): Of the draws.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from ctrainer.fairseq.data import RandomCropDataset
+        >>> class Rows(list):
+        ...     sizes = np.array([3])
+        >>> len(RandomCropDataset(Rows([torch.tensor([4, 5, 6])]), 2)[0])
+        2
+    """
 
     def __init__(self, dataset: Any, truncation_length: int, seed: int = 1) -> None:
         super().__init__(dataset)
@@ -113,8 +176,17 @@ def maybe_shorten_dataset(
     tokens_per_sample: int,
     seed: int,
 ) -> Any:
-    """Items of at most tokens_per_sample tokens, where shorten_method is "truncate" or
-    "random_crop" and the list, separated by commas, names the split or is empty."""
+    """Return a data set with items of at most tokens_per_sample tokens, or as it is.
+
+    Args:
+        dataset: The data set.
+        split (str): Its name, such as "train".
+        shorten_data_split_list (str): Names of the splits to shorten, separated by
+            commas; "": all.
+        shorten_method (str): "truncate", "random_crop" or "none".
+        tokens_per_sample (int): Tokens of an item, at most.
+        seed (int): Of "random_crop".
+    """
     splits = shorten_data_split_list.split(",") if shorten_data_split_list else [split]
     if split not in splits or shorten_method == "none":
         return dataset

@@ -18,25 +18,22 @@ def collate(
     eos_idx: int,
     left_pad_source: bool = True,
     left_pad_target: bool = False,
-    input_feeding: bool = True,
-    pad_to_length: dict[str, int] | None = None,
     pad_to_multiple: int = 1,
 ) -> dict[str, Any]:
     """A batch, the longest source first: id, nsentences, ntokens (of targets where
-    there are any), net_input of src_tokens (rows, source length), src_lengths and, with
-    input_feeding, prev_output_tokens (the target with </s> moved to its beginning), and
-    target (rows, target length) or None; {} for no samples."""
+    there are any), net_input of src_tokens (rows, source length), src_lengths and
+    prev_output_tokens (the target with </s> moved to its beginning), and target (rows,
+    target length) or None; {} for no samples."""
     if not samples:
         return {}
     lengths = torch.tensor([len(s["source"]) for s in samples], device="cpu")
     lengths, order = lengths.sort(descending=True, stable=True)
     samples = [samples[i] for i in order.tolist()]
-    widths = pad_to_length or {}
 
     def merge(key: str, left_pad: bool, move_eos_to_beginning: bool = False) -> Any:
         return data_utils.collate_tokens(
             [s[key] for s in samples], pad_idx, eos_idx, left_pad,
-            move_eos_to_beginning, widths.get(key), pad_to_multiple,
+            move_eos_to_beginning, None, pad_to_multiple,
         )  # fmt: skip
 
     net_input = {
@@ -47,12 +44,7 @@ def collate(
     if samples[0].get("target") is not None:
         target = merge("target", left_pad_target)
         ntokens = sum(len(s["target"]) for s in samples)
-        if samples[0].get("prev_output_tokens") is not None:
-            net_input["prev_output_tokens"] = merge(
-                "prev_output_tokens", left_pad_target
-            )
-        elif input_feeding:
-            net_input["prev_output_tokens"] = merge("target", left_pad_target, True)
+        net_input["prev_output_tokens"] = merge("target", left_pad_target, True)
     return {
         "id": torch.LongTensor([s["id"] for s in samples]),
         "nsentences": len(samples),
@@ -65,12 +57,26 @@ def collate(
 class LanguagePairDataset(FairseqDataset):
     """The items of `src` beside those of `tgt`, or alone.
 
-    src, tgt: indexed by item, tensors of one dimension; src_sizes, tgt_sizes: their
-    lengths. src_dict, tgt_dict: Dictionaries that agree in the special words' numbers.
-    shuffle: batches of equal lengths are of random items. remove_eos_from_source,
-    append_eos_to_target, append_bos: change the items' ends where they lack or have the
-    word. eos: the word that goes before a target, </s> by default. The rest is
-    collate()'s.
+    Args:
+        src: Indexed by item, tensors of one dimension.
+        src_sizes: Their lengths.
+        src_dict: Dictionary of the source.
+        tgt (default None): Likewise of the target; None: without.
+        tgt_sizes (default None): Their lengths.
+        tgt_dict (default None): Dictionary that agrees with src_dict in the special
+            words' numbers.
+        left_pad_source (bool, default True): Pad sources on the left.
+        left_pad_target (bool, default False): Pad targets on the left.
+        shuffle (bool, default True): Batches of equal lengths are of random items.
+        pad_to_multiple (int, default 1): Pad to a multiple of so many tokens.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.data import Dictionary, LanguagePairDataset
+        >>> words, rows = Dictionary(), [torch.tensor([3, 2])]
+        >>> pairs = LanguagePairDataset(rows, [2], words, rows, [2], words)
+        >>> pairs.collater([pairs[0]])["net_input"]["src_tokens"]
+        tensor([[3, 2]])
     """
 
     def __init__(
@@ -84,11 +90,6 @@ class LanguagePairDataset(FairseqDataset):
         left_pad_source: bool = True,
         left_pad_target: bool = False,
         shuffle: bool = True,
-        input_feeding: bool = True,
-        remove_eos_from_source: bool = False,
-        append_eos_to_target: bool = False,
-        append_bos: bool = False,
-        eos: int | None = None,
         pad_to_multiple: int = 1,
     ) -> None:
         _check(src, src_dict, tgt, tgt_dict)
@@ -98,11 +99,6 @@ class LanguagePairDataset(FairseqDataset):
         self.src_dict, self.tgt_dict = src_dict, tgt_dict
         self.left_pad_source, self.left_pad_target = left_pad_source, left_pad_target
         self.shuffle = shuffle
-        self.input_feeding = input_feeding
-        self.remove_eos_from_source = remove_eos_from_source
-        self.append_eos_to_target = append_eos_to_target
-        self.append_bos = append_bos
-        self.eos = src_dict.eos() if eos is None else eos
         self.pad_to_multiple = pad_to_multiple
 
     @property
@@ -116,30 +112,26 @@ class LanguagePairDataset(FairseqDataset):
         return len(self.src)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        source = self.src[index]
         target = None if self.tgt is None else self.tgt[index]
-        if self.append_eos_to_target and target is not None:
-            target = _with(target, self.tgt_dict.eos(), at_end=True)
-        if self.append_bos:
-            source = _with(source, self.src_dict.bos(), at_end=False)
-            if target is not None:
-                target = _with(target, self.tgt_dict.bos(), at_end=False)
-        if self.remove_eos_from_source and source[-1] == self.src_dict.eos():
-            source = source[:-1]
-        return {"id": index, "source": source, "target": target}
+        return {"id": index, "source": self.src[index], "target": target}
 
-    def collater(
-        self, samples: list[dict[str, Any]], pad_to_length: Any = None
-    ) -> dict[str, Any]:
-        """See collate(). pad_to_length: {"source": n, "target": m}, at least."""
+    def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a batch as data.language_pair_dataset.collate makes it.
+
+        Args:
+            samples (list[dict[str, Any]]): As `__getitem__` returns them.
+        """
         return collate(
-            samples, self.src_dict.pad(), self.eos, self.left_pad_source,
-            self.left_pad_target, self.input_feeding, pad_to_length,
-            self.pad_to_multiple,
+            samples, self.src_dict.pad(), self.src_dict.eos(), self.left_pad_source,
+            self.left_pad_target, self.pad_to_multiple,
         )  # fmt: skip
 
     def num_tokens(self, index: int) -> int:
-        """The longer of source and target."""
+        """Return the length of the longer of source and target.
+
+        Args:
+            index (int): Of the sample.
+        """
         return int(max(self.size(index)))
 
     def num_tokens_vec(self, indices: Any) -> Any:
@@ -153,7 +145,8 @@ class LanguagePairDataset(FairseqDataset):
         return int(self.src_sizes[index]), int(target)
 
     def ordered_indices(self) -> Any:
-        """By the source's length, then the target's; see `shuffle` for the rest."""
+        """Return the indices by the source's length, then the target's; see `shuffle`
+        for the rest."""
         n = len(self)
         order = np.random.permutation(n) if self.shuffle else np.arange(n)
         if self.tgt_sizes is not None:
@@ -163,7 +156,12 @@ class LanguagePairDataset(FairseqDataset):
     def filter_indices_by_size(
         self, indices: Any, max_sizes: Any
     ) -> tuple[Any, list[int]]:
-        """max_sizes: a number for both, or a pair of source's and target's."""
+        """Return the indices of pairs within max_sizes, and the list of the others.
+
+        Args:
+            indices: (n,).
+            max_sizes: A number for both, or a pair of source's and target's.
+        """
         return data_utils.filter_paired_dataset_indices_by_size(
             self.src_sizes, self.tgt_sizes, indices, max_sizes
         )
@@ -194,11 +192,3 @@ def _check(src: Any, src_dict: Any, tgt: Any, tgt_dict: Any) -> None:
                 f"the dictionaries' {word} must have one number, not {ours} in the "
                 f"source's and {theirs} in the target's"
             )
-
-
-def _with(tokens: Any, word: int, at_end: bool) -> Any:
-    """Tokens that have the word at that end."""
-    if len(tokens) > 0 and tokens[-1 if at_end else 0] == word:
-        return tokens
-    extra = tokens.new_tensor([word])
-    return torch.cat([tokens, extra] if at_end else [extra, tokens])

@@ -53,13 +53,33 @@ def collate(
 class MonolingualDataset(DatasetOverAnother):
     """The items of `dataset` with their targets, as a language model takes them.
 
-    dataset: gives (source, future, past), as TokenBlockDataset with include_targets;
-    with targets None it gives the source alone. targets: which of "self", "future" and
-    "past" are learnt; of several, the target is a list. add_eos_for_other_targets: with
-    "self" or "past", </s> ends each source. src_vocab, tgt_vocab: Dictionaries; where
-    the second is smaller, words beyond it become <unk> in targets. shuffle: batches of
-    equal lengths are of random items. fixed_pad_length, pad_to_bsz: pad batches to
-    that width and height.
+    Args:
+        dataset: Returns (source, future, past), as TokenBlockDataset with
+            include_targets; with targets None it returns the source alone.
+        sizes: Lengths of its items.
+        src_vocab: Dictionary.
+        tgt_vocab (default None): Dictionary; where it is smaller, words beyond it
+            become <unk> in targets. None: src_vocab.
+        add_eos_for_other_targets (bool, default False): With "self" or "past", </s>
+            ends each source.
+        shuffle (bool, default False): Batches of equal lengths are of random items.
+        targets (Sequence[str] | None, default None): Which of "self", "future" and
+            "past" are learnt; of several, the target is a list.
+        add_bos_token (bool, default False): Put <s> before sources and targets.
+        fixed_pad_length (int | None, default None): Pad batches to that width.
+        pad_to_bsz (int | None, default None): Pad batches to that height.
+        src_lang_idx, tgt_lang_idx (int | None, default None): For fairseq's sake.
+
+    Raises:
+        ValueError: other targets.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.data import Dictionary, MonolingualDataset
+        >>> rows = [torch.tensor([4, 2])]
+        >>> data = MonolingualDataset(rows, [2], Dictionary())
+        >>> data.size(0)
+        2
     """
 
     def __init__(
@@ -74,8 +94,6 @@ class MonolingualDataset(DatasetOverAnother):
         add_bos_token: bool = False,
         fixed_pad_length: int | None = None,
         pad_to_bsz: int | None = None,
-        src_lang_idx: int | None = None,
-        tgt_lang_idx: int | None = None,
     ) -> None:
         if targets is not None and not _TARGETS.issuperset(targets):
             raise ValueError(
@@ -91,8 +109,6 @@ class MonolingualDataset(DatasetOverAnother):
         self.add_bos_token = add_bos_token
         self.fixed_pad_length = fixed_pad_length
         self.pad_to_bsz = pad_to_bsz
-        self.src_lang_idx = src_lang_idx
-        self.tgt_lang_idx = tgt_lang_idx
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -139,14 +155,18 @@ class MonolingualDataset(DatasetOverAnother):
         return int(self.sizes[index])
 
     def ordered_indices(self) -> Any:
-        """By length; equal lengths in a random order with `shuffle`, else as they
-        are."""
+        """Return the indices by length; equal lengths in a random order with `shuffle`,
+        else as they are."""
         n = len(self)
         order = np.random.permutation(n) if self.shuffle else np.arange(n)
         return np.lexsort([order, self.sizes])
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """See collate()."""
+        """Return a batch as data.monolingual_dataset.collate makes it.
+
+        Args:
+            samples (list[dict[str, Any]]): As `__getitem__` returns them.
+        """
         return collate(
             samples, self.vocab.pad(), self.vocab.eos(),
             self.fixed_pad_length, self.pad_to_bsz,

@@ -12,21 +12,33 @@ from ctrainer.fairseq.data.base_wrapper_dataset import DatasetOverAnother
 
 
 class TokenBlockDataset(DatasetOverAnother):
-    """Blocks of the items of `dataset`, one after another, cut by `break_mode`.
+    """Blocks of the items of `dataset`, one after another, cut by `break_mode`. The
+    cuts are made in C.
 
-    dataset: indexed by item, tensors of one dimension. sizes: their lengths, (n,).
-    block_size: tokens of a block; None with break_mode "eos". pad, eos: the numbers of
-    these words. break_mode: "none" (None too) fills blocks, "complete" takes whole
-    items, "complete_doc" whole items of one document, "eos" an item each; docs/
-    fairseq_train.md has more. include_targets: an item is (source, target, past), the
-    target being the block, the source the tokens before each of them, and past those
-    before these; a block that begins an item has </s> before it, and <pad> before that.
-    document_sep_len: the length of items that separate documents.
+    Args:
+        dataset: Indexed by item, tensors of one dimension.
+        sizes: Their lengths, (n,).
+        block_size (int | None): Tokens of a block; None with break_mode "eos".
+        pad, eos (int): The numbers of these words.
+        break_mode (str | None, default None): "none" (None too) fills blocks,
+            "complete" takes whole items, "complete_doc" whole items of one document,
+            "eos" an item each; docs/fairseq_train.md has more.
+        include_targets (bool, default False): An item is (source, target, past), the
+            target being the block, the source the tokens before each of them, and past
+            those before these; a block that begins an item has </s> before it, and
+            <pad> before that.
+        document_sep_len (int, default 1): The length of items that separate documents.
 
-    The cuts are made in C. use_plasma_view, split_path and plasma_path are taken for
-    fairseq's sake: the cuts are small.
+    Raises:
+        ValueError: another break mode, or another number of sizes.
 
-    Raises ValueError for another break mode.
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.data import TokenBlockDataset
+        >>> rows = [torch.tensor([4, 5, 2]), torch.tensor([6, 2])]
+        >>> blocks = TokenBlockDataset(rows, [3, 2], block_size=4, pad=1, eos=2)
+        >>> [block.tolist() for block in blocks]
+        [[4, 5, 2, 6], [2]]
     """
 
     def __init__(
@@ -39,9 +51,6 @@ class TokenBlockDataset(DatasetOverAnother):
         break_mode: str | None = None,
         include_targets: bool = False,
         document_sep_len: int = 1,
-        use_plasma_view: bool = False,
-        split_path: str | None = None,
-        plasma_path: str | None = None,
     ) -> None:
         if len(dataset) != len(sizes):
             raise ValueError(f"{len(dataset)} items with {len(sizes)} sizes")
@@ -98,7 +107,11 @@ class TokenBlockDataset(DatasetOverAnother):
         return int(self._sizes[index])
 
     def prefetch(self, indices: Any) -> None:
-        """Tell the items' data set of those that these blocks touch."""
+        """Tell the items' data set of those that these blocks touch.
+
+        Args:
+            indices: Of the blocks.
+        """
         rows = self._blocks[np.asarray(indices, np.int64)]
         self.dataset.prefetch(
             sorted({i for row in rows.tolist() for i in range(row[2], row[4] + 1)})

@@ -45,11 +45,18 @@ ARCH_CONFIG_REGISTRY: dict[str, Callable[[Any], Any]] = {}
 
 
 def register_model_architecture(model_name: str, arch_name: str) -> Callable[[A], A]:
-    """A decorator of a function that sets, of the options it is given, those that are
-    not there; --arch `arch_name` is then the model with these defaults.
+    """Return a decorator of a function that completes options.
 
-    Raises ValueError for an unknown model, and for a name that is taken unless it is
-    that of the model itself.
+    It sets, of the options it is given, those that are not there; --arch `arch_name` is
+    then the model with these defaults.
+
+    Args:
+        model_name (str): Of the model.
+        arch_name (str): Of the architecture.
+
+    Raises:
+        ValueError: an unknown model, and a name that is taken unless it is that of the
+            model itself.
     """
 
     def keep(function: A) -> A:
@@ -68,8 +75,14 @@ def register_model_architecture(model_name: str, arch_name: str) -> Callable[[A]
 
 
 def build_model(cfg: Any, task: Any, from_checkpoint: bool = False) -> Any:
-    """The model that a config names, by its own name or an architecture's, made by its
-    class's build_model()."""
+    """Return the model that a config names, by its own name or an architecture's, made
+    by its class's build_model().
+
+    Args:
+        cfg: Its options, with `_name` or `arch`.
+        task: The task.
+        from_checkpoint (bool, default False): Not read.
+    """
     name: Any = _registry.name_in(cfg) or getattr(cfg, "arch", None)
     cls: Any = ARCH_MODEL_REGISTRY.get(name) or _registry.find(name)
     return cls.build_model(_registry.complete(cfg), task)

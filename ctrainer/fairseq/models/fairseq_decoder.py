@@ -11,7 +11,16 @@ from ctrainer.fairseq import utils
 
 
 class FairseqDecoder(nn.Module):
-    """Says of each position which word may follow."""
+    """Predicts for each position which word may follow.
+
+    Args:
+        dictionary: Of the target.
+
+    Example:
+        >>> from ctrainer.fairseq.models import FairseqDecoder
+        >>> FairseqDecoder(dictionary=None).max_positions()
+        1000000
+    """
 
     def __init__(self, dictionary: Any) -> None:
         super().__init__()
@@ -20,8 +29,13 @@ class FairseqDecoder(nn.Module):
     def forward(
         self, prev_output_tokens: torch.Tensor, encoder_out: Any = None, **kwargs: Any
     ) -> Any:
-        """(logits, dict of more) of the words before, (rows, length): logits are
-        (rows, length, words)."""
+        """Return (logits, dict of more); logits are (rows, length, words).
+
+        Args:
+            prev_output_tokens (torch.Tensor): The words before, (rows, length).
+            encoder_out (default None): What the encoder returned.
+            **kwargs: Of extract_features().
+        """
         x, extra = self.extract_features(
             prev_output_tokens, encoder_out=encoder_out, **kwargs
         )
@@ -30,26 +44,49 @@ class FairseqDecoder(nn.Module):
     def extract_features(
         self, prev_output_tokens: torch.Tensor, encoder_out: Any = None, **kwargs: Any
     ) -> Any:
-        """(features, dict of more): features are (rows, length, dim)."""
+        """Return (features, dict of more); features are (rows, length, dim).
+
+        Args:
+            prev_output_tokens (torch.Tensor): The words before, (rows, length).
+            encoder_out (default None): What the encoder returned.
+            src_lengths: Lengths of the sources, (rows,).
+            **kwargs: Of subclasses.
+        """
         raise NotImplementedError
 
     def output_layer(self, features: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Logits of features."""
+        """Return logits of features.
+
+        Args:
+            features (torch.Tensor): (rows, length, dim).
+            **kwargs: Of subclasses.
+        """
         raise NotImplementedError
 
     def get_normalized_probs(
         self, net_output: Any, log_probs: bool, sample: Any = None
     ) -> torch.Tensor:
-        """Probabilities, or their logarithms, of what forward() returned; float32."""
+        """Return probabilities, or their logarithms, float32.
+
+        Args:
+            net_output: What forward() returned.
+            log_probs (bool): Return logarithms.
+            sample (default None): The batch.
+        """
         normalise = utils.log_softmax if log_probs else utils.softmax
         return normalise(net_output[0], dim=-1)
 
     def max_positions(self) -> int:
-        """Words of a target at most."""
+        """Return the words of a target at most."""
         return int(1e6)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> Any:
-        """Bring an older state dict, whose keys begin with `name`, up to date."""
+        """Bring an older state dict up to date, and return it.
+
+        Args:
+            state_dict (dict[str, Any]): Tensors by name.
+            name (str): With which the keys begin.
+        """
         return state_dict
 
 

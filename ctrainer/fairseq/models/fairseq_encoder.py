@@ -9,7 +9,16 @@ from torch import nn
 
 
 class FairseqEncoder(nn.Module):
-    """Makes of source words what a decoder attends to."""
+    """Encodes source words for a decoder's attention.
+
+    Args:
+        dictionary: Of the source.
+
+    Example:
+        >>> from ctrainer.fairseq.models import FairseqEncoder
+        >>> FairseqEncoder(dictionary=None).max_positions()
+        1000000
+    """
 
     def __init__(self, dictionary: Any) -> None:
         super().__init__()
@@ -18,16 +27,31 @@ class FairseqEncoder(nn.Module):
     def forward(
         self, src_tokens: torch.Tensor, src_lengths: Any = None, **kwargs: Any
     ) -> Any:
-        """src_tokens: (rows, length); src_lengths: (rows,)."""
+        """Return what the decoder takes as encoder_out.
+
+        Args:
+            src_tokens (torch.Tensor): (rows, length).
+            src_lengths (default None): (rows,).
+            **kwargs: Of subclasses.
+        """
         raise NotImplementedError
 
     def max_positions(self) -> int:
-        """Words of a source at most."""
+        """Return the words of a source at most."""
         return int(1e6)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> Any:
-        """Bring an older state dict, whose keys begin with `name`, up to date."""
+        """Bring an older state dict up to date, and return it.
+
+        Args:
+            state_dict (dict[str, Any]): Tensors by name.
+            name (str): With which the keys begin.
+        """
         return state_dict
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Is told the number of updates before each."""
+        """Take in the number of updates before each.
+
+        Args:
+            num_updates (int): Updates done.
+        """

@@ -14,29 +14,60 @@ from ctrainer.fairseq.models.fairseq_encoder import FairseqEncoder
 
 
 class BaseFairseqModel(nn.Module):
-    """What the Trainer and criterions ask of any model."""
+    """The interface of models for the Trainer and criterions.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.models import BaseFairseqModel
+        >>> class Net(BaseFairseqModel):
+        ...     def forward(self, x):
+        ...         return x
+        >>> logits = Net()(torch.zeros(1, 4))
+        >>> Net().get_normalized_probs(logits, log_probs=False)
+        tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
+    """
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Declare the options of the class's dataclass, where it has one."""
+        """Declare the options of the class's dataclass, where it has one.
+
+        Args:
+            parser: An ArgumentParser, or a group of one.
+        """
         dataclass = getattr(cls, "__dataclass", None)
         if dataclass is not None:
             add_options(parser, dataclass)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
-        """A new model of the config `args`, for a task."""
+        """Return a new model for a task.
+
+        Args:
+            args: Options of the model as attributes.
+            task: The task.
+        """
         raise NotImplementedError("Model must implement the build_model method")
 
     def get_targets(self, sample: Any, net_output: Any) -> Any:
-        """What the net's output is compared with."""
+        """Return what the net's output is compared with.
+
+        Args:
+            sample: A batch.
+            net_output: What forward() returned.
+        """
         return sample["target"]
 
     def get_normalized_probs(
         self, net_output: Any, log_probs: bool, sample: Any = None
     ) -> torch.Tensor:
-        """Probabilities, or their logarithms, in float32, by the decoder where there
-        is one."""
+        """Return probabilities, or their logarithms, in float32, by the decoder where
+        there is one.
+
+        Args:
+            net_output: What forward() returned.
+            log_probs (bool): Return logarithms.
+            sample (default None): The batch.
+        """
         decoder: Any = getattr(self, "decoder", None)
         if decoder is not None:
             found: torch.Tensor = decoder.get_normalized_probs(
@@ -51,12 +82,8 @@ class BaseFairseqModel(nn.Module):
             "override get_normalized_probs()"
         )
 
-    def extract_features(self, *args: Any, **kwargs: Any) -> Any:
-        """What comes before the output layer."""
-        return self(*args, **kwargs)
-
     def max_positions(self) -> Any:
-        """The longest samples that it takes: a number, a pair, or None for any."""
+        """Return the longest samples that it takes: a number, a pair, or None."""
         return None
 
     def load_state_dict(  # type: ignore[override]
@@ -66,17 +93,35 @@ class BaseFairseqModel(nn.Module):
         model_cfg: Any = None,
         args: Any = None,
     ) -> Any:
-        """As torch's, after upgrade_state_dict(); state_dict itself stays as it is."""
+        """Load a state after upgrade_state_dict(); return missing and unexpected keys,
+        as torch.
+
+        Args:
+            state_dict (dict[str, Any]): Tensors by name; it stays as it is.
+            strict (bool, default True): Raise RuntimeError for missing and unexpected
+                keys.
+            model_cfg, args (default None): Not read.
+        """
         state_dict = dict(state_dict)
         self.upgrade_state_dict(state_dict)
         return super().load_state_dict(state_dict, strict)
 
     def upgrade_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Bring an older state dict up to date, in place."""
+        """Bring an older state dict up to date, in place.
+
+        Args:
+            state_dict (dict[str, Any]): Tensors by name.
+        """
         self.upgrade_state_dict_named(state_dict, "")
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """The same for keys that begin with `name`: asks the modules within."""
+        """Bring the part of an older state dict up to date whose keys begin with a
+        name: asks the modules within.
+
+        Args:
+            state_dict (dict[str, Any]): Tensors by name.
+            name (str): The name.
+        """
         prefix = f"{name}." if name else ""
         for path, module in self.named_modules():
             upgrade: Any = getattr(module, "upgrade_state_dict_named", None)
@@ -84,17 +129,26 @@ class BaseFairseqModel(nn.Module):
                 upgrade(state_dict, prefix + path)
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Tell the modules within that have a set_num_updates()."""
+        """Tell the modules within that have a set_num_updates().
+
+        Args:
+            num_updates (int): Updates done.
+        """
         for module in self.modules():
-            told: Any = getattr(module, "set_num_updates", None)
-            if module is not self and told is not None:
-                told(num_updates)
+            method: Any = getattr(module, "set_num_updates", None)
+            if module is not self and method is not None:
+                method(num_updates)
 
 
 class FairseqEncoderDecoderModel(BaseFairseqModel):
     """An encoder and a decoder.
 
-    Raises TypeError where they are not of FairseqEncoder and FairseqDecoder.
+    Args:
+        encoder: A FairseqEncoder.
+        decoder: A FairseqDecoder.
+
+    Raises:
+        TypeError: they are of other classes.
     """
 
     def __init__(self, encoder: Any, decoder: Any) -> None:
@@ -111,32 +165,28 @@ class FairseqEncoderDecoderModel(BaseFairseqModel):
         prev_output_tokens: torch.Tensor,
         **kwargs: Any,
     ) -> Any:
-        """The decoder's output; src_tokens (rows, source length), src_lengths (rows,),
-        prev_output_tokens (rows, target length)."""
+        """Return the decoder's output.
+
+        Args:
+            src_tokens (torch.Tensor): Numbers of source words, (rows, source length).
+            src_lengths (torch.Tensor): Their numbers without padding, (rows,).
+            prev_output_tokens (torch.Tensor): The target moved by one, (rows, target
+                length).
+            **kwargs: Of encoder and decoder.
+        """
         encoder_out = self.encoder(src_tokens, src_lengths=src_lengths, **kwargs)
         return self.decoder(prev_output_tokens, encoder_out=encoder_out, **kwargs)
-
-    def extract_features(
-        self,
-        src_tokens: torch.Tensor,
-        src_lengths: torch.Tensor,
-        prev_output_tokens: torch.Tensor,
-        **kwargs: Any,
-    ) -> Any:
-        encoder_out = self.encoder(src_tokens, src_lengths=src_lengths, **kwargs)
-        return self.decoder.extract_features(
-            prev_output_tokens, encoder_out=encoder_out, **kwargs
-        )
-
-    def output_layer(self, features: torch.Tensor, **kwargs: Any) -> Any:
-        return self.decoder.output_layer(features, **kwargs)
 
     def max_positions(self) -> Any:
         return self.encoder.max_positions(), self.decoder.max_positions()
 
 
 class FairseqLanguageModel(BaseFairseqModel):
-    """A decoder alone."""
+    """A decoder alone.
+
+    Args:
+        decoder: A FairseqDecoder.
+    """
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
@@ -144,14 +194,13 @@ class FairseqLanguageModel(BaseFairseqModel):
         self.decoder = decoder
 
     def forward(self, src_tokens: torch.Tensor, **kwargs: Any) -> Any:
-        """The decoder's output for the words before, (rows, length)."""
+        """Return the decoder's output.
+
+        Args:
+            src_tokens (torch.Tensor): The words before, (rows, length).
+            **kwargs: Of the decoder.
+        """
         return self.decoder(src_tokens, **kwargs)
-
-    def extract_features(self, src_tokens: torch.Tensor, **kwargs: Any) -> Any:
-        return self.decoder.extract_features(src_tokens, **kwargs)
-
-    def output_layer(self, features: torch.Tensor, **kwargs: Any) -> Any:
-        return self.decoder.output_layer(features, **kwargs)
 
     def max_positions(self) -> Any:
         return self.decoder.max_positions()

@@ -13,11 +13,25 @@ from torch import nn
 class MultiheadAttention(nn.Module):
     """softmax(q k' / sqrt(head_dim)) v for each head, projected.
 
-    embed_dim: of queries and outputs, divisible by num_heads. kdim, vdim: of keys and
-    values; embed_dim unless given. dropout: of the weights, while training.
+    Args:
+        embed_dim (int): Of queries and outputs, divisible by num_heads.
+        num_heads (int): Heads.
+        kdim, vdim (int | None, default None): Of keys and values; None: embed_dim.
+        dropout (float, default 0.0): Of the weights, while training.
+        bias (bool, default True): Have biases in the projections.
 
-    Source: Vaswani and others, Attention Is All You Need (2017), part 3.2; parameters'
+    Raises:
+        ValueError: the heads do not divide embed_dim.
+
+    Source: Vaswani and others, "Attention Is All You Need", 2017, part 3.2; parameters'
     names and initial values as in fairseq, modules/multihead_attention.py.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.modules import MultiheadAttention
+        >>> x = torch.zeros(3, 1, 8)
+        >>> MultiheadAttention(8, 2)(x, x, x)[0].shape
+        torch.Size([3, 1, 8])
     """
 
     def __init__(
@@ -52,7 +66,12 @@ class MultiheadAttention(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Releases before 0.9 have the three projections in one."""
+        """Divide the projections that releases before 0.9 have in one.
+
+        Args:
+            state_dict (dict[str, Any]): Tensors by name.
+            name (str): With which the keys begin.
+        """
         for kind in ("weight", "bias"):
             joined = state_dict.pop(f"{name}.in_proj_{kind}", None)
             if joined is not None:
@@ -68,12 +87,17 @@ class MultiheadAttention(nn.Module):
         attn_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, None]:
-        """(output of query's shape, None: the fused kernels give no weights).
+        """Return (output of query's shape, None: the fused kernels return no weights).
 
-        query: (target length, rows, embed_dim), key and value alike, of the source's
-        length. key_padding_mask: (rows, source length), true where nothing is to be
-        seen. attn_mask: (target, source), true or -inf there. is_causal: a position
-        sees itself and those before it, without a mask being made.
+        Args:
+            query (torch.Tensor): (target length, rows, embed_dim).
+            key, value (torch.Tensor): Likewise, of the source's length.
+            key_padding_mask (torch.Tensor | None, default None): (rows, source length),
+                true where nothing is to be seen.
+            attn_mask (torch.Tensor | None, default None): (target, source), true or
+                -inf there.
+            is_causal (bool, default False): A position sees itself and those before it,
+                without a mask being made.
         """
         q = self._heads(self.q_proj(query))
         k, v = self._heads(self.k_proj(key)), self._heads(self.v_proj(value))

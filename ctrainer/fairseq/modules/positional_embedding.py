@@ -15,7 +15,19 @@ _MOST = 100_000
 
 
 class LearnedPositionalEmbedding(nn.Embedding):
-    """A vector to learn for each position, from padding_idx + 1."""
+    """A vector to learn for each position, from padding_idx + 1.
+
+    Args:
+        num_embeddings (int): Positions, those up to padding_idx included.
+        embedding_dim (int): Width.
+        padding_idx (int | None): The number of padding; None: none.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.modules import LearnedPositionalEmbedding
+        >>> LearnedPositionalEmbedding(8, 4, 1)(torch.tensor([[4, 5, 2]])).shape
+        torch.Size([1, 3, 4])
+    """
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None
@@ -25,16 +37,32 @@ class LearnedPositionalEmbedding(nn.Embedding):
         self.max_positions = num_embeddings - unused
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Vectors of the places of words: (rows, length, dim) of (rows, length)."""
+        """Return vectors of the places of words, (rows, length, dim).
+
+        Args:
+            input (torch.Tensor): Words, (rows, length).
+        """
         return super().forward(make_positions(input, self.padding_idx or 0))
 
 
 class SinusoidalPositionalEmbedding(nn.Module):
     """Sines and cosines of the position, of wave lengths from 2 pi to 20000 pi.
 
-    The first half of a vector is sines, the second cosines; padding is 0. Source:
-    Vaswani and others, Attention Is All You Need (2017), part 3.5, in the order of
-    tensor2tensor, as in fairseq.
+    The first half of a vector is sines, the second cosines; padding is 0.
+
+    Args:
+        embedding_dim (int): Width.
+        padding_idx (int | None): The number of padding; None: none.
+        init_size (int, default 1024): Positions that are computed at first.
+
+    Source: Vaswani and others, "Attention Is All You Need", 2017, part 3.5, in the
+    order of tensor2tensor, as in fairseq.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.modules import SinusoidalPositionalEmbedding
+        >>> SinusoidalPositionalEmbedding(4, 1)(torch.tensor([[4, 5, 2]])).shape
+        torch.Size([1, 3, 4])
     """
 
     _float_tensor: torch.Tensor
@@ -52,8 +80,13 @@ class SinusoidalPositionalEmbedding(nn.Module):
         self.max_positions = _MOST
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """What a release has saved of this is nothing to load: the waves are computed,
-        and `_float_tensor` is memory that was never written to, or not there."""
+        """Drop what a release has saved of this: the waves are computed, and
+        `_float_tensor` is memory that was never written to, or not there.
+
+        Args:
+            state_dict (dict[str, Any]): Tensors by name.
+            name (str): With which the keys begin.
+        """
         prefix = f"{name}." if name else ""
         state_dict.pop(f"{prefix}weights", None)
         state_dict[f"{prefix}_float_tensor"] = torch.zeros(1, device="cpu")
@@ -68,7 +101,14 @@ class SinusoidalPositionalEmbedding(nn.Module):
     def get_embedding(
         num_embeddings: int, embedding_dim: int, padding_idx: int | None = None
     ) -> torch.Tensor:
-        """In host memory: (num_embeddings, embedding_dim); an odd one ends in 0."""
+        """Return the waves, in host memory: (num_embeddings, embedding_dim); an odd one
+        ends in 0.
+
+        Args:
+            num_embeddings (int): Positions.
+            embedding_dim (int): Width.
+            padding_idx (int | None, default None): The position that is 0; None: none.
+        """
         half = embedding_dim // 2
         step = math.log(10000) / max(half - 1, 1)
         number = functools.partial(torch.arange, dtype=torch.float32, device="cpu")
@@ -83,7 +123,11 @@ class SinusoidalPositionalEmbedding(nn.Module):
         return table
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As LearnedPositionalEmbedding's."""
+        """Return vectors of the places of words, (rows, length, dim).
+
+        Args:
+            input (torch.Tensor): Words, (rows, length).
+        """
         needed = self.padding_idx + 1 + input.size(1)
         if needed > self.weights.size(0):
             self.weights = self.get_embedding(
@@ -99,7 +143,14 @@ def PositionalEmbedding(
     padding_idx: int | None,
     learned: bool = False,
 ) -> LearnedPositionalEmbedding | SinusoidalPositionalEmbedding:
-    """For num_embeddings positions, learnt or not."""
+    """Return vectors of positions, learnt or not.
+
+    Args:
+        num_embeddings (int): Positions.
+        embedding_dim (int): Width.
+        padding_idx (int | None): The number of padding; None: none.
+        learned (bool, default False): Learn them.
+    """
     unused = 0 if padding_idx is None else padding_idx + 1
     if not learned:
         return SinusoidalPositionalEmbedding(

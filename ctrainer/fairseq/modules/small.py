@@ -7,7 +7,17 @@ from torch import nn
 
 
 class FairseqDropout(nn.Dropout):
-    """nn.Dropout that is told which module it is of."""
+    """nn.Dropout that knows which module it is of.
+
+    Args:
+        p (float): Probability of a zero.
+        module_name (str | None, default None): Of the module.
+
+    Example:
+        >>> from ctrainer.fairseq.modules import FairseqDropout
+        >>> FairseqDropout(0.1, "decoder").module_name
+        'decoder'
+    """
 
     def __init__(self, p: float, module_name: str | None = None) -> None:
         super().__init__(p)
@@ -20,20 +30,40 @@ def LayerNorm(
     elementwise_affine: bool = True,
     export: bool = False,
 ) -> nn.LayerNorm:
+    """Return nn.LayerNorm.
+
+    Args:
+        normalized_shape (int): Width of the last dimension.
+        eps (float, default 1e-05): Added to the variance.
+        elementwise_affine (bool, default True): Learn a scale and a shift.
+        export (bool, default False): Not read.
+    """
     return nn.LayerNorm(normalized_shape, eps, elementwise_affine)
 
 
 def Embedding(
     num_embeddings: int, embedding_dim: int, padding_idx: int | None
 ) -> nn.Embedding:
-    """Normal with deviation embedding_dim ** -0.5, and 0 for padding."""
+    """Return vectors of words, normal with deviation embedding_dim ** -0.5, and 0 for
+    padding.
+
+    Args:
+        num_embeddings (int): Words.
+        embedding_dim (int): Width.
+        padding_idx (int | None): The number of padding; None: none.
+    """
     module = nn.Embedding(num_embeddings, embedding_dim, padding_idx)
     nn.init.normal_(module.weight, mean=0, std=embedding_dim**-0.5)
     return _without_padding(module)
 
 
 def Linear(in_features: int, out_features: int, bias: bool = True) -> nn.Linear:
-    """Xavier's uniform weights, no bias at first."""
+    """Return a linear layer of Xavier's uniform weights, with a bias of 0.
+
+    Args:
+        in_features, out_features (int): Widths.
+        bias (bool, default True): Have a bias.
+    """
     module = nn.Linear(in_features, out_features, bias)
     nn.init.xavier_uniform_(module.weight)
     if bias:

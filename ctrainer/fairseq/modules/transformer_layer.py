@@ -47,7 +47,12 @@ class _Layer(nn.Module):
         self.final_layer_norm = LayerNorm(embed_dim)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Bring a layer of an older release up to date, in place."""
+        """Bring a layer of an older release up to date, in place.
+
+        Args:
+            state_dict (dict[str, Any]): Tensors by name.
+            name (str): With which the keys begin.
+        """
         for copy in _COPIES:
             state_dict.pop(f"{name}.{copy}", None)
         for i, norm in enumerate(self.norms):
@@ -74,9 +79,18 @@ class _Layer(nn.Module):
 class TransformerEncoderLayer(_Layer):
     """Attention to all words of the source, and a feed-forward network.
 
-    args: encoder_embed_dim, encoder_ffn_embed_dim, encoder_attention_heads,
-    encoder_normalize_before, dropout, attention_dropout, activation_dropout and
-    activation_fn as attributes.
+    Args:
+        args: encoder_embed_dim, encoder_ffn_embed_dim, encoder_attention_heads,
+            encoder_normalize_before, dropout, attention_dropout, activation_dropout and
+            activation_fn as attributes.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fairseq.models.transformer import TransformerConfig
+        >>> from ctrainer.fairseq.modules import TransformerEncoderLayer
+        >>> layer = TransformerEncoderLayer(TransformerConfig())
+        >>> layer(torch.zeros(3, 1, 512), None).shape
+        torch.Size([3, 1, 512])
     """
 
     norms = ("self_attn_layer_norm", "final_layer_norm")
@@ -96,7 +110,15 @@ class TransformerEncoderLayer(_Layer):
         encoder_padding_mask: torch.Tensor | None,
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """encoder_padding_mask: (rows, length), true for padding."""
+        """Return the layer's output, (length, rows, dim).
+
+        Args:
+            x (torch.Tensor): (length, rows, dim).
+            encoder_padding_mask (torch.Tensor | None): (rows, length), true for
+                padding.
+            attn_mask (torch.Tensor | None, default None): (length, length), true or
+                -inf where nothing is to be seen.
+        """
         seen = self._before(self.self_attn_layer_norm, x)
         change, _ = self.self_attn(
             seen, seen, seen, encoder_padding_mask, attn_mask=attn_mask
@@ -107,8 +129,18 @@ class TransformerEncoderLayer(_Layer):
 
 class TransformerDecoderLayer(_Layer):
     """Attention to the words before, to the source unless no_encoder_attn, and a
-    feed-forward network. args: as TransformerEncoderLayer's, of the decoder, and
-    encoder_embed_dim for the source's."""
+    feed-forward network.
+
+    Args:
+        args: As TransformerEncoderLayer's, of the decoder, and encoder_embed_dim for
+            the source's.
+        no_encoder_attn (bool, default False): Without attention to a source.
+
+    Example:
+        >>> from ctrainer.fairseq.modules import TransformerDecoderLayer
+        >>> TransformerDecoderLayer.norms[-1]
+        'final_layer_norm'
+    """
 
     norms = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
 
@@ -136,7 +168,19 @@ class TransformerDecoderLayer(_Layer):
         self_attn_padding_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, None, None]:
-        """(output, None, None), where fairseq has weights of attention."""
+        """Return (output, None, None), where fairseq has weights of attention.
+
+        Args:
+            x (torch.Tensor): (length, rows, dim).
+            encoder_out (torch.Tensor | None, default None): (source length, rows, dim).
+            encoder_padding_mask (torch.Tensor | None, default None): (rows, source
+                length), true for padding.
+            self_attn_mask (torch.Tensor | None, default None): (length, length), true
+                or -inf where nothing is to be seen.
+            self_attn_padding_mask (torch.Tensor | None, default None): (rows, length),
+                true for padding.
+            is_causal (bool, default False): A position sees itself and those before it.
+        """
         seen = self._before(self.self_attn_layer_norm, x)
         change, _ = self.self_attn(
             seen, seen, seen, self_attn_padding_mask, self_attn_mask, is_causal

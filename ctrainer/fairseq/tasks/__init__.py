@@ -27,13 +27,22 @@ register_task = _registry.register
 
 
 def setup_task(cfg: Any, **kwargs: Any) -> Any:
-    """The task that a config names, made by its class's setup_task()."""
+    """Return the task that a config names, made by its class's setup_task().
+
+    Args:
+        cfg: The task's config, with `_name`.
+        **kwargs: Of setup_task().
+    """
     cls: Any = _registry.find(_registry.name_in(cfg))
     return cls.setup_task(_registry.complete(cfg), **kwargs)
 
 
 def get_task(name: str) -> Any:
-    """The class of that name."""
+    """Return the class of a task.
+
+    Args:
+        name (str): Of the task.
+    """
     return _registry.find(name)
 
 

@@ -18,21 +18,40 @@ from ctrainer.fairseq.utils import deprecation_warning
 
 
 class StatefulContainer:
-    """Attributes that are saved with checkpoints, made on first use."""
+    """Attributes that are saved with checkpoints, made on first use.
+
+    Example:
+        >>> from ctrainer.fairseq.tasks import StatefulContainer
+        >>> state = StatefulContainer()
+        >>> state.add_factory("seen", list)
+        >>> state.seen
+        []
+    """
 
     def __init__(self) -> None:
         self._state: dict[str, Any] = {}
         self._factories: dict[str, Callable[[], Any]] = {}
 
     def add_factory(self, name: str, factory: Callable[[], Any]) -> None:
-        """Let `factory` make the attribute where no checkpoint has it."""
+        """Let a function make an attribute where no checkpoint has it.
+
+        Args:
+            name (str): Of the attribute.
+            factory (Callable[[], Any]): The function.
+        """
         self._factories[name] = factory
 
     def merge_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over attributes.
+
+        Args:
+            state_dict (dict[str, Any]): Attributes by name.
+        """
         self._state.update(state_dict)
 
     @property
     def state_dict(self) -> dict[str, Any]:
+        """The attributes by name."""
         return self._state
 
     def __getattr__(self, name: str) -> Any:
@@ -48,7 +67,17 @@ class StatefulContainer:
 class FairseqTask:
     """Holds dictionaries and data sets, builds model and criterion, does a step.
 
-    cfg: the task's config. `datasets`: by split; `state`: a StatefulContainer.
+    `datasets` has data sets by split; `state` is a StatefulContainer.
+
+    Args:
+        cfg: The task's config.
+        **kwargs: Of subclasses.
+
+    Example:
+        >>> from ctrainer.fairseq.tasks import FairseqTask
+        >>> task = FairseqTask.setup_task(None)
+        >>> task.max_positions(), task.datasets
+        (None, {})
     """
 
     uses_ema = False
@@ -61,25 +90,43 @@ class FairseqTask:
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Declare the options of the class's dataclass, where it has one."""
+        """Declare the options of the class's dataclass, where it has one.
+
+        Args:
+            parser: An ArgumentParser, or a group of one.
+        """
         dataclass = getattr(cls, "__dataclass", None)
         if dataclass is not None:
             add_options(parser, dataclass)
 
     @classmethod
     def setup_task(cls, cfg: Any, **kwargs: Any) -> Any:
-        """The task of a config; a subclass loads its dictionaries here."""
+        """Return the task of a config; a subclass loads its dictionaries here.
+
+        Args:
+            cfg: The task's config.
+            **kwargs: Of the constructor.
+        """
         return cls(cfg, **kwargs)
 
     @staticmethod
     def logging_outputs_can_be_summed(criterion: Any) -> bool:
-        """Whether workers may add their logging outputs up."""
+        """Return whether workers may add their logging outputs up.
+
+        Args:
+            criterion: The criterion.
+        """
         return bool(criterion.logging_outputs_can_be_summed())
 
     # ---- dictionaries ----------------------------------------------------------------
 
     @classmethod
     def load_dictionary(cls, filename: str) -> Dictionary:
+        """Return the dictionary of a file.
+
+        Args:
+            filename (str): The file.
+        """
         return Dictionary.load(filename)
 
     @classmethod
@@ -91,7 +138,17 @@ class FairseqTask:
         nwords: int = -1,
         padding_factor: int = 8,
     ) -> Dictionary:
-        """Of the words of text files; see Dictionary.finalize() for the limits."""
+        """Return the dictionary of the words of text files; see Dictionary.finalize()
+        for the limits.
+
+        Args:
+            filenames: The files.
+            workers (int, default 1): Processes.
+            threshold (int, default -1): Words seen less often are dropped.
+            nwords (int, default -1): Words that are kept at most.
+            padding_factor (int, default 8): Words of no text fill up to a multiple of
+                it.
+        """
         dictionary = Dictionary()
         for filename in filenames:
             Dictionary.add_file_to_dictionary(
@@ -102,10 +159,12 @@ class FairseqTask:
 
     @property
     def source_dictionary(self) -> Any:
+        """The dictionary of the source; None without one."""
         return None
 
     @property
     def target_dictionary(self) -> Any:
+        """The dictionary of the target; None without one."""
         return None
 
     # ---- data ------------------------------------------------------------------------
@@ -114,20 +173,35 @@ class FairseqTask:
         return self.cfg
 
     def has_sharded_data(self, split: str) -> bool:
-        """Whether `data` names several folders, one an epoch."""
+        """Return whether `data` names several folders, one an epoch.
+
+        Args:
+            split (str): Of the data.
+        """
         return os.pathsep in (getattr(self._options(), "data", "") or "")
 
     def load_dataset(
         self, split: str, combine: bool = False, task_cfg: Any = None, **kwargs: Any
     ) -> None:
-        """Put the data set of a split into `datasets`; kwargs has the epoch."""
+        """Put the data set of a split into `datasets`.
+
+        Args:
+            split (str): Its name.
+            combine (bool, default False): Put its parts together.
+            task_cfg (default None): Options in place of the task's.
+            **kwargs: epoch, from 1.
+        """
         raise NotImplementedError
 
     def dataset(self, split: str) -> Any:
-        """A loaded data set.
+        """Return a loaded data set.
 
-        Raises KeyError where it is not loaded, TypeError where it is no
-        FairseqDataset.
+        Args:
+            split (str): Its name.
+
+        Raises:
+            KeyError: it is not loaded.
+            TypeError: it is no FairseqDataset.
         """
         if split not in self.datasets:
             raise KeyError(f"Dataset not loaded: {split}")
@@ -142,8 +216,18 @@ class FairseqTask:
         max_positions: Any = None,
         ignore_invalid_inputs: bool = False,
     ) -> Any:
-        """The indices within max_positions; warns of the others, or raises for the
-        first of them."""
+        """Return the indices of samples within max_positions.
+
+        Args:
+            indices: (n,).
+            dataset: The data set.
+            max_positions (default None): As that of max_positions().
+            ignore_invalid_inputs (bool, default False): Warn of the others; else raise
+                for the first of them.
+
+        Raises:
+            ValueError: a sample is too long, without ignore_invalid_inputs.
+        """
         kept, ignored = dataset.filter_indices_by_size(indices, max_positions)
         data_utils.report_ignored(
             dataset, ignored, max_positions, not ignore_invalid_inputs
@@ -151,7 +235,11 @@ class FairseqTask:
         return kept
 
     def can_reuse_epoch_itr(self, dataset: Any) -> bool:
-        """Whether an iterator serves later epochs too."""
+        """Return whether an iterator serves later epochs too.
+
+        Args:
+            dataset: The data set.
+        """
         return bool(getattr(dataset, "can_reuse_epoch_itr_across_epochs", False))
 
     def get_batch_iterator(
@@ -173,8 +261,35 @@ class FairseqTask:
         grouped_shuffling: bool = False,
         update_epoch_batch_itr: bool = False,
     ) -> Any:
-        """The EpochBatchIterator of a data set, for one worker of num_shards; the same
-        again where it can be reused. Sizes as data_utils.batch_by_size() has them."""
+        """Return an EpochBatchIterator.
+
+        Args:
+            dataset: The data set.
+            max_tokens (int | None, default None): Tokens of a batch at most; None is no
+                limit.
+            max_sentences (int | None, default None): Samples of a batch at most; None
+                is no limit.
+            max_positions (default None): As that of max_positions().
+            ignore_invalid_inputs (bool, default False): Leave out samples that are too
+                long, with a warning; else raise.
+            required_batch_size_multiple (int, default 1): A batch of more samples has a
+                multiple of it.
+            seed (int, default 1): Of order and draws.
+            num_shards (int, default 1): Ranks.
+            shard_id (int, default 0): This rank, from 0.
+            num_workers (int, default 0): Processes that read.
+            epoch (int, default 1): Where to begin, from 1.
+            data_buffer_size (int, default 0): Batches that a thread holds ready.
+            disable_iterator_cache (bool, default False): Make the iterator anew.
+            skip_remainder_batch (bool, default False): Leave the last batch out.
+            grouped_shuffling (bool, default False): Permute groups of num_shards
+                batches.
+            update_epoch_batch_itr (bool, default False): Make the batches anew in each
+                epoch.
+
+        Raises:
+            TypeError: it is no FairseqDataset.
+        """
         reuse = (
             not disable_iterator_cache
             and not update_epoch_batch_itr
@@ -211,17 +326,29 @@ class FairseqTask:
         return made
 
     def max_positions(self) -> Any:
-        """The longest samples that are used: a number, a tuple of them, or None."""
+        """Return the longest samples that are used: a number, a tuple, or None."""
         return None
 
     # ---- model and step --------------------------------------------------------------
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
+        """Return the model of a config.
+
+        Args:
+            cfg: The model's config.
+            from_checkpoint (bool, default False): The weights come from a checkpoint.
+        """
         from ctrainer.fairseq import models
 
         return models.build_model(cfg, self, from_checkpoint)
 
     def build_criterion(self, cfg: Any, from_checkpoint: bool = False) -> Any:
+        """Return the criterion of a config.
+
+        Args:
+            cfg: The criterion's config.
+            from_checkpoint (bool, default False): The run resumes from a checkpoint.
+        """
         from ctrainer.fairseq import criterions
 
         return criterions.build_criterion(cfg, self, from_checkpoint)
@@ -235,8 +362,17 @@ class FairseqTask:
         update_num: int,
         ignore_grad: bool = False,
     ) -> Any:
-        """Forward and backward of a sample: (loss, sample size, logging output).
-        ignore_grad: its gradients count for nothing."""
+        """Run forward and backward pass of a sample; return (loss, sample size, logging
+        output).
+
+        Args:
+            sample: A batch.
+            model: The model.
+            criterion: The criterion.
+            optimizer: Scales the loss.
+            update_num (int): Updates done.
+            ignore_grad (bool, default False): Its gradients count for nothing.
+        """
         model.train()
         model.set_num_updates(update_num)
         with tools.autocast(model, isinstance(optimizer, AMPOptimizer)):
@@ -247,26 +383,54 @@ class FairseqTask:
         return loss, sample_size, logging_output
 
     def valid_step(self, sample: Any, model: Any, criterion: Any) -> Any:
-        """Forward of a sample: (loss, sample size, logging output)."""
+        """Run the forward pass of a sample; return (loss, sample size, logging output).
+
+        Args:
+            sample: A batch.
+            model: The model.
+            criterion: The criterion.
+        """
         model.eval()
         with tools.no_grad():
             return criterion(model, sample)
 
     def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
+        """Update the parameters.
+
+        Args:
+            optimizer: The optimizer.
+            model: The model.
+            update_num (int): Updates done.
+        """
         optimizer.step()
 
     def begin_epoch(self, epoch: int, model: Any) -> None:
-        """Is called before each epoch."""
+        """Do nothing; called before each epoch.
+
+        Args:
+            epoch (int): From 1.
+            model: The model.
+        """
 
     def begin_valid_epoch(self, epoch: int, model: Any) -> None:
-        """Is called before each validation."""
+        """Do nothing; called before each validation.
+
+        Args:
+            epoch (int): From 1.
+            model: The model.
+        """
 
     # ---- metrics and state -----------------------------------------------------------
 
     def aggregate_logging_outputs(
         self, logging_outputs: list[dict[str, Any]], criterion: Any
     ) -> Any:
-        """The old name of reduce_metrics(): returns the numbers."""
+        """Return the numbers to log; the old name of reduce_metrics().
+
+        Args:
+            logging_outputs (list[dict[str, Any]]): Of all micro-batches and ranks.
+            criterion: The criterion.
+        """
         deprecation_warning(
             "The aggregate_logging_outputs API is deprecated. "
             "Please use the reduce_metrics API instead."
@@ -278,7 +442,12 @@ class FairseqTask:
     def reduce_metrics(
         self, logging_outputs: list[dict[str, Any]], criterion: Any
     ) -> None:
-        """Log words and sentences a batch, words a second, and the criterion's."""
+        """Log words and sentences a batch, words a second, and the criterion's numbers.
+
+        Args:
+            logging_outputs (list[dict[str, Any]]): Of all micro-batches and ranks.
+            criterion: The criterion.
+        """
         theirs = type(self).aggregate_logging_outputs
         if theirs is not FairseqTask.aggregate_logging_outputs:
             deprecation_warning(
@@ -299,14 +468,24 @@ class FairseqTask:
         criterion.__class__.reduce_metrics(logging_outputs)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the attributes of `state`."""
         return self.state.state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the attributes of `state`.
+
+        Args:
+            state_dict (dict[str, Any]): What state_dict() returned.
+        """
         self.state.merge_state_dict(state_dict)
 
 
 class LegacyFairseqTask(FairseqTask):
-    """One whose options are flat: `args`."""
+    """A task whose options are flat.
+
+    Args:
+        args: The options.
+    """
 
     def __init__(self, args: Any) -> None:
         super().__init__(None)

@@ -122,7 +122,8 @@ train_blocks(ct_comm *comm, const ct_bmuf_config *config)
             m.global[t][i] = m.expected[t][i] = drift(0, BLOCKS, t, i);
         }
     }
-    CHECK(ct_bmuf_take_over(&m.bmuf, config, comm, &m.list, NULL) == CT_OK);
+    m.bmuf.config = *config;
+    CHECK(ct_bmuf_take_over(&m.bmuf, comm, &m.list, NULL) == CT_OK);
     check_expected(&m);
     for (int block = 0; block < BLOCKS; block++) {
         for (size_t t = 0; t < N_TENSORS; t++) {
@@ -132,7 +133,7 @@ train_blocks(ct_comm *comm, const ct_bmuf_config *config)
             }
         }
         expect_block(&m, config, block);
-        CHECK(ct_bmuf_synchronize(&m.bmuf, config, comm, &m.list, NULL) == CT_OK);
+        CHECK(ct_bmuf_synchronize(&m.bmuf, comm, &m.list, NULL) == CT_OK);
         check_expected(&m);
     }
     model_free(&m);
@@ -195,18 +196,19 @@ mix_dtypes(ct_comm *comm, void *arg)
     ct_bmuf b;
     (void)arg;
     ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
-    CHECK(ct_bmuf_take_over(&b, &config, comm, &list, NULL) == CT_OK);
+    b.config = config;
+    CHECK(ct_bmuf_take_over(&b, comm, &list, NULL) == CT_OK);
     CHECK(f64 == 4.0 && f32[0] == 1.0f && ct_load(CT_BF16, &bf16, 0) == 2.0);
     CHECK(ct_load(CT_F16, copy, 0) == 1.0 && ct_load(CT_F16, copy, 1) == 8.0);
     f32[0] += (float)comm->rank; /* 1 and 2: the average is 1.5 */
     f64 += 2.0 * comm->rank;
     ct_store(CT_BF16, &bf16, 0, 2.0 + 0x1p-6 * comm->rank); /* neighbours */
-    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK);
+    CHECK(ct_bmuf_synchronize(&b, comm, &list, NULL) == CT_OK);
     CHECK(f64 == 5.0 && f32[0] == 1.5f && ct_load(CT_BF16, &bf16, 0) == 2.0);
     CHECK(ct_load(CT_F16, copy, 0) == 1.5 && ct_load(CT_F16, copy, 1) == 8.0);
     CHECK(ct_bmuf_save(&b, &b.global, &saved, NULL) == CT_OK);
     CHECK(wide[0] == 1.5f && wide[2] == 2.0f + 0x1p-7f && wider == 5.0);
-    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK);
+    CHECK(ct_bmuf_synchronize(&b, comm, &list, NULL) == CT_OK);
     CHECK(f64 == 5.5 && f32[0] == 1.75f); /* the momentum goes on */
     ct_bmuf_fini(&b);
 }
@@ -236,17 +238,16 @@ test_momentum_and_global_model_can_be_saved(void)
     ct_error err;
     ct_bmuf b;
     ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
-    CHECK(ct_bmuf_start(&b, &config, &list, NULL) == CT_OK);
+    b.config = config;
+    CHECK(ct_bmuf_start(&b, &list, NULL) == CT_OK);
     CHECK(ct_bmuf_save(&b, &b.global, &out, NULL) == CT_OK && saved == 3.0f);
     value = 1.0f;
-    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK &&
-          value == 1.0f);
+    CHECK(ct_bmuf_synchronize(&b, comm, &list, NULL) == CT_OK && value == 1.0f);
     CHECK(ct_bmuf_save(&b, &b.momentum, &out, NULL) == CT_OK && saved == 2.0f);
     CHECK(ct_bmuf_load(&b, &b.momentum, &in, NULL) == CT_OK);
-    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK &&
-          value == -2.5f);
+    CHECK(ct_bmuf_synchronize(&b, comm, &list, NULL) == CT_OK && value == -2.5f);
     const ct_bmuf_list none = {&tensor, 0};
-    CHECK(ct_bmuf_synchronize(&b, &config, comm, &none, &err) == CT_EINVAL);
+    CHECK(ct_bmuf_synchronize(&b, comm, &none, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "0 elements of float32 and had 1") != NULL);
     ct_bmuf_fini(&b);
     comm->ops->free(comm);
@@ -268,17 +269,18 @@ load_apart(ct_comm *comm, void *arg)
     ct_bmuf b;
     (void)arg;
     ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
-    CHECK(ct_bmuf_start(&b, &config, &list, NULL) == CT_OK && !b.alike);
-    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK && b.alike);
+    b.config = config;
+    CHECK(ct_bmuf_start(&b, &list, NULL) == CT_OK && !b.alike);
+    CHECK(ct_bmuf_synchronize(&b, comm, &list, NULL) == CT_OK && b.alike);
     CHECK(ct_bmuf_load(&b, &b.momentum, &source, NULL) == CT_OK && b.alike);
     loaded[2] = (float)comm->rank;
     CHECK(ct_bmuf_load(&b, &b.global, &source, NULL) == CT_OK && !b.alike);
-    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, &err) == CT_EINVAL && !b.alike);
+    CHECK(ct_bmuf_synchronize(&b, comm, &list, &err) == CT_EINVAL && !b.alike);
     CHECK(strstr(err.message, "the block of rank 1 began with other parameters") !=
           NULL);
     loaded[2] = 0.0f;
     CHECK(ct_bmuf_load(&b, &b.global, &source, NULL) == CT_OK);
-    CHECK(ct_bmuf_synchronize(&b, &config, comm, &list, NULL) == CT_OK && b.alike);
+    CHECK(ct_bmuf_synchronize(&b, comm, &list, NULL) == CT_OK && b.alike);
     ct_bmuf_fini(&b);
 }
 
@@ -299,7 +301,8 @@ test_integers_are_rejected(void)
     ct_error err;
     ct_bmuf b;
     ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
-    CHECK(ct_bmuf_start(&b, &configs[0], &list, &err) == CT_EINVAL);
+    b.config = configs[0];
+    CHECK(ct_bmuf_start(&b, &list, &err) == CT_EINVAL);
     CHECK(strcmp(err.message,
                  "parameter 0 is int64; only float dtypes can be averaged") == 0);
     ct_bmuf_fini(&b);
@@ -317,10 +320,11 @@ test_no_memory_is_an_error(void)
     for (size_t n = 1; n <= 7; n++) {
         ct_bmuf b;
         ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
+        b.config = configs[0];
         ct_alloc_fail_after(n);
-        CHECK(ct_bmuf_take_over(&b, &configs[0], comm, &list, NULL) == CT_ENOMEM);
+        CHECK(ct_bmuf_take_over(&b, comm, &list, NULL) == CT_ENOMEM);
         ct_alloc_fail_after(0);
-        CHECK(ct_bmuf_take_over(&b, &configs[0], comm, &list, NULL) == CT_OK);
+        CHECK(ct_bmuf_take_over(&b, comm, &list, NULL) == CT_OK);
         ct_bmuf_fini(&b);
     }
     comm->ops->free(comm);
@@ -372,11 +376,12 @@ test_a_sum_that_has_begun_is_waited_for_where_the_next_fails(void)
     ops.wait = wait_for_one;
     comm.ops = &ops;
     ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
-    CHECK(ct_bmuf_take_over(&b, &configs[0], &comm, &list, NULL) == CT_OK);
+    b.config = configs[0];
+    CHECK(ct_bmuf_take_over(&b, &comm, &list, NULL) == CT_OK);
     n_begun = n_waited = 0;
     CHECK(ct_bmuf_begin(&b, &comm, &list, &err) == CT_ECOMM);
     CHECK(strcmp(err.message, "another rank did not come") == 0);
-    CHECK(n_begun == 1 && n_waited == 1 && !b.is_away);
+    CHECK(n_begun == 1 && n_waited == 1 && !b.is_pending);
     ct_bmuf_fini(&b);
     alone->ops->free(alone);
 }

@@ -94,7 +94,6 @@ test_a_published_plan_is_the_file_that_sealing_and_writing_makes(void)
     size_t n = slurp(other, a, sizeof a);
     CHECK(slurp(path, b, sizeof b) == n && memcmp(a, b, n) == 0);
     CHECK(sealed.crc32c == streamed.crc32c);
-    CHECK(ct_zip_verify(path, NULL, &err) == CT_OK);
     ct_plan_fini(&streamed);
     ct_plan_fini(&sealed);
 }

@@ -44,8 +44,7 @@ rename(const char *from, const char *to)
     return (int)syscall(SYS_renameat2, -100, from, -100, to, 0);
 }
 
-/* ---- tests --------------------------------------------------------------------------
- */
+/* ---- tests ----------------------------------------------------------------------- */
 
 static void
 publish(const char *path)

@@ -12,6 +12,25 @@
 static char folder[] = "/tmp/ct_zip_XXXXXX";
 static char path[64];
 
+/* Compares all data of the archive with its checksums. */
+static ct_status
+verify(const char *at, ct_error *err)
+{
+    ct_source source;
+    ct_zip_index index = {0};
+    ct_status status = ct_source_open(&source, at, NULL, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    status = ct_zip_index_read(&index, &source, err);
+    if (status == CT_OK) {
+        status = ct_zip_read(&index, &source, NULL, NULL, err);
+    }
+    ct_zip_index_fini(&index);
+    ct_source_close(&source);
+    return status;
+}
+
 static void
 test_data_is_aligned_and_verifies(void)
 {
@@ -32,7 +51,7 @@ test_data_is_aligned_and_verifies(void)
         at += plan.pieces[i + 1].n;
     }
     CHECK(ct_plan_write(&plan, path, &err) == CT_OK);
-    CHECK(ct_zip_verify(path, NULL, &err) == CT_OK);
+    CHECK(verify(path, &err) == CT_OK);
     ct_plan_fini(&plan);
 }
 
@@ -66,12 +85,12 @@ test_every_flipped_byte_of_data_and_every_cut_is_found(void)
         changed[at] = (char)(changed[at] ^ 0x55);
         spill(changed, n);
         bool is_data = (at >= 64 && at < 67) || (at >= 128 && at < 140);
-        CHECK(ct_zip_verify(path, NULL, &err) != CT_OK || !is_data);
+        CHECK(verify(path, &err) != CT_OK || !is_data);
         spill(bytes, at);
-        CHECK(ct_zip_verify(path, NULL, &err) == CT_EINVAL);
+        CHECK(verify(path, &err) == CT_EINVAL);
         CHECK(strstr(err.message, path) != NULL);
     }
-    CHECK(ct_zip_verify("/nonexistent/x", NULL, &err) == CT_EIO);
+    CHECK(verify("/nonexistent/x", &err) == CT_EIO);
 }
 
 enum {
@@ -99,7 +118,7 @@ write_archive(ct_random *r, ct_zip_record *records, size_t n)
     ct_plan_seal(&plan);
     CHECK(ct_plan_write(&plan, path, NULL) == CT_OK);
     ct_plan_fini(&plan);
-    CHECK(ct_checksum_file(path, &e.crc32c, &e.bytes, NULL) == CT_OK);
+    CHECK(ct_checksum_file(path, NULL, &e, NULL) == CT_OK);
     return e;
 }
 

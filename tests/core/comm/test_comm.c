@@ -12,8 +12,7 @@
 #include <string.h>
 #include <time.h>
 
-/* ---- one rank ----------------------------------------------------------------------
- */
+/* ---- one rank -------------------------------------------------------------------- */
 
 static void
 test_a_group_of_one_is_rank_zero_of_one(void)
@@ -21,7 +20,7 @@ test_a_group_of_one_is_rank_zero_of_one(void)
     ct_comm *comm = ct_comm_self_new();
     CHECK(comm != NULL && comm->rank == 0 && comm->world_size == 1);
     CHECK(strcmp(comm->ops->name, "self") == 0);
-    CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+    CHECK(ct_comm_barrier(comm, NULL) == CT_OK);
     comm->ops->free(comm);
 }
 
@@ -34,7 +33,7 @@ test_reductions_of_one_rank_change_nothing(void)
     static const ct_reduce_op ops[] = {CT_REDUCE_SUM, CT_REDUCE_MEAN, CT_REDUCE_MAX,
                                        CT_REDUCE_MIN};
     for (int i = 0; i < 4; i++) {
-        CHECK(comm->ops->all_reduce(comm, &span, ops[i], NULL) == CT_OK);
+        CHECK(ct_comm_all_reduce(comm, &span, ops[i], NULL) == CT_OK);
     }
     CHECK(values[0] == 1.0f && values[1] == -2.0f && values[2] == 3.0f);
     comm->ops->free(comm);
@@ -46,22 +45,21 @@ test_gather_and_scatter_of_one_rank_copy(void)
     ct_comm *comm = ct_comm_self_new();
     float from[2] = {1.0f, 2.0f}, to[2] = {0.0f, 0.0f};
     const ct_span in = {from, 2, CT_F32}, out = {to, 2, CT_F32};
-    CHECK(comm->ops->all_gather(comm, &out, &in, NULL) == CT_OK);
+    CHECK(ct_comm_all_gather(comm, &out, &in, NULL) == CT_OK);
     CHECK(to[0] == 1.0f && to[1] == 2.0f);
     to[0] = to[1] = 0.0f;
-    CHECK(comm->ops->reduce_scatter(comm, &out, &in, CT_REDUCE_MEAN, NULL) == CT_OK);
+    CHECK(ct_comm_reduce_scatter(comm, &out, &in, CT_REDUCE_MEAN, NULL) == CT_OK);
     CHECK(to[0] == 1.0f && to[1] == 2.0f);
-    CHECK(comm->ops->all_gather(comm, &in, &in, NULL) == CT_OK && from[1] == 2.0f);
+    CHECK(ct_comm_all_gather(comm, &in, &in, NULL) == CT_OK && from[1] == 2.0f);
     to[0] = to[1] = 0.0f;
-    CHECK(comm->ops->all_to_all(comm, &out, &in, NULL) == CT_OK && to[1] == 2.0f);
+    CHECK(ct_comm_all_to_all(comm, &out, &in, NULL) == CT_OK && to[1] == 2.0f);
 
     ct_error err;
     const ct_span longer = {to, 3, CT_F32};
-    CHECK(comm->ops->all_gather(comm, &longer, &in, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_gather(comm, &longer, &in, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "3 of float32") != NULL);
     const ct_span other = {to, 2, CT_I32};
-    CHECK(comm->ops->reduce_scatter(comm, &other, &in, CT_REDUCE_SUM, &err) ==
-          CT_EINVAL);
+    CHECK(ct_comm_reduce_scatter(comm, &other, &in, CT_REDUCE_SUM, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "int32") != NULL);
     comm->ops->free(comm);
 }
@@ -72,11 +70,11 @@ test_only_rank_zero_can_broadcast(void)
     ct_comm *comm = ct_comm_self_new();
     ct_error err;
     const ct_span nothing = {NULL, 0, CT_F32};
-    CHECK(comm->ops->broadcast(comm, &nothing, 0, &err) == CT_OK);
-    CHECK(comm->ops->broadcast(comm, &nothing, 1, &err) == CT_EINVAL);
+    CHECK(ct_comm_broadcast(comm, &nothing, 0, &err) == CT_OK);
+    CHECK(ct_comm_broadcast(comm, &nothing, 1, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "got 1") != NULL);
-    CHECK(comm->ops->reduce(comm, &nothing, CT_REDUCE_SUM, 0, &err) == CT_OK);
-    CHECK(comm->ops->reduce(comm, &nothing, CT_REDUCE_SUM, -1, &err) == CT_EINVAL);
+    CHECK(ct_comm_reduce(comm, &nothing, CT_REDUCE_SUM, 0, &err) == CT_OK);
+    CHECK(ct_comm_reduce(comm, &nothing, CT_REDUCE_SUM, -1, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "got -1") != NULL);
     comm->ops->free(comm);
 }
@@ -89,8 +87,7 @@ test_no_memory_gives_no_group(void)
     ct_alloc_fail_after(0);
 }
 
-/* ---- ranks that are threads --------------------------------------------------------
- */
+/* ---- ranks that are threads ------------------------------------------------------ */
 
 static void
 all_reduce_values(ct_comm *comm, void *arg)
@@ -103,7 +100,7 @@ all_reduce_values(ct_comm *comm, void *arg)
             values[i] = (float)(i + 1) * (float)(comm->rank + 1);
         }
         const ct_span span = {values, lengths[k], CT_F32};
-        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
+        CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
         for (size_t i = 0; i < lengths[k]; i++) {
             CHECK(values[i] == (float)(i + 1) * 10.0f); /* 1 + 2 + 3 + 4 */
         }
@@ -125,7 +122,7 @@ sum_in_order(ct_comm *comm, void *arg)
     for (int i = 0; i < 200; i++) {
         double value = of_rank[comm->rank];
         const ct_span span = {&value, 1, CT_F64};
-        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
+        CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
         CHECK(value == 1.0);
     }
 }
@@ -144,15 +141,15 @@ gather_and_scatter(ct_comm *comm, void *arg)
     const ct_span whole = {all, 6, CT_I32}, part = {mine, 2, CT_I32};
     const ct_span own = {&all[2 * rank], 2, CT_I32}, out = {sum, 2, CT_I32};
     (void)arg;
-    CHECK(comm->ops->all_gather(comm, &whole, &part, NULL) == CT_OK);
+    CHECK(ct_comm_all_gather(comm, &whole, &part, NULL) == CT_OK);
     for (int r = 0; r < 3; r++) {
         CHECK(all[2 * r] == 10 * r && all[2 * r + 1] == 10 * r + 1);
     }
-    CHECK(comm->ops->reduce_scatter(comm, &out, &whole, CT_REDUCE_SUM, NULL) == CT_OK);
+    CHECK(ct_comm_reduce_scatter(comm, &out, &whole, CT_REDUCE_SUM, NULL) == CT_OK);
     CHECK(sum[0] == 30 * rank && sum[1] == 30 * rank + 3);
     /* in place: a rank's part lies within its whole */
-    CHECK(comm->ops->reduce_scatter(comm, &own, &whole, CT_REDUCE_MAX, NULL) == CT_OK);
-    CHECK(comm->ops->all_gather(comm, &whole, &own, NULL) == CT_OK);
+    CHECK(ct_comm_reduce_scatter(comm, &own, &whole, CT_REDUCE_MAX, NULL) == CT_OK);
+    CHECK(ct_comm_all_gather(comm, &whole, &own, NULL) == CT_OK);
     CHECK(all[4] == 20 && all[5] == 21 && all[0] == 0);
 }
 
@@ -171,14 +168,14 @@ exchange_parts(ct_comm *comm, void *arg)
         from[i] = 10 * comm->rank + i;
     }
     const ct_span in = {from, 6, CT_I64}, out = {to, 6, CT_I64};
-    CHECK(comm->ops->all_to_all(comm, &out, &in, NULL) == CT_OK);
+    CHECK(ct_comm_all_to_all(comm, &out, &in, NULL) == CT_OK);
     for (int rank = 0; rank < 3; rank++) {
         CHECK(to[2 * rank] == 10 * rank + 2 * comm->rank);
         CHECK(to[2 * rank + 1] == 10 * rank + 2 * comm->rank + 1);
     }
     ct_error err;
     const ct_span four = {to, 4, CT_I64};
-    CHECK(comm->ops->all_to_all(comm, &four, &four, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_to_all(comm, &four, &four, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "all_to_all over 3 ranks") == err.message);
 }
 
@@ -268,9 +265,9 @@ broadcast_from_each(ct_comm *comm, void *arg)
     for (int root = 0; root < comm->world_size; root++) {
         double values[2] = {comm->rank, -comm->rank};
         const ct_span span = {values, 2, CT_F64};
-        CHECK(comm->ops->broadcast(comm, &span, root, NULL) == CT_OK);
+        CHECK(ct_comm_broadcast(comm, &span, root, NULL) == CT_OK);
         CHECK(values[0] == root && values[1] == -root);
-        CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+        CHECK(ct_comm_barrier(comm, NULL) == CT_OK);
     }
 }
 
@@ -282,9 +279,9 @@ reduce_to_each(ct_comm *comm, void *arg)
     for (int root = 0; root < ranks; root++) {
         double values[2] = {comm->rank, -comm->rank};
         const ct_span span = {values, 2, CT_F64};
-        CHECK(comm->ops->reduce(comm, &span, CT_REDUCE_SUM, root, NULL) == CT_OK);
+        CHECK(ct_comm_reduce(comm, &span, CT_REDUCE_SUM, root, NULL) == CT_OK);
         CHECK(comm->rank != root || (values[0] == 6.0 && values[1] == -6.0));
-        CHECK(comm->ops->reduce(comm, &span, CT_REDUCE_MAX, ranks, NULL) == CT_EINVAL);
+        CHECK(ct_comm_reduce(comm, &span, CT_REDUCE_MAX, ranks, NULL) == CT_EINVAL);
     }
 }
 
@@ -315,17 +312,17 @@ draw_collectives(ct_comm *comm, void *arg)
         }
         switch (ct_random_below(&shared, 3)) {
         case 0:
-            CHECK(comm->ops->all_reduce(comm, &whole, CT_REDUCE_MEAN, NULL) == CT_OK);
+            CHECK(ct_comm_all_reduce(comm, &whole, CT_REDUCE_MEAN, NULL) == CT_OK);
             CHECK(all[0] == 1.5 && all[n * ranks - 1] == 1.5);
             break;
         case 1:
-            CHECK(comm->ops->reduce_scatter(comm, &piece, &whole, CT_REDUCE_SUM,
-                                            NULL) == CT_OK);
+            CHECK(ct_comm_reduce_scatter(comm, &piece, &whole, CT_REDUCE_SUM, NULL) ==
+                  CT_OK);
             CHECK(part[0] == 6.0 && part[n - 1] == 6.0);
             break;
         default:
             part[0] = part[n - 1] = comm->rank;
-            CHECK(comm->ops->all_gather(comm, &whole, &piece, NULL) == CT_OK);
+            CHECK(ct_comm_all_gather(comm, &whole, &piece, NULL) == CT_OK);
             CHECK(all[0] == 0.0 && all[n * ranks - 1] == 3.0);
         }
     }
@@ -345,21 +342,20 @@ call_differently(ct_comm *comm, void *arg)
     const ct_span one = {&value, 1, CT_F64}, none = {&value, 0, CT_F64};
     (void)arg;
     CHECK((comm->rank == 2
-               ? comm->ops->barrier(comm, &err)
-               : comm->ops->all_reduce(comm, &one, CT_REDUCE_SUM, &err)) == CT_EINVAL);
+               ? ct_comm_barrier(comm, &err)
+               : ct_comm_all_reduce(comm, &one, CT_REDUCE_SUM, &err)) == CT_EINVAL);
     CHECK(strstr(err.message, "rank 0 called all_reduce of 1 float64") != NULL);
     CHECK(strstr(err.message, "rank 2 barrier") != NULL);
-    CHECK(comm->ops->all_reduce(comm, comm->rank == 1 ? &none : &one, CT_REDUCE_SUM,
-                                &err) == CT_EINVAL);
+    CHECK(ct_comm_all_reduce(comm, comm->rank == 1 ? &none : &one, CT_REDUCE_SUM,
+                             &err) == CT_EINVAL);
     CHECK(strstr(err.message, "rank 1 all_reduce of 0 float64") != NULL);
-    CHECK(comm->ops->all_gather(comm, &one, &one, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_gather(comm, &one, &one, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "all_gather over 3 ranks needs 3 times") != NULL);
-    CHECK(comm->ops->reduce_scatter(comm, &one, &one, CT_REDUCE_SUM, &err) ==
-          CT_EINVAL);
-    CHECK(comm->ops->broadcast(comm, &one, 3, &err) == CT_EINVAL);
+    CHECK(ct_comm_reduce_scatter(comm, &one, &one, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(ct_comm_broadcast(comm, &one, 3, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "root must be in [0, 3), got 3") != NULL);
     CHECK(value == 1.0);
-    CHECK(comm->ops->all_reduce(comm, &one, CT_REDUCE_SUM, &err) == CT_OK);
+    CHECK(ct_comm_all_reduce(comm, &one, CT_REDUCE_SUM, &err) == CT_OK);
     CHECK(value == 3.0);
 }
 
@@ -374,25 +370,25 @@ call_for_other_things(ct_comm *comm, void *arg)
     (void)arg;
     comm->label = &label;
     ct_label_set(&label, comm->rank == 0 ? "a" : "layers.1", 7);
-    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "rank 0 averages 'a', rank 1 averages 'layers.1'; 3 of 4 "
                               "ranks are with rank 1") != NULL);
     ct_label_set(&label, "a", comm->rank == 3 ? 8 : 7);
-    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "rank 3 averages 'a'; 3 of 4 ranks are with rank 0") !=
           NULL);
     ct_label_set(&label, "a", 7);
     label.call = comm->rank == 2 ? 5 : 4;
-    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "rank 0 averages 'a' (number 4), rank 2 averages 'a' "
                               "(number 5)") != NULL);
     comm->label = comm->rank == 1 ? NULL : &label;
     label.call = 4;
-    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "rank 1 calls all_reduce of 1 float32") != NULL);
     CHECK(value == 1.0f);
     comm->label = &label;
-    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_OK);
+    CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_OK);
     CHECK(value == 4.0f);
     comm->label = NULL;
 }
@@ -417,14 +413,14 @@ leave_early(ct_comm *comm, void *arg)
     float value = 1.0f;
     const ct_span span = {&value, 1, CT_F32};
     (void)arg;
-    CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+    CHECK(ct_comm_barrier(comm, NULL) == CT_OK);
     if (comm->rank == 2) {
         return; /* as a rank does whose own work failed */
     }
     (void)snprintf(expected, sizeof expected,
                    "all_reduce on rank %d of 4: rank 2 has left the group", comm->rank);
     for (int i = 0; i < 2; i++) {
-        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+        CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
         CHECK(strcmp(err.message, expected) == 0 && value == 1.0f);
     }
 }
@@ -446,7 +442,7 @@ come_late(ct_comm *comm, void *arg)
         const struct timespec while_ = {0, 1000000};
         (void)nanosleep(&while_, NULL);
     }
-    CHECK(comm->ops->barrier(comm, &err) == CT_ECOMM);
+    CHECK(ct_comm_barrier(comm, &err) == CT_ECOMM);
     CHECK(strstr(err.message, "barrier on rank ") == err.message);
     CHECK(strstr(err.message, "rank 0 did not come within 0.5 seconds") != NULL);
     (void)atomic_fetch_add(n_told, 1);
@@ -511,7 +507,7 @@ split_group(ct_comm *comm, void *arg)
         }
         const ct_span in = {&own, 1, CT_I32}, out = {all, (size_t)n, CT_I32};
         CHECK(part->world_size == n && sorted[part->rank] == own);
-        CHECK(part->ops->all_gather(part, &out, &in, NULL) == CT_OK);
+        CHECK(ct_comm_all_gather(part, &out, &in, NULL) == CT_OK);
         CHECK(memcmp(all, sorted, (size_t)n * sizeof *all) == 0);
         part->ops->free(part);
     }

@@ -19,8 +19,7 @@ sleep_seconds(double seconds)
     (void)nanosleep(&time, NULL);
 }
 
-/* ---- ranks that differ -------------------------------------------------------------
- */
+/* ---- ranks that differ ----------------------------------------------------------- */
 
 static void
 call_differently(ct_comm *comm)
@@ -30,24 +29,24 @@ call_differently(ct_comm *comm)
     const ct_span one = {&value, 1, CT_F64}, none = {&value, 0, CT_F64};
     const ct_span single = {&value, 1, CT_F32};
     CHECK((comm->rank == 2
-               ? comm->ops->barrier(comm, &err)
-               : comm->ops->all_reduce(comm, &one, CT_REDUCE_SUM, &err)) == CT_EINVAL);
+               ? ct_comm_barrier(comm, &err)
+               : ct_comm_all_reduce(comm, &one, CT_REDUCE_SUM, &err)) == CT_EINVAL);
     CHECK(strstr(err.message, "rank 0 called all_reduce of 1 float64") != NULL);
     CHECK(strstr(err.message, "rank 2 barrier") != NULL);
-    CHECK(comm->ops->all_reduce(comm, comm->rank == 1 ? &none : &one, CT_REDUCE_SUM,
-                                &err) == CT_EINVAL);
+    CHECK(ct_comm_all_reduce(comm, comm->rank == 1 ? &none : &one, CT_REDUCE_SUM,
+                             &err) == CT_EINVAL);
     CHECK(strstr(err.message, "rank 1 all_reduce of 0 float64") != NULL);
-    CHECK(comm->ops->all_reduce(comm, comm->rank == 1 ? &single : &one, CT_REDUCE_SUM,
-                                &err) == CT_EINVAL);
+    CHECK(ct_comm_all_reduce(comm, comm->rank == 1 ? &single : &one, CT_REDUCE_SUM,
+                             &err) == CT_EINVAL);
     CHECK(strstr(err.message, "rank 1 all_reduce of 1 float32") != NULL);
-    CHECK(comm->ops->all_gather(comm, &one, &one, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_gather(comm, &one, &one, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "all_gather over 3 ranks needs 3 times") != NULL);
-    CHECK(comm->ops->broadcast(comm, &one, 3, &err) == CT_EINVAL);
-    CHECK(comm->ops->reduce(comm, &one, CT_REDUCE_SUM, 3, &err) == CT_EINVAL);
+    CHECK(ct_comm_broadcast(comm, &one, 3, &err) == CT_EINVAL);
+    CHECK(ct_comm_reduce(comm, &one, CT_REDUCE_SUM, 3, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "root must be in [0, ") != NULL);
     CHECK(strstr(err.message, "root must be in [0, 3), got 3") != NULL);
     CHECK(value == 1.0);
-    CHECK(comm->ops->all_reduce(comm, &one, CT_REDUCE_SUM, &err) == CT_OK);
+    CHECK(ct_comm_all_reduce(comm, &one, CT_REDUCE_SUM, &err) == CT_OK);
     CHECK(value == 3.0);
 }
 
@@ -58,10 +57,10 @@ call_with_other_lengths(ct_comm *comm)
     ct_error err;
     float *values = values_of(comm->rank, LARGEST);
     const ct_span span = {values, comm->rank == 0 ? LARGEST : 2, CT_F32};
-    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
+    CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "rank 0 called all_reduce of 300001 float32") != NULL);
     CHECK(values[0] == value_at(comm->rank, 0));
-    CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+    CHECK(ct_comm_barrier(comm, NULL) == CT_OK);
     ct_free(values);
 }
 
@@ -72,8 +71,7 @@ test_ranks_that_disagree_are_all_rejected_and_may_go_on(void)
     run_processes(2, 30.0, -1, call_with_other_lengths);
 }
 
-/* ---- ranks that fail ---------------------------------------------------------------
- */
+/* ---- ranks that fail ------------------------------------------------------------- */
 
 /* Whether the message tells who fails, in what, and because of whom. */
 static bool
@@ -91,12 +89,12 @@ leave_early(ct_comm *comm)
     ct_error err;
     float value = 1.0f;
     const ct_span span = {&value, 1, CT_F32};
-    CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+    CHECK(ct_comm_barrier(comm, NULL) == CT_OK);
     if (comm->rank == 2) {
         return;
     }
     for (int i = 0; i < 2; i++) {
-        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+        CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
         CHECK(tells(&err, comm, "all_reduce", 2));
         CHECK(strstr(err.message, "has left the group") != NULL && value == 1.0f);
     }
@@ -122,13 +120,13 @@ die_early(ct_comm *comm)
     ct_error err;
     float *values = values_of(comm->rank, LARGEST);
     const ct_span span = {values, LARGEST, CT_F32};
-    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
+    CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
     if (comm->rank == 1) {
         (void)kill(getpid(), SIGKILL);
     }
     const double before = seconds_now();
     for (int i = 0; i < 2; i++) {
-        CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
+        CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, &err) == CT_ECOMM);
         CHECK(tells(&err, comm, "all_reduce", 1));
         CHECK(strstr(err.message, ") died") != NULL);
     }
@@ -158,7 +156,7 @@ die_any_time(ct_comm *comm)
         _exit(0);
     }
     while (status == CT_OK) {
-        status = comm->ops->all_reduce(comm, &span, CT_REDUCE_MAX, &err);
+        status = ct_comm_all_reduce(comm, &span, CT_REDUCE_MAX, &err);
     }
     CHECK(status == CT_ECOMM && tells(&err, comm, "all_reduce", 0));
     CHECK(strstr(err.message, ") died") != NULL);
@@ -182,7 +180,7 @@ come_late(ct_comm *comm)
     for (int i = 0; comm->rank == 1 && i < 2; i++) {
         CHECK(read(to_absent[0], &byte, 1) == 1);
     }
-    CHECK(comm->ops->barrier(comm, &err) == CT_ECOMM);
+    CHECK(ct_comm_barrier(comm, &err) == CT_ECOMM);
     CHECK(tells(&err, comm, "barrier", 1));
     CHECK(strstr(err.message, "did not come within 2 seconds") != NULL);
     CHECK(write(to_absent[1], &byte, 1) == 1);
@@ -209,7 +207,7 @@ interrupt_a_wait(ct_comm *comm)
     char byte = 0;
     if (comm->rank == 0) {
         ct_interrupt_set(interrupt);
-        CHECK(comm->ops->barrier(comm, &err) == CT_EHOST);
+        CHECK(ct_comm_barrier(comm, &err) == CT_EHOST);
         ct_interrupt_set(NULL);
         CHECK(write(to_absent[1], &byte, 1) == 1);
     }
@@ -217,7 +215,7 @@ interrupt_a_wait(ct_comm *comm)
         CHECK(read(to_absent[0], &byte, 1) == 1);
     }
     for (int i = 0; i < 2; i++) {
-        CHECK(comm->ops->barrier(comm, &err) == CT_ECOMM);
+        CHECK(ct_comm_barrier(comm, &err) == CT_ECOMM);
         CHECK(tells(&err, comm, "barrier", 0));
         CHECK(strstr(err.message, ") was interrupted") != NULL);
     }
@@ -238,7 +236,7 @@ be_slow(ct_comm *comm)
     if (comm->rank == 0) {
         sleep_seconds(0.2);
     }
-    CHECK(comm->ops->all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
+    CHECK(ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, NULL) == CT_OK);
     CHECK(value == 3.0f);
 }
 
@@ -251,11 +249,10 @@ test_a_slow_rank_is_waited_for(void)
 static void
 be_quiet(ct_comm *comm)
 {
-    CHECK(comm->ops->barrier(comm, NULL) == CT_OK);
+    CHECK(ct_comm_barrier(comm, NULL) == CT_OK);
 }
 
-/* ---- meeting -----------------------------------------------------------------------
- */
+/* ---- meeting --------------------------------------------------------------------- */
 
 static void
 test_ranks_that_never_come_are_named(void)

@@ -36,8 +36,7 @@ end(ct_comm *comm)
 
 static const ct_reduce_op OPS[] = {CT_REDUCE_SUM, CT_REDUCE_MAX, CT_REDUCE_MIN};
 
-/* ---- ranks that do the same --------------------------------------------------------
- */
+/* ---- ranks that do the same ------------------------------------------------------ */
 
 static void
 reduce_alike(ct_comm *comm, void *arg)
@@ -71,8 +70,7 @@ test_numbers_of_ranks_that_do_the_same_are_reduced(void)
     run_ranks(3, 60.0, reduce_alike, NULL);
 }
 
-/* ---- ranks that do not -------------------------------------------------------------
- */
+/* ---- ranks that do not ----------------------------------------------------------- */
 
 static void
 expect_difference(ct_comm *comm, ct_reduce_op op, const char *const *texts)
@@ -184,8 +182,7 @@ test_what_a_unit_is_called_for_counts_too(void)
     run_ranks(2, 60.0, call_for_another, NULL);
 }
 
-/* ---- no memory ---------------------------------------------------------------------
- */
+/* ---- no memory ------------------------------------------------------------------- */
 
 static void
 test_without_memory_there_is_no_history_or_no_note_of_a_name(void)

@@ -1,4 +1,4 @@
-/* State of 8 bits: an update of it leaves the parameters and, once they are quantised
+/* 8-bit state: an update of it leaves the parameters and, once they are quantised
  * by plain loops, the state of the same update of floats. */
 #include "core/base/alloc.h"
 #include "cpu/quant.h"
@@ -35,8 +35,7 @@ typedef struct fixture {
     ct_rule_coef coef;
 } fixture;
 
-/* ---- maps -------------------------------------------------------------------------
- */
+/* ---- maps ------------------------------------------------------------------------ */
 
 static int
 compare_floats(const void *a, const void *b)
@@ -80,8 +79,7 @@ make_crowded_map(float *map, ct_random *r)
     qsort(map, CT_QUANT_CODES, sizeof *map, compare_floats);
 }
 
-/* ---- plain loops ------------------------------------------------------------------
- */
+/* ---- plain loops ----------------------------------------------------------------- */
 
 static const float *
 map_of(const fixture *f, size_t span, size_t k)
@@ -147,8 +145,7 @@ dequantise(const fixture *f, arrays *a, size_t span, size_t k)
     }
 }
 
-/* ---- updates ----------------------------------------------------------------------
- */
+/* ---- updates --------------------------------------------------------------------- */
 
 static ct_update_span
 span_of(const fixture *f, arrays *a, size_t s, bool coded)

@@ -78,25 +78,6 @@ test_no_length_overflows(void)
 }
 
 static void
-test_a_batch_fits_one_of_the_shapes(void)
-{
-    const ct_batch_shape shapes[] = {
-        {2, 100},
-        {8, 10 },
-        {4, 30 }
-    };
-    const ct_batch_rule rule = {.shapes = shapes, .n_shapes = 3};
-    const int64_t tokens[] = {9, 9, 9, 9, 25, 90, 5, 31, 101};
-    size_t end;
-    ct_error err;
-    CHECK(ct_batch_next(&rule, tokens, 9, 0, &end, NULL) == CT_OK && end == 4);
-    CHECK(ct_batch_next(&rule, tokens, 9, 4, &end, NULL) == CT_OK && end == 6);
-    CHECK(ct_batch_next(&rule, tokens, 9, 6, &end, NULL) == CT_OK && end == 8);
-    CHECK(ct_batch_next(&rule, tokens, 9, 8, &end, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, "position 8 has 101 tokens"));
-}
-
-static void
 test_a_multiple_below_one_is_rejected(void)
 {
     ct_error err;
@@ -111,7 +92,6 @@ main(void)
     test_batches_are_those_of_the_rule();
     test_a_sample_beyond_max_tokens_is_named();
     test_no_length_overflows();
-    test_a_batch_fits_one_of_the_shapes();
     test_a_multiple_below_one_is_rejected();
     return 0;
 }

@@ -18,8 +18,7 @@ enum {
 static const ct_bucket_limits small = {.first_bytes = 16, .cap_bytes = 64};
 static const ct_owners for_all = {.of = NULL};
 
-/* ---- the plan ----------------------------------------------------------------------
- */
+/* ---- the plan -------------------------------------------------------------------- */
 
 static void
 test_buckets_take_parameters_in_reverse_up_to_their_limits(void)
@@ -114,8 +113,7 @@ test_a_plan_survives_every_lack_of_memory(void)
     }
 }
 
-/* ---- cycles ------------------------------------------------------------------------
- */
+/* ---- cycles ---------------------------------------------------------------------- */
 
 /* What a rank has: gradients of all parameters, and the buckets' memory. */
 typedef struct model {
@@ -403,7 +401,7 @@ average_something_else(ct_comm *comm, void *arg)
         ct_status status = CT_OK;
         const ct_span alike = {other, m.reducer.plan.buckets[0].n, CT_F32};
         if (cycle == cycles && comm->rank == 1) {
-            status = comm->ops->all_reduce(comm, &alike, CT_REDUCE_MEAN, &err);
+            status = ct_comm_all_reduce(comm, &alike, CT_REDUCE_MEAN, &err);
         }
         for (size_t i = PARAMS; status == CT_OK && i-- > 0;) {
             status = ct_reducer_announce(&m.reducer, comm, i, &m.spans[i], &err);
@@ -429,8 +427,7 @@ test_gradients_are_not_averaged_with_something_else(void)
     }
 }
 
-/* ---- making ranks alike ------------------------------------------------------------
- */
+/* ---- making ranks alike ---------------------------------------------------------- */
 
 static void
 take_over_spans(ct_comm *comm, void *arg)

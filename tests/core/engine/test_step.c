@@ -194,8 +194,7 @@ test_bad_settings_are_named(void)
     ct_optim_free(f.optim);
 }
 
-/* ---- sums of gradients -------------------------------------------------------------
- */
+/* ---- sums of gradients ----------------------------------------------------------- */
 
 /* All powers are positive: adding up to 280 of them in any order keeps 13 digits. */
 static bool

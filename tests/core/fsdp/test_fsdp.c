@@ -98,7 +98,7 @@ begins_to_gather(ct_comm *comm, void *arg)
     CHECK(f.ledger.begun == 1 && f.ledger.live == f.full.bytes && !f.unit.gathered);
     memset(f.shards, 0, sizeof f.shards);
     ct_fsdp_ledger other = {.live = 0};
-    ct_fsdp_move_account(&f.unit, &other);
+    ct_fsdp_set_ledger(&f.unit, &other);
     CHECK(f.ledger.begun == 0 && other.begun == 1 && other.live == f.full.bytes);
     CHECK(ct_fsdp_gather(&f.unit, comm, NULL, NULL) == CT_OK);
     const float *full = f.full.data;
@@ -424,7 +424,7 @@ an_empty_unit_is_fine(void)
     CHECK(ct_mapping_obtain(&none, none.bytes, &ledger.cache, NULL) == CT_OK);
     unit.ledger = &ledger;
     unit.full = unit.grads = &none;
-    ct_fsdp_move_account(&unit, &other);
+    ct_fsdp_set_ledger(&unit, &other);
     CHECK(unit.ledger == &other && other.live == 5);
     ct_fsdp_fini(&unit);
     ct_mapping_close(&none);

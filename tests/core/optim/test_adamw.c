@@ -1,8 +1,7 @@
-#include "core/optim/adam.h"
+#include "core/optim/optim.h"
 #include "ct_kernels.h"
 
 #include <math.h>
-#include <string.h>
 
 enum {
     N = 500,
@@ -32,11 +31,20 @@ reference_step(reference *r, const ct_adamw_config *c, double grad, int step)
     r->param -= c->lr * m_hat / (sqrt(v_hat) + c->eps);
 }
 
+static ct_rule_coef
+coef_of(const ct_adamw_config *config, uint64_t step, double grad_scale)
+{
+    const ct_optim_group group = {.kind = CT_OPTIM_ADAMW, .adamw = *config};
+    ct_rule_coef coef;
+    CHECK(ct_optim_check_group(&group, NULL) == CT_OK);
+    ct_optim_kinds[CT_OPTIM_ADAMW].coef(&coef, &group, step, grad_scale);
+    return coef;
+}
+
 static void
 update(const ct_adamw_config *config, int step, const ct_update_span *span)
 {
-    ct_rule_coef coef;
-    CHECK(ct_adamw_coef_init(&coef.adamw, config, (uint64_t)step, 0.5, NULL) == CT_OK);
+    const ct_rule_coef coef = coef_of(config, (uint64_t)step, 0.5);
     CHECK(ct_device_cpu.update(NULL,
                                &(ct_update){.rule = CT_RULE_adamw,
                                             .coefs = &coef,
@@ -149,9 +157,9 @@ test_each_span_uses_its_own_coefficients(void)
     float grad[2] = {1.0f, 1.0f}, param[2] = {1.0f, 1.0f}, m[2] = {0}, v[2] = {0};
     ct_rule_coef coefs[2];
     ct_adamw_config config = {.lr = 0.5, .beta1 = 0.9, .beta2 = 0.99, .eps = 0.0};
-    CHECK(ct_adamw_coef_init(&coefs[0].adamw, &config, 1, 1.0, NULL) == CT_OK);
+    coefs[0] = coef_of(&config, 1, 1.0);
     config.lr = 0.25;
-    CHECK(ct_adamw_coef_init(&coefs[1].adamw, &config, 1, 1.0, NULL) == CT_OK);
+    coefs[1] = coef_of(&config, 1, 1.0);
     ct_update_span spans[2] = {
         span_of(&grad[0], &param[0], &m[0], &v[0], 1, CT_F32),
         span_of(&grad[1], &param[1], &m[1], &v[1], 1, CT_F32),
@@ -164,28 +172,6 @@ test_each_span_uses_its_own_coefficients(void)
     CHECK(grad[0] == 1.0f);
 }
 
-static void
-check_rejected(ct_adamw_config config, uint64_t step, const char *field)
-{
-    ct_error err;
-    ct_adamw_coef coef;
-    CHECK(ct_adamw_coef_init(&coef, &config, step, 1.0, &err) == CT_EINVAL);
-    CHECK(strstr(err.message, field) != NULL);
-}
-
-static void
-test_a_bad_hyperparameter_is_named(void)
-{
-    check_rejected((ct_adamw_config){.lr = -1e-3}, 1, "lr");
-    check_rejected((ct_adamw_config){.lr = NAN}, 1, "lr");
-    check_rejected((ct_adamw_config){.beta1 = 1.0}, 1, "beta1");
-    check_rejected((ct_adamw_config){.beta1 = NAN}, 1, "beta1");
-    check_rejected((ct_adamw_config){.beta2 = -0.1}, 1, "beta2");
-    check_rejected((ct_adamw_config){.eps = -1e-8}, 1, "eps");
-    check_rejected((ct_adamw_config){.weight_decay = NAN}, 1, "weight_decay");
-    check_rejected((ct_adamw_config){.lr = 1e-3}, 0, "step");
-}
-
 int
 main(void)
 {
@@ -194,6 +180,5 @@ main(void)
     test_beta1_zero_gives_the_gradient_and_not_a_rounded_one();
     test_nan_and_infinity_in_a_gradient_reach_its_own_element_alone();
     test_each_span_uses_its_own_coefficients();
-    test_a_bad_hyperparameter_is_named();
     return 0;
 }

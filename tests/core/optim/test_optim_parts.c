@@ -274,8 +274,7 @@ test_muon_of_parts_makes_whole_matrices_orthogonal(void)
     check_kind(&group, 4);
 }
 
-/* ---- ranks that do not fit each other ----------------------------------------------
- */
+/* ---- ranks that do not fit each other -------------------------------------------- */
 
 typedef struct misfit {
     size_t skipped;  /* the parameter that rank 1 has no gradient of */

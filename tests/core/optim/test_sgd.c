@@ -1,5 +1,4 @@
-#include "core/optim/sgd.h"
-#include "core/device/device.h"
+#include "core/optim/optim.h"
 #include "ct_test.h"
 
 #include <math.h>
@@ -24,6 +23,16 @@ reference_step(reference *r, const ct_sgd_config *c, double grad, bool first)
         g = c->nesterov ? g + c->momentum * r->buf : r->buf;
     }
     r->param -= c->lr * g;
+}
+
+static ct_rule_coef
+coef_of(const ct_sgd_config *config, bool first, double grad_scale)
+{
+    const ct_optim_group group = {.kind = CT_OPTIM_SGD, .sgd = *config};
+    ct_rule_coef coef;
+    CHECK(ct_optim_check_group(&group, NULL) == CT_OK);
+    ct_optim_kinds[CT_OPTIM_SGD].coef(&coef, &group, first, grad_scale);
+    return coef;
 }
 
 static void
@@ -51,8 +60,7 @@ check_follows(const ct_sgd_config *config)
          .state_dtype = CT_F64},
     };
     for (int step = 0; step < STEPS; step++) {
-        ct_rule_coef coef;
-        CHECK(ct_sgd_coef_init(&coef.sgd, config, step == 0, 0.25, NULL) == CT_OK);
+        const ct_rule_coef coef = coef_of(config, step == 0, 0.25);
         for (size_t i = 0; i < N; i++) {
             grad[i] = (float)(4.0 * sin((double)i * 1.3 + step));
             grad64[i] = grad[i];
@@ -90,11 +98,9 @@ test_without_weight_decay_an_infinite_parameter_stays_infinite(void)
 {
     float grad = 1.0f, param = INFINITY;
     const ct_update_span span = {.n = 1, .grad = &grad, .param = &param};
-    ct_rule_coef coef;
+    const ct_rule_coef coef = coef_of(&(ct_sgd_config){.lr = 0.1}, true, 1.0);
     const ct_update update = {
         .rule = CT_RULE_sgd, .coefs = &coef, .spans = &span, .n_spans = 1};
-    CHECK(ct_sgd_coef_init(&coef.sgd, &(ct_sgd_config){.lr = 0.1}, true, 1.0, NULL) ==
-          CT_OK);
     CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
     CHECK(isinf(param) && grad == 1.0f);
 }
@@ -103,8 +109,8 @@ static void
 check_rejected(ct_sgd_config config, const char *field)
 {
     ct_error err;
-    ct_sgd_coef coef;
-    CHECK(ct_sgd_coef_init(&coef, &config, true, 1.0, &err) == CT_EINVAL);
+    const ct_optim_group group = {.kind = CT_OPTIM_SGD, .sgd = config};
+    CHECK(ct_optim_check_group(&group, &err) == CT_EINVAL);
     CHECK(strstr(err.message, field) != NULL);
 }
 

@@ -300,7 +300,7 @@ def resume_within(overlap):
     )
     whole, again, first, second = twins(cfg)
     run(first, whole, range(5))
-    state, away = first.state_dict(), first.is_away
+    state, away = first.state_dict(), first.is_pending
     copy(whole, again)
     second.load_state_dict(state)
     try:
@@ -310,24 +310,24 @@ def resume_within(overlap):
     run(first, whole, range(5, 10))
     run(second, again, range(5, 10))
     same = bits_of(whole) == bits_of(again)
-    found = [away, rejected, same, first.is_away]
+    found = [away, rejected, same, first.is_pending]
     second.load_state_dict(first.state_dict())  # what is on its way is waited for
     group.barrier()
     first.finish()
     second.finish()
     first.finish()  # nothing is left to do
     model = first.state_dict()["bmuf"]
-    finished = [first.is_away, bits_of(whole) == bits_of(again), "left" in model]
+    finished = [first.is_pending, bits_of(whole) == bits_of(again), "left" in model]
     # An average on its way is no part of blocks that begin anew.
     run(first, whole, range(10, 13))
     run(second, again, range(10, 13))
     second.finish()
-    left = first.is_away
+    left = first.is_pending
     for bmuf, mine in ((first, whole), (second, again)):
         for p in mine.param_groups[0]["params"]:
             p[:] = 0.25
         bmuf.load_blocks_state_dict({"num_updates": 0})
-    stays = first.is_away
+    stays = first.is_pending
     run(first, whole, range(13, 21))
     run(second, again, range(13, 21))
     anew = [left, stays, bits_of(whole) == bits_of(again)]

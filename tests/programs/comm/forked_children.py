@@ -13,7 +13,7 @@ else:
     from ctrainer.comm.process_group import communicator
 
     group = communicator()
-    if options["backend"] == "levels":
+    if options["backend"] == "hierarchical":
         group = over_machines(group, 200.0, machine=str(rank // 2))
 told = fork_scenarios.run(group, folder, options["seed"], options["n"])
 tell([group.backend, told])

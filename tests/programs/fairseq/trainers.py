@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from programs.run import folder, join_gloo, rank, tell
 
-from ctrainer.comm import wrappers
-from ctrainer.fairseq import metrics
+from ctrainer.fairseq import metrics, wrappers
 
 join_gloo()
 

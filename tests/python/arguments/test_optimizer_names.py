@@ -184,10 +184,10 @@ def test_options_that_the_optimizer_lacks_are_named(
         made(tmp_path, name, optim_args=text)
 
 
-def test_warm_up_as_a_share_is_rejected_where_updates_are_counted(
+def test_warm_up_as_a_fraction_is_rejected_where_updates_are_counted(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(ValueError, match=r"warmup_steps=0\.1 is a share"):
+    with pytest.raises(ValueError, match=r"warmup_steps=0\.1 is a fraction"):
         made(tmp_path, "schedule_free_adamw", warmup_steps=0.1)
 
 

@@ -128,7 +128,7 @@ SCALARS = [
 # Fields that are rejected when set, or contradict others: these errors need not tell
 # the type of the value.
 OF_ITS_OWN = (
-    "is not supported", "needs", "exclude", "is of blocks", "contradict",
+    "is not supported", "needs", "exclude", "is an option of", "contradict",
     "compares the micro", "above 1 must be a whole number", "at least 0 and finite",
 )  # fmt: skip
 
@@ -240,7 +240,7 @@ class TestTrainingArguments:
             ("seed", -1, r"a whole number in \[0, 4294967295\]"),
             ("num_train_epochs", math.inf, "must be at least 0 and finite"),
             ("gradient_checkpointing_kwargs", "kwargs.json", "a dict, or its JSON"),
-            ("lr_scheduler_kwargs", "{1", "is no JSON"),
+            ("lr_scheduler_kwargs", "{1", "is not valid JSON"),
         ],
     )
     def test_words_and_texts_are_checked(
@@ -520,7 +520,7 @@ class TestSharding:
 
     def test_one_setting_twice_has_to_agree(self) -> None:
         both = {"min_num_params": 3, "fsdp_min_num_params": 4}
-        with pytest.raises(ValueError, match=r"min_num_params=3 and .*=4; give one"):
+        with pytest.raises(ValueError, match=r"min_num_params=3 and .*=4; set one"):
             TrainingArguments("o", fsdp=True, fsdp_config=both)
 
     @pytest.mark.parametrize("fsdp", [5, 0.5, "full_shards", {"full_shard": 1}])
@@ -688,27 +688,18 @@ class TestOnce:
 
     def test_json(self, tmp_path: Path) -> None:
         text = '{"num_cycles": 1, "num_cycles": 2}'
-        with pytest.raises(ValueError, match=r"lr_scheduler_kw.*num_cycles' stands"):
+        with pytest.raises(ValueError, match=r"lr_scheduler_kw.*num_cycles' occurs"):
             TrainingArguments("o", lr_scheduler_kwargs=text)
         file = tmp_path / "a.json"
         file.write_text('{"version": 1, "version": 2}')
         with pytest.raises(ValueError, match=r"fsdp_config: .*a\.json.*'version'"):
             TrainingArguments("o", fsdp=True, fsdp_config=str(file))
         file.write_text('{"even_batches": true, "even_batches": false}')
-        with pytest.raises(ValueError, match=r"accelerator_config: .*a\.json.*stands"):
+        with pytest.raises(ValueError, match=r"accelerator_config: .*a\.json.*occurs"):
             TrainingArguments("o", accelerator_config=file)
         file.write_text("[" * 100_000)
-        with pytest.raises(ValueError, match=r"a\.json' is no JSON"):
+        with pytest.raises(ValueError, match=r"a\.json' is not valid JSON"):
             TrainingArguments("o", accelerator_config=file)
-
-    def test_yaml(self, tmp_path: Path) -> None:
-        file = tmp_path / "a.yaml"
-        file.write_text("common:\n  seed: 1\n  fp16: true\n  seed: 2\n")
-        with pytest.raises(ValueError, match=r"a\.yaml.*'seed' stands there twice"):
-            as_config(file)
-        file.write_text("x: &x {seed: 3}\ncommon:\n  <<: *x\n  fp16: true\n")
-        with pytest.raises(ValueError, match="there is no option x"):
-            as_config(file)
 
     def test_optim_args(self) -> None:
         assert parse_options("a=1,b=2") == {"a": 1, "b": 2}

@@ -224,7 +224,7 @@ class TestTable:
         groups = [
             table.SUPPORTED,
             table.RECORDED,
-            table.TOLD,
+            table.WITHOUT_EFFECT,
             table.REJECTED,
             table.LIMITED,
         ]

@@ -115,10 +115,13 @@ def test_a_run_killed_within_a_block_goes_on_exactly_on_every_rank(
     ("options", "message"),
     [
         ({"use_bmuf": True, "use_diloco": True}, "are both set; set one"),
-        ({"block_momentum": 0.5}, "block_momentum is of blocks of updates, which need"),
-        ({"average_sync": True}, "average_sync is of blocks"),
-        ({"delta_bits": 8}, "delta_bits is of blocks"),
-        ({"overlap_steps": 1}, "overlap_steps is of blocks"),
+        (
+            {"block_momentum": 0.5},
+            "block_momentum is an option of local steps: set use_bmuf",
+        ),
+        ({"average_sync": True}, "average_sync is an option of local steps"),
+        ({"delta_bits": 8}, "delta_bits is an option of local steps"),
+        ({"overlap_steps": 1}, "overlap_steps is an option of local steps"),
         ({"use_diloco": True, "use_nbm": True}, "use_diloco has its own"),
     ],
 )

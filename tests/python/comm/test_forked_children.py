@@ -26,7 +26,7 @@ from ctrainer.fairseq.iterators import BufferedIterator
 
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
-GROUPS = {"shm": 2, "python": 2, "levels": 4}  # how many ranks each has
+GROUPS = {"shm": 2, "python": 2, "hierarchical": 4}  # how many ranks each has
 
 
 @pytest.mark.parametrize("backend", GROUPS)

@@ -13,7 +13,7 @@ from ctrainer import _C
 def test_two_machines_of_two_ranks(tmp_path: Path) -> None:
     told = ranks.told(ranks.run(tmp_path, "comm.machines", world=4))
     for rank, found in enumerate(told):
-        assert found["who"] == ["levels", rank, 4]
+        assert found["who"] == ["hierarchical", rank, 4]
         assert found["all_reduce"]
         assert found["mean"] == [1.5]
         assert found["reduce_scatter"] == [20.0 * rank, 20.0 * rank + 10]

@@ -70,6 +70,6 @@ def test_ranks_in_two_networks_make_one_group(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for rank in range(4):
         *told, seconds = json.loads((tmp_path / f"told{rank}").read_text())
-        assert told == ["levels", rank, 4, True, [10.0, 11.0, 12.0, 13.0]]
+        assert told == ["hierarchical", rank, 4, True, [10.0, 11.0, 12.0, 13.0]]
         # Half of 2 MB crosses from each of a machine's ranks: 16 Mbit, 0.32 seconds.
         assert seconds > 0.25 or not (tmp_path / "limited").exists()

@@ -21,7 +21,7 @@ from torch.utils.data import (
 from ctrainer.adapters import _torch_batches as batches
 from ctrainer.adapters import torch as torch_adapter
 from ctrainer.adapters._torch_ranks import RankBatches
-from ctrainer.arguments.accelerator import Dealing
+from ctrainer.arguments.accelerator import BatchPlan
 
 ARGS: Any = SimpleNamespace(data_seed=7)
 
@@ -114,7 +114,7 @@ def test_a_ranks_batches_begun_anywhere_are_its_own(seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     world_size, size = 1 + draw(rng, 4), 1 + draw(rng, 3)
     split, state = bool(draw(rng, 2)), rng.get_state()
-    dealing = Dealing(
+    plan = BatchPlan(
         rank=draw(rng, world_size), world_size=world_size, split_batches=split,
         even_batches=bool(draw(rng, 2)), dispatch_batches=False, drops_last=True,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def test_a_ranks_batches_begun_anywhere_are_its_own(seed: int) -> None:
         rng.set_state(state)
         sampler, _ = sampler_of(rng, None)
         together = size * (world_size if split else 1)
-        return RankBatches(BatchSampler(sampler, together, bool(seed % 3)), dealing)
+        return RankBatches(BatchSampler(sampler, together, bool(seed % 3)), plan)
 
     torch.manual_seed(1)
     whole = list(make())

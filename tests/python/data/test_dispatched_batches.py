@@ -1,4 +1,4 @@
-"""Batches that rank 0 reads and deals out: dispatch_batches of accelerator_config."""
+"""Batches that rank 0 reads and distributes: dispatch_batches of accelerator_config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ctrainer import _C
 from ctrainer.adapters import _torch_rank_eval
 from ctrainer.adapters._torch_ranks import DispatchedLoader
-from ctrainer.arguments.accelerator import Dealing
+from ctrainer.arguments.accelerator import BatchPlan
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 
@@ -30,8 +30,8 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     return mine
 
 
-def dealing(group: _C.Communicator) -> Dealing:
-    return Dealing(group.rank, group.world_size, False, True, True, True)
+def plan(group: _C.Communicator) -> BatchPlan:
+    return BatchPlan(group.rank, group.world_size, False, True, True, True)
 
 
 def loading(data: Any, **options: Any) -> DataLoader[Any]:
@@ -43,12 +43,12 @@ def pairs(rows: list[tuple[int, int]]) -> Pair:
     return Pair(*map(torch.tensor, zip(*rows, strict=True)))
 
 
-def test_rows_are_dealt_out_in_the_batches_own_containers(groups: Any) -> None:
+def test_rows_are_distributed_in_the_batches_own_containers(groups: Any) -> None:
     def read(group: _C.Communicator) -> list[Any]:
         groups.group = group
         data: Any = [(i, 10 * i) for i in range(5)]
         loader: Any = loading(data, batch_size=2, collate_fn=pairs)
-        return list(DispatchedLoader(loader, dealing(group)))
+        return list(DispatchedLoader(loader, plan(group)))
 
     first, second = on_ranks(2, read)
     assert all(isinstance(batch, Pair) for batch in first + second)
@@ -59,7 +59,7 @@ def test_rows_are_dealt_out_in_the_batches_own_containers(groups: Any) -> None:
 @pytest.mark.parametrize("seed", range(draws(40, 1000)))
 def test_every_rank_has_its_part_of_each_round(seed: int, groups: Any) -> None:
     """A round is a batch that is split, or a batch for each rank. What is left at the
-    end is dropped, or filled up with the first rows, or dealt out as it is."""
+    end is dropped, or filled up with the first rows, or distributed as it is."""
     rng = random.Random(seed)
     ranks, split, even, drop = rng.randint(1, 3), *(rng.random() < 0.5 for _ in "abc")
     size = rng.randint(1, 3) * (ranks if split else 1)
@@ -67,9 +67,9 @@ def test_every_rank_has_its_part_of_each_round(seed: int, groups: Any) -> None:
 
     def read(group: _C.Communicator) -> list[list[int]]:
         groups.group = group
-        dealing = Dealing(group.rank, ranks, split, True, even, True)
+        plan = BatchPlan(group.rank, ranks, split, True, even, True)
         loader: Any = loading(rows, batch_size=size, drop_last=drop)
-        dispatched = DispatchedLoader(loader, dealing)
+        dispatched = DispatchedLoader(loader, plan)
         found = [batch.tolist() for batch in dispatched]
         assert len(found) == len(dispatched) or not (even or drop)
         return found
@@ -82,10 +82,10 @@ def test_every_rank_has_its_part_of_each_round(seed: int, groups: Any) -> None:
     elif even and left % ranks:
         rounds[-1] += rows[: ranks - left % ranks]
     expected: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for dealt in rounds:
-        each = -(-len(dealt) // ranks)
+    for batch in rounds:
+        each = -(-len(batch) // ranks)
         for rank in range(ranks):
-            part = dealt[rank * each : (rank + 1) * each]
+            part = batch[rank * each : (rank + 1) * each]
             if part:
                 expected[rank].append(part)
     assert on_ranks(ranks, read) == expected
@@ -102,7 +102,7 @@ def test_all_ranks_are_told_when_rank_0_cannot_read_on(groups: Any) -> None:
         groups.group = group
         loader: Any = loading(Broken(), batch_size=1)
         with pytest.raises((OSError, RuntimeError)) as raised:
-            list(DispatchedLoader(loader, dealing(group)))
+            list(DispatchedLoader(loader, plan(group)))
         return str(raised.value)
 
     first, second = on_ranks(2, read)
@@ -115,7 +115,7 @@ def test_what_is_no_tensor_is_rejected_with_what_to_do(groups: Any) -> None:
         groups.group = group
         loader: Any = loading(["a", "b"], batch_size=1)
         with pytest.raises((TypeError, RuntimeError)) as raised:
-            list(DispatchedLoader(loader, dealing(group)))
+            list(DispatchedLoader(loader, plan(group)))
         return str(raised.value)
 
     assert "a batch has a str; set dispatch_batches to False" in on_ranks(2, read)[0]

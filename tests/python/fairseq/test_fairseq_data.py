@@ -84,37 +84,12 @@ def test_integers_of_any_kind_are_taken_and_nothing_else() -> None:
         batch_by_size(range(2), None, np.ones(2))
 
 
-def test_fairseqs_inner_functions_keep_the_last_batch() -> None:
-    lengths = [1, 2, 3, 4, 5]
-    by_vector = data_utils.batch_by_size_vec(np.arange(5), np.array(lengths), -1, 4, 4)
-    by_function = data_utils.batch_by_size_fn(
-        np.arange(5), lengths.__getitem__, -1, 4, 4
-    )
-    assert plain(by_vector) == plain(by_function) == [[0, 1, 2, 3], [4]]
-
-
-def test_fixed_shapes_take_the_place_of_the_limits() -> None:
-    shapes = [(1, 100), (4, 10)]
-    batches = batch_by_size(
-        range(5), None, [9, 9, 9, 90, 3], 1, 1, 64, fixed_shapes=shapes
-    )
-    assert plain(batches) == [[0, 1, 2], [3], [4]]
-
-
-def test_a_batchs_first_sample_counts_towards_its_shape() -> None:
-    shapes = [(4, 10), (2, 50)]
-    batches = batch_by_size(range(4), None, [60 // 2, 30, 30, 9], fixed_shapes=shapes)
-    assert plain(batches) == [[0, 1], [2, 3]]  # not [2, 3, ...]: 30 tokens, two a batch
-
-
 # ---- a data set ----------------------------------------------------------------------
 
 
 class Sized(FairseqDataset):
-    def __init__(
-        self, lengths: list[int], vector: bool = True, shapes: Any = None
-    ) -> None:
-        self.lengths, self.vector, self.shapes = lengths, vector, shapes
+    def __init__(self, lengths: list[int], vector: bool = True) -> None:
+        self.lengths, self.vector = lengths, vector
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -132,9 +107,6 @@ class Sized(FairseqDataset):
     def size(self, index: int) -> Any:
         return self.lengths[index]
 
-    def get_batch_shapes(self) -> Any:
-        return self.shapes
-
 
 @pytest.mark.parametrize("vector", [False, True])
 def test_a_data_set_batches_by_its_vector_or_one_by_one(vector: bool) -> None:
@@ -144,32 +116,11 @@ def test_a_data_set_batches_by_its_vector_or_one_by_one(vector: bool) -> None:
     assert plain(dataset.batch_by_size(indices, max_tokens=8)) == [[0, 1], [2, 3], [4]]
 
 
-@pytest.mark.parametrize(
-    ("limits", "sizes"),
-    [
-        ({"max_tokens": 100}, [8, 4, 8]),  # 10 by tokens, 8 by the multiple of 4
-        ({"max_tokens": 100, "max_sentences": 3}, [3] * 6 + [2]),
-        ({"max_tokens": 30}, [3] * 6 + [2]),  # below the multiple it stays
-    ],
-)
-def test_a_shapes_batch_size_comes_from_the_limits(
-    limits: Any, sizes: list[int]
-) -> None:
-    dataset = Sized([10] * 20, shapes=[(None, 10)])
-    batches = dataset.batch_by_size(
-        np.arange(20), required_batch_size_multiple=4, **limits
-    )
-    assert sorted(map(len, batches)) == sorted(sizes)
-    with pytest.raises(ValueError, match="Must specify --max-tokens"):
-        dataset.batch_by_size(np.arange(20))
-
-
 def test_what_a_data_set_does_not_say_it_does_not_have() -> None:
     dataset = FairseqDataset()
     assert dataset.can_reuse_epoch_itr_across_epochs is True
     assert dataset.supports_prefetch is False
     assert dataset.supports_fetch_outside_dataloader is True
-    assert dataset.get_batch_shapes() is None
     assert dataset.attr("nothing", 0) is None
     dataset.set_epoch(2)
     for call in (
@@ -226,13 +177,12 @@ def test_a_dict_of_limits_needs_a_dict_of_sizes() -> None:
         Pairs([3]).filter_indices_by_size(np.arange(1), {"a": (1,)})
 
 
-def test_filter_by_size_warns_that_it_is_old_and_of_what_it_leaves_out(
+def test_samples_that_are_too_large_are_reported_or_an_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     dataset = Sized(list(range(20)))
-    with pytest.warns(UserWarning, match="filter_by_size is deprecated"):
-        kept = data_utils.filter_by_size(np.arange(20), dataset, 5)
-    assert kept.tolist() == [0, 1, 2, 3, 4, 5]
+    _, ignored = dataset.filter_indices_by_size(np.arange(20), 5)
+    data_utils.report_ignored(dataset, ignored, 5, False)
     assert caplog.messages == [
         "14 samples have invalid sizes and will be skipped, max_positions=5, first few "
         "sample ids=[6, 7, 8, 9, 10, 11, 12, 13, 14, 15]"
@@ -241,11 +191,8 @@ def test_filter_by_size_warns_that_it_is_old_and_of_what_it_leaves_out(
         r"^Size of sample #6 is invalid \(=6\) since max_positions=5, skip this "
         "example with --skip-invalid-size-inputs-valid-test$"
     )
-    with (
-        pytest.warns(UserWarning, match="deprecated"),
-        pytest.raises(Exception, match=text),
-    ):
-        data_utils.filter_by_size(np.arange(20), dataset, 5, raise_exception=True)
+    with pytest.raises(Exception, match=text):
+        data_utils.report_ignored(dataset, ignored, 5, True)
 
 
 def test_pairs_are_filtered_by_both_sizes() -> None:

@@ -31,10 +31,11 @@ BATCHES = [list(range(i, min(i + BATCH, N))) for i in range(0, N, BATCH)]
 
 
 def epochs_of(kind: str, workers: int, persistent: bool, **options: Any) -> Any:
-    given = {"num_workers": workers, "persistent_workers": persistent, **options}
+    given = {"num_workers": workers, **options}
     dataset = KINDS[kind]()
     if kind == "map-style":
         return EpochBatchIterator(dataset, collate, BATCHES, **given)
+    given["persistent_workers"] = persistent
     return StreamingEpochBatchIterator(dataset, BATCH, collate, **given)
 
 

@@ -10,9 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ctrainer.fairseq.iterators import (  # noqa: E402
-    EpochBatchIterating,
     EpochBatchIterator,
-    GroupedEpochBatchIterator,
     GroupedIterator,
     StreamingEpochBatchIterator,
 )
@@ -146,8 +144,6 @@ def resumed(state: dict[str, Any], **options: Any) -> EpochBatchIterator:
         {"num_shards": 3, "shard_id": 2},
         {"grouped_shuffling": True, "num_shards": 2},
         {"skip_remainder_batch": True},
-        {"reuse_dataloader": True, "buffer_size": 2},
-        {"batches": lambda _, epoch: BATCHES[epoch:]},
         {"disable_shuffling": True},
     ],
 )
@@ -210,14 +206,11 @@ def test_a_position_beyond_the_data_is_a_mismatch() -> None:
         "fairseq developers. You can relaunch training with `--reset-dataloader` and "
         "it should work."
     )
-    for reuse in (False, True):
-        epochs = epochs_of(reuse_dataloader=reuse)
-        list(epochs.next_epoch_itr())
-        with pytest.raises(RuntimeError) as raised:
-            epochs.load_state_dict(
-                {"version": 2, "epoch": 2, "iterations_in_epoch": 10}
-            )
-        assert str(raised.value) == text
+    epochs = epochs_of()
+    list(epochs.next_epoch_itr())
+    with pytest.raises(RuntimeError) as raised:
+        epochs.load_state_dict({"version": 2, "epoch": 2, "iterations_in_epoch": 10})
+    assert str(raised.value) == text
 
 
 def test_the_first_version_of_the_state_means_the_next_epoch_then() -> None:
@@ -246,23 +239,6 @@ def test_groups_of_an_epoch_end_with_it() -> None:
     assert epochs.end_of_epoch()
 
 
-def test_a_function_makes_each_epochs_batches() -> None:
-    asked: list[tuple[Any, int]] = []
-
-    def sampler(dataset: Any, epoch: int) -> list[list[int]]:
-        asked.append((dataset, epoch))
-        return BATCHES[epoch:]
-
-    dataset = Numbers()
-    epochs = epochs_of(sampler, dataset)
-    assert len(epochs) == 9
-    assert list(epochs.next_epoch_itr(shuffle=False)) == BATCHES[1:]
-    assert list(epochs.next_epoch_itr(shuffle=False)) == BATCHES[2:]
-    epochs.load_state_dict({"version": 2, "epoch": 5, "iterations_in_epoch": 1})
-    assert list(epochs.next_epoch_itr(shuffle=False)) == shuffled(BATCHES[5:], 6)[1:]
-    assert asked == [(dataset, 1), (dataset, 2), (dataset, 5)]
-
-
 def test_the_data_set_hears_of_epochs() -> None:
     dataset = Numbers()
     epochs = epochs_of(dataset=dataset, epoch=0)  # counted from 1
@@ -272,22 +248,9 @@ def test_the_data_set_hears_of_epochs() -> None:
     assert dataset.epochs == [1, 2]
 
 
-def test_one_data_loader_may_serve_all_epochs() -> None:
-    epochs = epochs_of(reuse_dataloader=True, buffer_size=2)
-    first = epochs.next_epoch_itr(shuffle=False)
-    assert next(first) == BATCHES[0]  # and is left in the middle, its thread at work
-    loader = epochs.dataloader
-    epochs.load_state_dict({"version": 2, "epoch": 2, "iterations_in_epoch": 3})
-    assert list(epochs.next_epoch_itr()) == shuffled(BATCHES, 3)[3:]
-    assert list(epochs.next_epoch_itr(shuffle=True)) == shuffled(BATCHES, 4)
-    assert list(epochs.next_epoch_itr(shuffle=False)) == BATCHES
-    assert epochs.dataloader is loader
-    assert epochs_of().dataloader is None
-
-
 @pytest.mark.parametrize("buffer_size", [0, 4])
-def test_workers_of_a_data_loader_serve_all_epochs(buffer_size: int) -> None:
-    epochs = epochs_of(num_workers=1, buffer_size=buffer_size, reuse_dataloader=True)
+def test_workers_load_each_epoch(buffer_size: int) -> None:
+    epochs = epochs_of(num_workers=1, buffer_size=buffer_size)
     for epoch in (1, 2):
         assert list(epochs.next_epoch_itr()) == shuffled(BATCHES, 1 + epoch)
 
@@ -324,53 +287,6 @@ def test_what_is_no_data_set_is_rejected() -> None:
         epochs_of(dataset=(i for i in range(3)))
     with pytest.raises(ValueError, match="shard_id must be between 0 and num_shards"):
         epochs_of(num_shards=2, shard_id=2)
-
-
-# ---- several data sets at once -------------------------------------------------------
-
-SETS = ([[i] for i in range(7)], [[100 + i] for i in range(9)])
-
-
-def grouped(**options: Any) -> GroupedEpochBatchIterator:
-    return GroupedEpochBatchIterator(Numbers(200), list, SETS, **options)
-
-
-def test_all_workers_take_a_step_from_one_data_set() -> None:
-    workers = [grouped(num_shards=2, shard_id=i, mult_rate=2) for i in range(2)]
-    assert [len(w) for w in workers] == [(4 + 8) // 2] * 2
-    assert workers[0].lengths == [4, 8]
-    epochs = [list(w.next_epoch_itr()) for w in workers]
-    for step in range(3):
-        of_step = [b[0] for e in epochs for b in e[2 * step : 2 * step + 2]]
-        assert len({i >= 100 for i in of_step}) == 1
-    assert len({i for e in epochs for b in e for i in b}) == 12
-
-
-def test_data_sets_and_then_steps_are_shuffled_by_the_seed_plus_the_epoch() -> None:
-    sets = [shuffled(s, 4 + 1)[:n] for s, n in zip(SETS, (6, 9), strict=True)]
-    batches = [b for s in sets for b in s]
-    order = np.random.RandomState(4 + 1).permutation(5)
-    expected = [b for i in order for b in batches[3 * i : 3 * i + 3]]
-    assert list(grouped(seed=4, mult_rate=3).next_epoch_itr()) == expected
-    plain = list(grouped(mult_rate=3).next_epoch_itr(shuffle=False))
-    assert plain == [*SETS[0][:6], *SETS[1][:9]]
-
-
-def test_grouped_epochs_are_resumed_exactly() -> None:
-    saved, again = grouped(mult_rate=2, buffer_size=2), grouped(mult_rate=2)
-    itr = saved.next_epoch_itr().skip(5)
-    again.load_state_dict(saved.state_dict())
-    assert list(again.next_epoch_itr()) == list(itr)
-    with pytest.raises(RuntimeError, match="dataloader mismatch"):
-        again.load_state_dict({"version": 2, "epoch": 1, "iterations_in_epoch": 14})
-
-
-def test_the_first_batch_comes_from_the_first_data_set_that_has_one() -> None:
-    assert grouped().first_batch == [0]
-    later = GroupedEpochBatchIterator(Numbers(), list, [[], [[4]]])
-    assert later.first_batch == [4]
-    with pytest.raises(Exception, match="The dataset is empty"):
-        _ = GroupedEpochBatchIterator(Numbers(), list, [[], []]).first_batch
 
 
 # ---- streams -------------------------------------------------------------------------
@@ -421,11 +337,3 @@ def test_the_state_of_a_stream_says_where_it_is() -> None:
         again.next_epoch_itr()
     with pytest.raises(TypeError, match="int, which is not iterable"):
         StreamingEpochBatchIterator(5)
-
-
-def test_the_interface_says_what_a_source_of_its_own_lacks() -> None:
-    source = EpochBatchIterating()
-    assert source.first_batch == "DUMMY"
-    for call in (source.next_epoch_itr, source.end_of_epoch, source.state_dict):
-        with pytest.raises(NotImplementedError):
-            call()

@@ -43,7 +43,7 @@ def test_an_optimizer_of_fairseqs_alone_has_no_blocks():
 
     cfg = tiny.config(optimizer___name="theirs", optimization__use_bmuf=True)
     trainer = Trainer(cfg, tiny.Task(), tiny.Model(), tiny.Criterion())
-    with pytest.raises(ValueError, match=r"'theirs'.*would never meet"):
+    with pytest.raises(ValueError, match=r"'theirs'.*would never synchronize"):
         trainer._build_optimizer()
 
 

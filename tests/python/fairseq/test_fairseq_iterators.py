@@ -15,7 +15,6 @@ from ctrainer.fairseq.iterators import (
     BufferedIterator,
     CountingIterator,
     GroupedIterator,
-    ShardedIterator,
 )
 
 
@@ -104,22 +103,6 @@ def test_the_number_of_groups_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     ]
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         GroupedIterator(range(9), 0)
-
-
-@pytest.mark.parametrize("fill", [None, []])
-def test_shards_are_strides_of_equal_length(fill: Any) -> None:
-    shards = [list(ShardedIterator(range(10), 3, i, fill)) for i in range(3)]
-    assert shards == [[0, 3, 6, 9], [1, 4, 7, fill], [2, 5, 8, fill]]
-    assert list(ShardedIterator(range(10), 1, 0)) == list(range(10))
-    itr = ShardedIterator(range(30), num_shards=3, shard_id=0)
-    assert (len(itr), itr.skip(2).n, next(itr)) == (10, 2, 6)
-
-
-@pytest.mark.parametrize("shard", [-1, 3])
-def test_a_shard_that_there_is_not_is_an_error(shard: int) -> None:
-    text = f"shard_id must be between 0 and num_shards, got {shard} of 3"
-    with pytest.raises(ValueError, match=text):
-        ShardedIterator(range(10), 3, shard)
 
 
 class Source:

@@ -7,6 +7,7 @@ import copy
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,22 +30,6 @@ def _fresh_metrics() -> Iterator[None]:
     metrics.reset()
     yield
     metrics.reset()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """perf_counter under the test's control."""
-    stopped = Clock()
-    monkeypatch.setattr("time.perf_counter", stopped)
-    return stopped
 
 
 class LargestMeter(Meter):
@@ -120,7 +105,7 @@ class TestState:
             ]
         }
 
-    def test_times_are_saved_as_what_has_passed(self, clock: Clock) -> None:
+    def test_times_are_saved_as_what_has_passed(self, clock: Any) -> None:
         metrics.log_speed("wps", 0.0, round=1)
         clock.now += 4.0
         metrics.log_speed("wps", 8.0)
@@ -139,7 +124,7 @@ class TestState:
         clock.now += 5.0
         assert meter.smoothed_value == 0.8
 
-    def test_a_rate_of_the_oldest_layout_forgets_its_events(self, clock: Clock) -> None:
+    def test_a_rate_of_the_oldest_layout_forgets_its_events(self, clock: Any) -> None:
         meter = TimeMeter(round=2)
         meter.load_state_dict({"init": 2.0, "n": 70, "start": 5.0})
         clock.now += 2.0
@@ -207,7 +192,7 @@ class TestMeters:
         meter.stop()
         assert (meter.elapsed_time, meter.n, meter.smoothed_value) == (0.0, 0, 0.0)
 
-    def test_a_reset_watch_runs(self, clock: Clock) -> None:
+    def test_a_reset_watch_runs(self, clock: Any) -> None:
         meter = StopwatchMeter()
         meter.reset()
         clock.now += 2.0

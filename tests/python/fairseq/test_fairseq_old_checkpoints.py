@@ -38,8 +38,7 @@ def _second() -> dict[str, Any]:
     """Each entry of the history had its state; the loss was the schedule's."""
     return {
         "args": Namespace(
-            task="speech_pretraining", criterion="kd_binary_cross_entropy",
-            arch="audio_cpc", raw_text=False, lazy_load=True, remove_bpe="@@ ",
+            task="language_modeling", raw_text=False, lazy_load=True, remove_bpe="@@ ",
             log_keys=None, lr=[0.5], data="a",
         ),
         "model": {},
@@ -51,23 +50,7 @@ def _second() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _third() -> dict[str, Any]:
-    """Configs in groups, with truth values where kinds are today."""
-    wer = {"print_alignment": True}
-    return {
-        "args": None,
-        "cfg": {
-            "generation": {"print_alignment": False},
-            "task": {"eval_wer_config": dict(wer)},
-            "model": {"w2v_args": {"task": {"eval_wer_config": dict(wer)}}},
-        },
-        "model": {},
-        "optimizer_history": [{**ADAM, "lr_scheduler_state": {}, "num_updates": 9}],
-        "extra_state": {"train_iterator": dict(ITERATOR)},
-    }
-
-
-LAYOUTS = {"first": _first, "second": _second, "third": _third}
+LAYOUTS = {"first": _first, "second": _second}
 
 
 def test_the_first_layout() -> None:
@@ -99,11 +82,7 @@ def test_the_first_layout() -> None:
 def test_the_second_layout() -> None:
     state = upgrade_state_dict(_second())
     args = state["args"]
-    assert (args.task, args.criterion, args.arch) == (
-        "audio_pretraining",
-        "wav2vec",
-        "wav2vec",
-    )
+    assert args.task == "language_modeling"
     assert (args.dataset_impl, args.post_process) == ("lazy", "@@ ")
     assert not hasattr(args, "log_keys")
     assert state["last_optimizer_state"] == "new"
@@ -115,14 +94,6 @@ def test_the_second_layout() -> None:
         "epoch": 4,
         "iterations_in_epoch": 2,
     }
-
-
-def test_the_third_layout() -> None:
-    cfg = upgrade_state_dict(_third())["cfg"]
-    assert cfg["generation"]["print_alignment"] is None
-    assert cfg["task"]["eval_wer_config"]["print_alignment"] == "hard"
-    inner = cfg["model"]["w2v_args"]["task"]
-    assert inner["eval_wer_config"]["print_alignment"] == "hard"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

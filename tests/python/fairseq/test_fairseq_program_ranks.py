@@ -15,7 +15,7 @@ import pytest
 import torch
 from places import ROOT
 
-# Three epochs without dropout, whose masks depend on how batches are dealt out.
+# Three epochs without dropout, whose masks depend on how batches are distributed.
 PLAIN = ("--max-epoch", "3", "--dropout", "0", "--attention-dropout", "0")
 LAUNCHER = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"}
 
@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> list[Any]:
 def test_two_workers_log_what_one_does_with_twice_the_update_freq(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Batches are dealt out in turn, so an update sees the same ones; the last update
+    """Batches are distributed in turns, so an update has the same ones; the last update
     of an epoch has a dummy batch where their number is odd."""
     two = run(
         program.lm_arguments(

@@ -3,7 +3,6 @@
 Source of the formats: fairseq/logging/progress_bar.py.
 """
 
-import argparse
 import json
 import logging
 import struct
@@ -222,20 +221,6 @@ class TestChoice:
             with bars.rename_logger(bars.logger, "train"):
                 raise KeyError
         assert bars.logger.name == bars.__name__
-
-    def test_from_flat_options(self, lines: pytest.LogCaptureFixture) -> None:
-        options = argparse.Namespace(
-            log_format=None,
-            log_interval=7,
-            no_progress_bar=True,
-            tensorboard_logdir="never/made",
-            distributed_rank=1,
-        )
-        bar = bars.build_progress_bar(options, [1])
-        assert isinstance(bar, bars.NoopProgressBar)
-        options.log_format = "json"
-        bar = bars.build_progress_bar(options, [1], epoch=1, prefix="x")
-        assert (bar.log_interval, bar.prefix) == (7, "epoch 001 | x")
 
 
 class TestForAConfig:

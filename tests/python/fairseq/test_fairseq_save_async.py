@@ -14,7 +14,6 @@ import torch
 
 from ctrainer import _C
 from ctrainer.__main__ import main
-from ctrainer.fairseq import checkpoint_utils
 
 ASYNC = {"checkpoint__write_checkpoints_asynchronously": True}
 
@@ -100,8 +99,3 @@ def test_the_program_writes_the_same_files(tmp_path: Path) -> None:
             assert torch.equal(later["model"][key], value)
         for key in ("train_iterator", "val_loss", "best"):
             assert later["extra_state"].get(key) == now["extra_state"].get(key)
-
-
-def test_a_save_of_nobody_s_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Trainer\.save_checkpoint"):
-        checkpoint_utils.torch_persistent_save({}, str(tmp_path / "a.pt"), True)

@@ -136,14 +136,19 @@ def test_a_run_in_codes_goes_on_with_what_they_have_missed(
         assert rank["codes"]["last"][0] == rank["codes"]["last"][1]
         assert rank["codes"]["same"]
     saved = torch.load(folder / "codes.pt", weights_only=True)
-    missed = saved["extra_state"]["code_feedback"]
+    missed = saved["extra_state"]["residuals"]
     assert [any(v.any() for v in own.values()) for own in missed] == [True, True]
     own = torch.load(folder / "last-shard1.pt", weights_only=True)["extra_state"]
-    assert len(own["code_feedback"]) == 1
+    assert len(own["residuals"]) == 1
     reduces = {"distributed_training__reduce_bits": 4}
     alone = tiny.trainer(**SHARDED, **reduces)
     alone.load_checkpoint(str(folder / "codes.pt"))
-    assert "codes have missed of 2 processes, and these are 1" in caplog.text
+    assert "residuals of 2 processes, and these are 1" in caplog.text
+    saved["extra_state"]["code_feedback"] = saved["extra_state"].pop("residuals")
+    torch.save(saved, folder / "older.pt")
+    caplog.clear()
+    alone.load_checkpoint(str(folder / "older.pt"))
+    assert "residuals of 2 processes, and these are 1" in caplog.text
     reduces["distributed_training__reduce_bits"] = 7
     with pytest.raises(ValueError, match=r"reduce_bits must .* in {4, 8, 32}, not 7"):
         tiny.trainer(**SHARDED, **reduces).train_step(tiny.batches(1))

@@ -145,11 +145,6 @@ class TestPairs:
             pytest.approx([0]), [1, 2]
         )  # fmt: skip
 
-    def test_ends_can_be_changed(self) -> None:
-        found = self.dataset(remove_eos_from_source=True, append_bos=True)
-        assert found[1]["source"].tolist() == [0, 6]
-        assert found[1]["target"].tolist() == [0, 8, 9, 2]
-
     def test_pairs_have_to_match(self) -> None:
         words = Dictionary()
         with pytest.raises(ValueError, match="same number of examples, got 2 and 1"):

@@ -120,8 +120,8 @@ def test_errors_are_the_originals(
 class Adding(FSDP):
     """With a parameter that nobody has sharded."""
 
-    def _share_out(self) -> None:
-        super()._share_out()
+    def _set_shards(self) -> None:
+        super()._set_shards()
         self.extra = nn.Parameter(torch.ones(2))
 
 

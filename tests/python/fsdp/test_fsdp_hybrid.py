@@ -118,7 +118,7 @@ def test_groups_that_make_no_replicas_are_rejected() -> None:
 
     told = on_ranks(WORLD, confuse)
     assert told[0].startswith(
-        "replica 1 shares as rank 1 of 2, replica 0 as rank 0 of 2"
+        "replica 1 has the shards of rank 1 of 2, replica 0 those of rank 0 of 2"
     )
 
 

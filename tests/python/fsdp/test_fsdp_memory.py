@@ -83,11 +83,11 @@ def test_room_for_codes_counts_where_nothing_else_is_missing() -> None:
     plan = memory_plan(units, 2, error_feedback=False, **options)
     gather = 3 * part + 128 * 4  # this rank's codes and both, and zeros for a part
     reduce = 4 * part + 128 * 4
-    assert plan.codes == max(gather, reduce) - 256 * 2
-    assert plan.total == 128 * 16 + 2 * 256 * 2 + plan.codes
+    assert plan.quantized == max(gather, reduce) - 256 * 2
+    assert plan.total == 128 * 16 + 2 * 256 * 2 + plan.quantized
     kept = memory_plan(units, 2, **options)
     assert kept.feedback == 256 * 4
-    assert kept.codes == gather - 256 * 2  # the zeros are needed here alone
+    assert kept.quantized == gather - 256 * 2  # the zeros are needed here alone
 
 
 def test_sizes_that_make_no_sense_are_rejected() -> None:

@@ -59,21 +59,21 @@ def test_every_spelling_means_the_same(
 @pytest.mark.parametrize(
     ("fsdp", "config", "text"),
     [
-        ("fully", {}, "fsdp knows full_shard, .* not 'fully'"),
+        ("fully", {}, "fsdp may be full_shard, .* not 'fully'"),
         ("full_shard no_shard", {}, "several strategies, full_shard, no_shard"),
         (True, {"wrap": 1}, "fsdp_config has no 'wrap'; there is reshard"),
         (True, {"auto_wrap_policy": "ALL"}, "must be one of TRANSFORMER_BASED_WRAP"),
         (True, {"backward_prefetch": "ALWAYS"}, "one of NO_PREFETCH, BACKWARD_PRE"),
         (True, {"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type must be one"),
         (True, {"min_num_params": "many"}, "a whole number in .*, not 'many'"),
-        (True, {"min_num_params": 9, "transformer_layer_cls_to_wrap": "A"}, "give one"),
+        (True, {"min_num_params": 9, "transformer_layer_cls_to_wrap": "A"}, "set one"),
         (True, {"reshard_after_forward": "half"}, "not 'half'"),
         (True, {"activation_checkpointing": "perhaps"}, "true or false, not 'perhaps'"),
         (True, {"xla_fsdp_v2": True}, "xla_fsdp_v2 is not supported: .* SPMD"),
         (True, {"activation_checkpointing_offload": True}, "in host memory already"),
-        (True, {"xla_fsdp_settings": {"compute_dtype": "float16"}}, "go with xla=True"),
+        (True, {"xla_fsdp_settings": {"compute_dtype": "float16"}}, "need xla=True"),
         (True, {"cpu_ram_efficient_loading": True, "sync_module_states": False},
-         "leaves the values to rank 0"),
+         "only rank 0 has values"),
         (True, {"xla": True, "xla_fsdp_settings": {"shard_param_on_dim_0": True}},
          "has shard_param_on_dim_0=True; supported are"),
     ],
@@ -106,7 +106,7 @@ def test_the_config_may_be_a_file(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), fsdp="full_shard", fsdp_config=str(path))
     assert sharding_of(args) == Sharding(min_num_params=7)
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"fsdp.json' is no JSON that can be read"):
+    with pytest.raises(ValueError, match=r"fsdp.json' is not valid JSON"):
         sharding_of(args)
 
 

@@ -119,7 +119,7 @@ def test_a_run_in_codes_goes_on_with_what_they_have_missed(
     options: dict[str, Any] = {"fsdp_config": {"reduce_bits": 8}, "max_steps": 3}
     made = runs.trainer(f"{folder}/coded-alone", "gpt2", **options)
     made.train(resume_from_checkpoint=f"{folder}/coded/checkpoint-2")
-    assert "has no code_feedback_00000-of-00001.pt: what codes have" in caplog.text
+    assert "has no residual_00000-of-00001.pt: error feedback begins" in caplog.text
     with pytest.raises(ValueError, match="reduce_bits must be 8, 4 or 32, not 16"):
         runs.trainer(str(folder), "gpt2", fsdp_config={"reduce_bits": 16})
 

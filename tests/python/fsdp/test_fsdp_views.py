@@ -181,7 +181,7 @@ def test_tied_and_frozen_parameters_have_one_view() -> None:
     on_ranks(2, train)
 
 
-def test_optimizers_that_look_at_whole_parameters_reject_rows_of_several() -> None:
+def test_optimizers_that_look_at_whole_parameters_reject_flat_ones() -> None:
     plain = nn.Linear(6, 4)
 
     def step(group: _C.Communicator) -> None:
@@ -190,7 +190,7 @@ def test_optimizers_that_look_at_whole_parameters_reject_rows_of_several() -> No
         for kind in (optim.LAMB, optim.LARS, optim.Adafactor):
             optimizer = kind(sharded.parameters())
             name = kind.__name__.lower()
-            message = f"is a row of several parameters .* and {name} looks at each"
+            message = f"is a flat parameter, several .* and {name} looks at each"
             for _ in range(2):  # asked anew after a rejection
                 with pytest.raises(ValueError, match=message):
                     optimizer.step()

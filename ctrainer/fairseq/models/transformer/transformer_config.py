@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
+from ctrainer.arguments.docstrings import compose, options
 from ctrainer.fairseq.config.base import II, FairseqDataclass, opt
 
 DEFAULT_MAX_SOURCE_POSITIONS = 1024
@@ -25,21 +27,19 @@ Activation = Literal[
 
 @dataclass
 class SharedConfig(FairseqDataclass):
-    """What language models and translators have in common."""
+    """Options of language models and translation models."""
 
     activation_fn: Activation = opt("relu", "Function of the feed-forward networks.")
-    dropout: float = opt(0.1, "Share of what a layer adds that is dropped.")
-    attention_dropout: float = opt(0.0, "Share of attention's weights that is dropped.")
-    activation_dropout: float = opt(
-        0.0, "Share that is dropped within the feed-forward networks."
-    )
+    dropout: float = opt(0.1, "Dropout of a layer's output.")
+    attention_dropout: float = opt(0.0, "Dropout of attention's weights.")
+    activation_dropout: float = opt(0.0, "Dropout within the feed-forward networks.")
     relu_dropout: float = opt(0.0, "The old name of activation_dropout.")
     decoder_embed_dim: int = opt(512, "Width of the decoder.")
     decoder_output_dim: int = opt(
-        II("model.decoder_embed_dim"), "Width of what the output words are made of."
+        II("model.decoder_embed_dim"), "Width of the decoder's output."
     )
     decoder_input_dim: int = opt(
-        II("model.decoder_embed_dim"), "Width of the decoder's words."
+        II("model.decoder_embed_dim"), "Width of the decoder's input."
     )
     decoder_ffn_embed_dim: int = opt(2048, "Width within the feed-forward networks.")
     decoder_layers: int = opt(6, "Layers of the decoder.")
@@ -96,3 +96,6 @@ def defaults(values: Mapping[str, Any]) -> Callable[[Any], None]:
                 setattr(args, name, value)
 
     return complete
+
+
+compose(TransformerConfig, partial(options, TransformerConfig))

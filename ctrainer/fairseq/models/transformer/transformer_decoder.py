@@ -19,9 +19,17 @@ from ctrainer.fairseq.modules import (
 
 
 class TransformerDecoder(FairseqIncrementalDecoder):
-    """args: the options of TransformerConfig as attributes, those of the encoder only
-    where no_encoder_attn is False. output_projection: what makes logits, else one is
-    made."""
+    """The decoder of a transformer.
+
+    Args:
+        args: The options of TransformerConfig as attributes, those of the encoder only
+            where no_encoder_attn is False.
+        dictionary: Of the target.
+        embed_tokens (nn.Embedding): Vectors of its words.
+        no_encoder_attn (bool, default False): Without attention to a source.
+        output_projection (nn.Module | None, default None): Makes logits; None: one is
+            made.
+    """
 
     def __init__(
         self,
@@ -80,6 +88,12 @@ class TransformerDecoder(FairseqIncrementalDecoder):
         return shared
 
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> Any:
+        """Return a layer.
+
+        Args:
+            args: The options.
+            no_encoder_attn (bool, default False): Without attention to a source.
+        """
         return TransformerDecoderLayer(args, no_encoder_attn)
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -132,7 +146,13 @@ class TransformerDecoder(FairseqIncrementalDecoder):
         return int(min(self.max_target_positions, self.embed_positions.max_positions))
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> Any:
-        """Old ones have no output_projection: it was the input words, or embed_out."""
+        """Bring an older state dict, without output_projection, up to date, and return
+        it.
+
+        Args:
+            state_dict (dict[str, Any]): Tensors by name.
+            name (str): With which the keys begin.
+        """
         wanted = f"{name}.output_projection.weight"
         shared = self.share_input_output_embed
         old = f"{name}.{'embed_tokens.weight' if shared else 'embed_out'}"

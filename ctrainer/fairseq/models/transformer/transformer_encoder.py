@@ -20,7 +20,13 @@ EncoderOut = dict[str, list[torch.Tensor]]
 
 
 class TransformerEncoder(FairseqEncoder):
-    """args: the options of TransformerConfig as attributes."""
+    """The encoder of a transformer.
+
+    Args:
+        args: The options of TransformerConfig as attributes.
+        dictionary: Of the source.
+        embed_tokens (nn.Embedding): Vectors of its words.
+    """
 
     def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__(dictionary)
@@ -45,10 +51,19 @@ class TransformerEncoder(FairseqEncoder):
         self.layer_norm = LayerNorm(dim) if args.encoder_normalize_before else None
 
     def build_encoder_layer(self, args: Any) -> nn.Module:
+        """Return a layer.
+
+        Args:
+            args: The options.
+        """
         return TransformerEncoderLayer(args)
 
     def forward_embedding(self, src_tokens: torch.Tensor) -> torch.Tensor:
-        """(rows, length, dim) of words."""
+        """Return vectors of words and their places, (rows, length, dim).
+
+        Args:
+            src_tokens (torch.Tensor): (rows, length).
+        """
         x = self.embed_scale * self.embed_tokens(src_tokens)
         if self.embed_positions is not None:
             x = x + self.embed_positions(src_tokens)
@@ -63,9 +78,18 @@ class TransformerEncoder(FairseqEncoder):
         src_lengths: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> EncoderOut:
-        """encoder_out: a list of one, (length, rows, dim); encoder_padding_mask:
-        likewise (rows, length), empty where nothing is padded; encoder_embedding and
-        src_lengths as in fairseq."""
+        """Return what the decoder takes as encoder_out.
+
+        Args:
+            src_tokens (torch.Tensor): (rows, length).
+            src_lengths (torch.Tensor | None, default None): (rows,).
+            **kwargs: Not read.
+
+        Returns:
+            encoder_out: a list of one, (length, rows, dim); encoder_padding_mask:
+            likewise (rows, length), empty where nothing is padded; encoder_embedding
+            and src_lengths as in fairseq.
+        """
         padding = src_tokens.eq(self.padding_idx)
         padded = bool(padding.any())
         embedded = self.forward_embedding(src_tokens)

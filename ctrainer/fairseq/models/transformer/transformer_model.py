@@ -22,7 +22,15 @@ from ctrainer.fairseq.modules import Embedding
 
 @register_model("transformer", dataclass=TransformerConfig)
 class TransformerModel(FairseqEncoderDecoderModel):
-    """Source: Vaswani and others, Attention Is All You Need (2017)."""
+    """The transformer of translation.
+
+    Args:
+        args: The options of TransformerConfig as attributes.
+        encoder: A TransformerEncoder.
+        decoder: A TransformerDecoder.
+
+    Source: Vaswani and others, "Attention Is All You Need", 2017.
+    """
 
     def __init__(self, args: Any, encoder: Any, decoder: Any) -> None:
         super().__init__(encoder, decoder)
@@ -30,7 +38,15 @@ class TransformerModel(FairseqEncoderDecoderModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
-        """Raises ValueError where embeddings cannot be shared as asked."""
+        """Return a new model for a task.
+
+        Args:
+            args: The options of TransformerConfig as attributes.
+            task: With source_dictionary and target_dictionary.
+
+        Raises:
+            ValueError: embeddings cannot be shared as asked.
+        """
         if args.max_source_positions is None:
             args.max_source_positions = DEFAULT_MAX_SOURCE_POSITIONS
         if args.max_target_positions is None:
@@ -48,14 +64,35 @@ class TransformerModel(FairseqEncoderDecoderModel):
 
     @classmethod
     def build_embedding(cls, args: Any, dictionary: Any, embed_dim: int) -> Any:
+        """Return vectors of words.
+
+        Args:
+            args: The options.
+            dictionary: The words.
+            embed_dim (int): Width.
+        """
         return Embedding(len(dictionary), embed_dim, dictionary.pad())
 
     @classmethod
     def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: Any) -> Any:
+        """Return the encoder.
+
+        Args:
+            args: The options.
+            src_dict: Of the source.
+            embed_tokens: Vectors of its words.
+        """
         return TransformerEncoder(args, src_dict, embed_tokens)
 
     @classmethod
     def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: Any) -> Any:
+        """Return the decoder.
+
+        Args:
+            args: The options.
+            tgt_dict: Of the target.
+            embed_tokens: Vectors of its words.
+        """
         return TransformerDecoder(args, tgt_dict, embed_tokens)
 
 
@@ -105,8 +142,12 @@ for _name, _values in _ARCHITECTURES.items():
 
 
 def base_architecture(args: Any) -> None:
-    """Give options that lack some of TransformerConfig's its defaults, as functions
-    that register an architecture of their own do last."""
+    """Complete options with TransformerConfig's defaults, as functions that register an
+    architecture of their own do last.
+
+    Args:
+        args: The options as attributes.
+    """
     encoder = TransformerConfig()
     lacking = {k: v for k, v in vars(encoder).items() if not str(v).startswith("${")}
     defaults({k: v for k, v in lacking.items() if k[:1] != "_"})(args)

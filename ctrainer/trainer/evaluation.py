@@ -1,0 +1,336 @@
+"""Trainer: evaluate and predict, around the loop over batches, which is C's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ctrainer import _C
+from ctrainer.runtime.hooks import call_adapted
+from ctrainer.trainer_utils import (
+    EvalLoopOutput,
+    EvalPrediction,
+    PredictionOutput,
+    denumpify_detensorize,
+    speed_metrics,
+)
+
+if TYPE_CHECKING:
+    from ctrainer.trainer.run import TrainerRun
+
+logger = logging.getLogger("ctrainer.trainer")
+
+KINDS = ("predictions", "label_ids", "inputs", "losses")  # as error messages name them
+
+
+def evaluate(
+    trainer: TrainerRun, given: Any, ignore_keys: list[str] | None, prefix: str
+) -> dict[str, float]:
+    dataset = trainer.eval_dataset if given is None else given
+    if isinstance(dataset, dict):
+        metrics: dict[str, float] = {}
+        for name, one in dataset.items():
+            # The trainer's own data sets by name, so that their loaders are kept.
+            found = call_adapted(
+                trainer.evaluate,
+                eval_dataset=name if given is None else one,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=f"{prefix}_{name}",
+            )
+            metrics.update(found)
+        return metrics
+    trainer._memory_tracker.start("eval")
+    loader = trainer.get_eval_dataloader(dataset)
+    loss_only = True if trainer.compute_metrics is None else None
+    output = _measure(trainer, loader, "Evaluation", loss_only, ignore_keys, prefix)
+    trainer.log(output.metrics)
+    trainer.control = trainer.callback_handler.on_evaluate(
+        trainer.args, trainer.state, trainer.control, output.metrics
+    )
+    trainer._memory_tracker.stop_and_update_metrics(output.metrics, "eval")
+    return output.metrics  # type: ignore[no-any-return]
+
+
+def predict(
+    trainer: TrainerRun, dataset: Any, ignore_keys: list[str] | None, prefix: str
+) -> PredictionOutput:
+    trainer._memory_tracker.start("test")
+    loader = trainer.get_test_dataloader(dataset)
+    output = _measure(trainer, loader, "Prediction", None, ignore_keys, prefix)
+    trainer.control = trainer.callback_handler.on_predict(
+        trainer.args, trainer.state, trainer.control, output.metrics
+    )
+    trainer._memory_tracker.stop_and_update_metrics(output.metrics, "test")
+    return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+
+def _measure(
+    trainer: TrainerRun,
+    loader: Any,
+    description: str,
+    loss_only: bool | None,
+    ignore_keys: list[str] | None,
+    prefix: str,
+) -> Any:
+    """The loop's output, with averaged weights in the model where there are any, and
+    the speed among the metrics."""
+    start = time.time()
+    legacy = getattr(trainer.args, "use_legacy_prediction_loop", False)
+    with trainer._averaged_weights() or contextlib.nullcontext():
+        output = call_adapted(
+            trainer.prediction_loop if legacy else trainer.evaluation_loop,
+            loader,
+            description=description,
+            prediction_loss_only=loss_only,
+            ignore_keys=ignore_keys,
+            metric_key_prefix=prefix,
+        )
+    n = output.num_samples
+    steps = math.ceil(n / (trainer.args.eval_batch_size * trainer.args.world_size))
+    output.metrics.update(speed_metrics(prefix, start, n, steps))
+    return output
+
+
+def evaluate_in_training(
+    trainer: TrainerRun, trial: Any, ignore_keys: list[str] | None, skip_scheduler: bool
+) -> dict[str, float]:
+    metrics = call_adapted(trainer.evaluate, ignore_keys=ignore_keys)
+    trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
+    if trainer._schedule_on_metric and not skip_scheduler:
+        name = trainer.args.metric_for_best_model
+        key = "eval_" + ("loss" if name is None else name).removeprefix("eval_")
+        if key not in metrics:
+            raise KeyError(
+                f"the learning rate depends on the metric {key!r} (from "
+                f"metric_for_best_model), and evaluation gave only {list(metrics)}"
+            )
+        trainer.lr_scheduler.step(metrics[key])
+    return metrics  # type: ignore[no-any-return]
+
+
+def num_examples(trainer: TrainerRun, dataloader: Any) -> int:
+    try:
+        return len(dataloader.dataset)
+    except (AttributeError, TypeError):
+        return len(dataloader) * int(trainer.args.per_device_train_batch_size)
+
+
+# The loop
+
+
+def evaluation_loop(
+    trainer: TrainerRun,
+    loader: Any,
+    description: str,
+    loss_only: bool | None,
+    ignore_keys: list[str] | None,
+    prefix: str,
+) -> EvalLoopOutput:
+    args, compute = trainer.args, trainer.compute_metrics
+    n_rows = _length(getattr(loader, "dataset", None))
+    sinks = _sinks(args, n_rows)
+    keeps_losses = "loss" in args.include_for_metrics
+    by_batch = _MetricsByBatch(compute, keeps_losses)
+    with _evaluated_model(trainer) as model:
+        shown = ": Unknown" if n_rows is None else f" = {n_rows}"
+        logger.info(
+            "***** Running %s *****\n  Num examples%s\n  Batch size = %d",
+            description, shown, args.eval_batch_size,
+        )  # fmt: skip
+        trainer.callback_handler.eval_dataloader = loader
+        if getattr(trainer, "_past", None) is not None:
+            trainer._past = None
+        n_batches, n_seen, loss, loss_by_token = trainer._evaluate_batches(
+            model,
+            trainer._evaluation_batches(loader),
+            sinks[:3],
+            loss_only=args.prediction_loss_only if loss_only is None else loss_only,
+            ignore_keys=ignore_keys,
+            default_rows=args.eval_batch_size,
+            max_waiting=_max_waiting(trainer),
+            repeated_after=_repeated_after(loader),
+            keeps_values=not args.batch_eval_metrics or description == "Prediction",
+            by_token=getattr(args, "eval_loss_by_token", False),
+            keep_input=_main_input(trainer),
+            keep_losses=_losses(sinks[3]) if keeps_losses else None,
+            preprocess=trainer.preprocess_logits_for_metrics,
+            gather=trainer.__dict__.get("gather_function"),  # set by the user
+            on_batch=by_batch if args.batch_eval_metrics else None,
+        )
+    if n_batches == 0:
+        raise ValueError(
+            f"{description} got no batch: the dataset is empty, or smaller than a "
+            "batch with dataloader_drop_last"
+        )
+    arrays = dict(zip(KINDS, map(_arrays, sinks), strict=True))
+    metrics = by_batch.metrics
+    if n_rows is None and _length(loader) is not None:
+        n_rows = trainer.num_examples(loader)
+    labelled = arrays["predictions"] is not None and arrays["label_ids"] is not None
+    if compute is not None and labelled and not args.batch_eval_metrics:
+        metrics = compute(EvalPrediction(**arrays))
+    losses = {"loss": loss, "loss_by_token": loss_by_token}
+    return EvalLoopOutput(
+        arrays["predictions"],
+        arrays["label_ids"],
+        _with_prefix(metrics, losses, prefix),
+        n_rows or n_seen,
+    )
+
+
+def _length(sized: Any) -> int | None:
+    """len(sized), None where it has none."""
+    try:
+        return len(sized)
+    except MemoryError:
+        raise
+    except Exception:
+        return None
+
+
+@contextlib.contextmanager
+def _evaluated_model(trainer: TrainerRun) -> Iterator[Any]:
+    """The wrapped model in eval mode, outside of a training in the dtype of a full
+    evaluation; then as it was.
+
+    A training continues with the model in eval mode until the next training_step, as in
+    transformers, by which logs and callbacks recognize evaluations. A model without the
+    flag `training`, or whose evaluation has failed, is put back at once.
+    """
+    args, adapter, in_train = trainer.args, trainer._adapter, trainer.is_in_train
+    model = call_adapted(trainer._wrap_model, trainer.model, training=False)
+    uncast: Callable[[], Any] | None = None
+
+    def release(failed: bool) -> None:
+        if in_train:
+            stays = not failed and hasattr(model, "training")
+            _set_mode("train", trainer.optimizer, None if stays else model)
+            return
+        if uncast is not None:
+            uncast()
+        adapter.leave_mixed_precision(model)
+
+    try:
+        if not in_train and (args.fp16_full_eval or args.bf16_full_eval):
+            dtype = "float16" if args.fp16_full_eval else "bfloat16"
+            uncast = adapter.cast_model(model, dtype, args.device)
+        _set_mode("eval", model, trainer.optimizer)
+        yield model
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first failure is the one to raise
+            release(failed=True)
+        raise
+    release(failed=False)
+
+
+def _set_mode(mode: str, *objects: Any) -> None:
+    """Call .eval() or .train() of models and optimizers that have modes."""
+    for each in objects:
+        change = getattr(each, mode, None)
+        if change is not None:
+            change()
+
+
+def _sinks(args: Any, n_rows: int | None) -> tuple[Any, ...]:
+    """Where the values of each kind go: one array for all batches, or a list."""
+    if not args.eval_do_concat_batches:
+        return tuple([] for _ in KINDS)
+    spill = getattr(args, "eval_spill_bytes", None)
+    folder = "." if spill is None else tempfile.gettempdir()
+    return tuple(
+        _C.ArrayAccumulator(n_rows, name=name, spill_bytes=spill, spill_folder=folder)
+        for name in KINDS
+    )
+
+
+def _arrays(sink: Any) -> Any:
+    """What a sink has collected, None for nothing."""
+    return (sink or None) if isinstance(sink, list) else sink.result()
+
+
+def _max_waiting(trainer: TrainerRun) -> int:
+    """How many batches may stay on the device: by default the one whose copy overlaps
+    with the next one's forward."""
+    if trainer._inputs_stay:
+        return 0
+    steps = trainer.args.eval_accumulation_steps
+    return 1 if steps is None else int(steps)
+
+
+def _repeated_after(loader: Any) -> int:
+    """Rows after which a loader of accelerate repeats some, to be even; -1: never."""
+    length = getattr(loader, "total_dataset_length", None)
+    return length if isinstance(length, int) else -1
+
+
+def _main_input(trainer: TrainerRun) -> Callable[[Any], Any] | None:
+    """Takes out of a batch what compute_metrics gets as inputs, if it gets any."""
+    if "inputs" not in trainer.args.include_for_metrics:
+        return None
+    name = getattr(trainer.model, "main_input_name", "input_ids")
+
+    def keep(inputs: Any) -> Any:
+        if not hasattr(inputs, "keys"):
+            raise TypeError(
+                f"include_for_metrics has 'inputs', which are the batch's {name!r}, "
+                f"and the batch is a {type(inputs).__name__}; return dicts from the "
+                "data_collator, or leave 'inputs' out"
+            )
+        return trainer._prepare_input(inputs[name])
+
+    return keep
+
+
+def _losses(sink: Any) -> Callable[[float, int], None]:
+    """Keeps the loss of a batch for each of its rows."""
+    return lambda loss, rows: sink.append(np.full(rows, loss, np.float32))
+
+
+class _MetricsByBatch:
+    """compute_metrics of each batch alone; `metrics` is what the last one returned."""
+
+    metrics: Any = None
+
+    def __init__(self, compute: Callable[..., Any] | None, keeps_losses: bool) -> None:
+        self.compute = compute
+        self.keeps_losses = keeps_losses
+
+    def __call__(
+        self, predictions: Any, labels: Any, inputs: Any, loss: Any, rows: int,
+        is_last: bool,
+    ) -> None:  # fmt: skip
+        if self.compute is None or predictions is None or labels is None:
+            return
+        keeps = self.keeps_losses and loss is not None
+        self.metrics = self.compute(
+            EvalPrediction(
+                predictions, labels, inputs, loss.repeat(rows) if keeps else None
+            ),
+            compute_result=is_last,
+        )
+
+
+def _with_prefix(metrics: Any, losses: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The metrics as plain numbers, and the losses that there are, under names that
+    begin with the prefix. A metric that compute_metrics calls "loss" replaces the mean
+    of the losses, as in transformers."""
+    if metrics is not None and not isinstance(metrics, dict):
+        raise TypeError(
+            f"compute_metrics must return a dict of names to numbers, got {metrics!r}"
+        )
+    named = dict(denumpify_detensorize(metrics or {}))
+    for name in named:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"compute_metrics must name its metrics by strings, got {name!r}"
+            )
+    named |= {f"{prefix}_{k}": v for k, v in losses.items() if v is not None}
+    has = {k: v for k, v in named.items() if k.startswith(f"{prefix}_")}
+    return has | {f"{prefix}_{k}": v for k, v in named.items() if k not in has}
