@@ -5,14 +5,14 @@ python docs/make_arguments.py --check    exits 1 when it is not current
 """
 
 import sys
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ctrainer.arguments.checks import read_table
+from ctrainer.arguments.docstrings import default_of, values_of
 from ctrainer.arguments.fields import CurrentFields
 from ctrainer.arguments.older_fields import ALIASES, OlderFields
-from ctrainer.arguments.settings import choices_of, describe
 from ctrainer.arguments.table import status_of
 from ctrainer.training_args import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -24,27 +24,21 @@ HEAD = """\
 Made by `python docs/make_arguments.py` from the code; change the code, not this page.
 
 `TrainingArguments` takes the names, the order and the defaults of transformers 5.17;
-what only earlier releases have (4.5 to 4.57), and what only ctrainer has, is
-keyword-only. Nothing is silently ignored. An argument is *supported*; or supported for
-the values that are listed and rejected for others; or *rejected* when set, with a
-ValueError that says what to do instead; or has *no effect* by its nature. A
+arguments of earlier releases only (4.5 to 4.57), and ctrainer's own, are keyword-only.
+Nothing is silently ignored. An argument is *supported*; or supported for
+the listed values and rejected for others; or *rejected* when set, with a
+ValueError that says what to do instead; or has *no effect*. A
 `transformers.TrainingArguments` object is checked by the same table.
 
-A keyword that is no argument is a TypeError with the nearest name. A value is of the
-type in its column, or is converted where nothing is lost: text that is a number
+An unknown keyword is a TypeError with the nearest name. A value has the
+type in its column, or is converted where nothing is lost: text with a number
 (`"5e-5"`, `"1_000"`), a truth value (`"false"`, `"no"`, `0`) or `"None"`, whole floats
-for whole numbers, NumPy's scalars, paths and members of enumerations. Anything else,
-NaN too, is a ValueError with the argument, the value and its type. None stands for the
+for whole numbers, NumPy's scalars, paths and members of enumerations. Any other value,
+also NaN, is a ValueError with the argument, the value and its type. None means the
 default of an argument whose default is 0, false or empty.
 """
 
 FIELDS = read_table(Seq2SeqTrainingArguments)
-
-
-def default_of(field: Field) -> str:
-    if field.default_factory is not MISSING:
-        return repr(field.default_factory())
-    return repr(field.default)
 
 
 def cell(text: str) -> str:
@@ -60,16 +54,7 @@ def row(field: Field) -> str:
 
 
 def values(field: Field) -> str:
-    """What a value has to be; of many words their number."""
-    told, hint = FIELDS.get(field.name, (field, Any))
-    words = told.metadata.get("choices") or next(
-        filter(None, map(choices_of, get_args(hint))), ()
-    )
-    if len(words) > 12:
-        return f"one of {len(words)} words"
-    if words:
-        return "one of " + ", ".join(map(str, words))
-    return "" if hint is Any else describe(hint)
+    return values_of(*FIELDS.get(field.name, (field, Any)))
 
 
 def table(chosen: list[Field]) -> str:

@@ -6,15 +6,17 @@ python docs/make_fairseq_config.py --check    exits 1 when it is not current
 
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from pathlib import Path
 
+from fairseq_config_status import status_of
+
+from ctrainer.arguments.docstrings import default_of
 from ctrainer.arguments.settings import describe, hints
 from ctrainer.fairseq import models  # noqa: F401, which registers itself
 from ctrainer.fairseq.config.command_line import only_refers, spellings
 from ctrainer.fairseq.config.components import component_class, component_names
 from ctrainer.fairseq.config.root import COMPONENTS
-from ctrainer.fairseq.config.status import status_of
 from ctrainer.fairseq.config.trees import groups
 
 PAGE = Path(__file__).with_name("fairseq_config.md")
@@ -27,37 +29,38 @@ page.
 
 `ctrainer.fairseq.config` has fairseq's groups with its names, types, defaults and
 order. `as_config` makes a `FairseqConfig` of a dataclass, OmegaConf's DictConfig, a
-dict, a YAML file, an `argparse.Namespace` or nothing; `parse_training_args` of a
-command line; `checkpoint_config` of a checkpoint. Each is complete, with references
-such as `${dataset.max_tokens}` resolved. A value of the wrong type is an error that
-names the option, an unknown option one that names the near ones. `to_dict` and
-`to_yaml` give what `as_config` takes back.
+dict, an `argparse.Namespace` or nothing; `parse_training_args` of a command line;
+`checkpoint_config` of a checkpoint. Each is complete, with references such as
+`${dataset.max_tokens}` resolved. A value of the wrong type is an error that names the
+option, an unknown option an error that names the nearest ones. `as_config` accepts the
+result of `to_dict`.
 
 ```python
 from ctrainer.fairseq.config import as_config
 
-cfg = as_config("lm.yaml", overrides=["optimization.lr=[0.0005]", "optimizer=adam"])
+cfg = as_config({"optimization": {"lr": [0.0005]}, "optimizer": "adam"})
 ```
 
-Text counts as what it says where that is asked for (`lr: 1e-3`, `"1,2"` for a list). A
+A YAML file in the layout of fairseq's Hydra configs is loaded by OmegaConf, with
+overrides, or by PyYAML:
+
+```python
+cfg = as_config(OmegaConf.merge(OmegaConf.load("lm.yaml"), {"optimizer": "adam"}))
+```
+
+Text is converted to the option's type (`"1e-3"` for a number, `"1,2"` for a list). A
 `data` is positional on the command line; a flag turns its default round. Where
 fairseq's parser makes `--bf16` imply `--tpu`, ours does not.
 
 The groups `model`, `task`, `criterion`, `optimizer`, `lr_scheduler`, `scoring`, `bpe`
 and `tokenizer` are of components. `_name` chooses one, and `register_component` says
-which dataclass checks its options; without one, any options are taken.
+which dataclass checks its options; without one, any options are taken. The group
+`generation` is kept as it is given; `common_eval`, `eval_lm` and `interactive`, of
+fairseq's programs that are not here, are left out.
 
-*Supported* is what this package acts on; *rejected* raises ValueError with what to do
-instead; *read* is checked and kept for whoever asks for it.
+*Supported* options have an effect in this package; *rejected* ones raise a ValueError
+that says what to do instead; *read* ones are checked and kept in the config.
 """
-
-
-def default_of(option: Field, name: str) -> str:
-    if option.default_factory is MISSING:
-        return f"`{option.default!r}`"
-    if option.default_factory in (dict, list) or name.startswith("optimization."):
-        return f"`{option.default_factory()!r}`"
-    return {"device_id": "`LOCAL_RANK`, or 0"}.get(option.name, "visible GPUs, or 1")
 
 
 def cell(text: str) -> str:
@@ -75,7 +78,7 @@ def rows(group: str, cls: type) -> Iterator[str]:
             f"`{option.name}`",
             ", ".join(f"`{text}`" for text in spelt),
             cell(kind),
-            default_of(option, name),
+            option.metadata.get("default_text") or f"`{default_of(option)}`",
             cell(option.metadata.get("help", "")),
             status_of(name),
         ]

@@ -24,11 +24,15 @@ PAGE = Path(__file__).with_name("fsdp_memory.md")
 MACHINE = 8  # GPUs
 
 WAYS: dict[str, dict[str, Any]] = {
-    "all share": {},
+    "one group": {},
     "`gather_bits=8`": {"gather_bits": 8},
     "and `reduce_bits=4`": {"gather_bits": 8, "reduce_bits": 4},
     "hybrid": {"group_size": MACHINE},
-    "hybrid, both codes": {"gather_bits": 8, "reduce_bits": 4, "group_size": MACHINE},
+    "hybrid, both quantized": {
+        "gather_bits": 8,
+        "reduce_bits": 4,
+        "group_size": MACHINE,
+    },
 }
 
 HEAD = f"""\
@@ -36,45 +40,47 @@ HEAD = f"""\
 
 Made by `python docs/make_fsdp_memory.py` from `ctrainer.fsdp.memory_plan`; \
 change the code, not this page. These are results of formulas, not measurements: \
-no GPU has been there to measure on. At small sizes on the CPU they are held \
-against what the engine counts, in `tests/support/fairscale_scenarios.py`, and against \
-what it sends, in `tests/python/fsdp/test_fsdp_traffic.py`.
+there was no GPU to measure on. At small sizes on the CPU tests compare them with \
+the bytes that the engine counts, in `tests/support/fairscale_scenarios.py`, and with \
+the bytes that it sends, in `tests/python/fsdp/test_fsdp_traffic.py`.
 
-Each block of the model is a unit with flat parameters, embedding, last norm and \
+Each block of the model is a unit with flat parameters; embedding, last norm and \
 head are the root, which stays gathered from the forward to the backward. Master \
 parameters, their gradients and Adam's two moments are float32 and sharded: 16 \
 bytes / GPUs a parameter. Parameters are gathered, and gradients reduced, in \
-bfloat16: a unit at a time, so that this part does not fall with the number of \
+bfloat16, one unit at a time, so that this part does not fall with the number of \
 GPUs. Every GPU sends and receives in a step of one micro-batch
 
     gather:  (GPUs - 1) / GPUs * 2 bytes * (2 * parameters - those of the root)
     reduce:  (GPUs - 1) / GPUs * 2 bytes * parameters
 
-In GB (1e9 bytes) on each GPU. *total* is what the engine holds at the fullest \
-moment of the backward, that of a root whose parameters are used at both ends; \
-activations, the allocator's fragments, CUDA and NCCL come on top. One unit is \
-gathered ahead (`forward_prefetch`, `backward_prefetch`, which are off by default): \
-without, *prefetched* is not taken.
+The tables are in GB (1e9 bytes) on each GPU. *total* is the peak of the engine's \
+memory, reached in the backward of a root whose parameters are used at both ends; \
+activations, the allocator's fragments, CUDA and NCCL are not included. One unit is \
+prefetched (`forward_prefetch`, `backward_prefetch`, which are off by default): \
+without prefetching subtract *prefetched*.
 
-The first table of a model is of whole elements, shared by all GPUs. *machine traffic* \
-is what the {MACHINE} GPUs of a machine send to other machines, all together. The \
-other tables compare ways to shard:
+The first table of a model is for unquantized elements and one sharding group of all \
+GPUs. *machine traffic* is the traffic of the {MACHINE} GPUs of a machine to other \
+machines, in total. The other tables compare ways to shard:
 
-- Codes (`gather_bits`, `reduce_bits`) are here without `error_feedback`, which \
-takes 4 bytes a parameter on *every* GPU. They need room while they are made and \
-read, less than what is not there at that moment. Nothing is gathered ahead of them.
-- Codes of parameters cross to another machine once, as parameters do. Gradients are \
-added up within a machine before they cross; their codes cannot be, so that every GPU \
-sends its own: with {MACHINE} GPUs a machine `reduce_bits=4` sends more to the network \
-than bfloat16 does, and pays where each machine has one.
-- Hybrid: the {MACHINE} GPUs of a machine share, machines are replicas. Each GPU's \
-part of the gradients is averaged over the machines, in whole elements: codes save \
-traffic within a machine only.
+- The quantized columns (`gather_bits`, `reduce_bits`) are without `error_feedback`, \
+which takes 4 bytes a parameter on *every* GPU. Quantized values need buffers while \
+they are sent, smaller than the gradients or parameters that are not allocated at \
+that moment. Quantized parameters are not prefetched.
+- Quantized parameters are sent to another machine once, as parameters are. Gradients \
+are summed within a machine before they are sent to another; quantized gradients \
+cannot be summed, so that every GPU sends its own: with {MACHINE} GPUs a machine \
+`reduce_bits=4` sends more over the network than bfloat16 does, and pays where each \
+machine has one GPU.
+- Hybrid: the {MACHINE} GPUs of a machine are a sharding group, and each machine has a \
+replica. Each GPU's shard of the gradients is averaged over the machines, unquantized: \
+quantization saves traffic within a machine only.
 
 `python -m ctrainer plan --model 8B --world_size 8 64 --group_size 8 --gather_bits 8 \
 --reduce_dtype float32 --optimizer_bytes 8` prints a table for other settings \
-(`--help` lists them); `memory_plan(units_of(module), world_size)` works it out for a \
-wrapped module of yours.
+(`--help` lists them); `memory_plan(units_of(module), world_size)` computes the plan \
+of a wrapped module of yours.
 """
 
 
@@ -94,7 +100,7 @@ def plans(model: Decoder, **options: Any) -> list[MemoryPlan]:
 
 
 def compared(ways: dict[str, list[MemoryPlan]], name: str, title: str) -> str:
-    """One column a way, of what MemoryPlan calls `name`."""
+    """One column a way, of the field `name` of MemoryPlan."""
     rows = [
         [str(size), *(in_gb(getattr(way[row], name)) for way in ways.values())]
         for row, size in enumerate(WORLD_SIZES)
@@ -114,8 +120,8 @@ def section(name: str, model: Decoder) -> str:
         f"\n## {name}: {model.parameters / GB:.3f} billion parameters\n\n"
         f"{model.layers} blocks of {model.block / 1e6:.1f} M parameters, the root has "
         f"{model.root / 1e6:.1f} M. Not sharded, parameters, gradients and Adam's "
-        f"state take {alone:.1f} GB; feedback would take "
-        f"{4 * model.parameters / GB:.1f} GB.\n\n{table(ways['all share'])}\n\n"
+        f"state take {alone:.1f} GB; error feedback would take "
+        f"{4 * model.parameters / GB:.1f} GB.\n\n{table(ways['one group'])}\n\n"
         + "\n".join(tables)
     )
 
