@@ -150,10 +150,11 @@ reserve_operands(ct_bmuf *b, size_t n, ct_error *err)
 static void
 release_flats(ct_bmuf *b)
 {
-    ct_bmuf_flat *const flats[] = {&b->global, &b->momentum, &b->residual, &b->pending,
-                                   &b->sums};
+    enum { FLATS = 5 };
+    ct_bmuf_flat *const flats[FLATS] = {&b->global, &b->momentum, &b->residual,
+                                        &b->pending, &b->sums};
     for (int d = 0; d < CT_BMUF_DTYPES; d++) {
-        for (size_t i = 0; i < sizeof flats / sizeof *flats; i++) {
+        for (int i = 0; i < FLATS; i++) {
             b->device->scratch_release(&flats[i]->memory[d]);
         }
         b->n[d] = 0;

@@ -655,7 +655,8 @@ adafactor_coef(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
                double grad_scale)
 {
     const ct_adafactor_config *c = &group->adafactor;
-    const double step = (double)(key / 2);
+    const uint64_t updates = key / 2;
+    const double step = (double)updates;
     const double beta2 = 1.0 - pow(step, c->decay_rate);
     coef->adafactor = (ct_adafactor_coef){
         .grad_scale = grad_scale,

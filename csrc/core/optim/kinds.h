@@ -68,11 +68,13 @@ typedef struct ct_adamw_config {
     bool amsgrad;   /* divide by the largest second moment so far */
 } ct_adamw_config;
 
+/* NOLINTBEGIN(bugprone-macro-parentheses): config is the name of a member */
 #define CT_ADAM_NUMBERS(O, config)                                                     \
     O(lr, config.lr, NUMBER, CT_FROM_0)                                                \
     O(betas, config.beta1, PAIR, CT_BELOW_1)                                           \
     O(eps, config.eps, NUMBER, CT_FROM_0)                                              \
     O(weight_decay, config.weight_decay, NUMBER, CT_FROM_0)
+/* NOLINTEND(bugprone-macro-parentheses) */
 #define CT_ADAMW_OPTIONS(O)                                                            \
     CT_ADAM_NUMBERS(O, adamw)                                                          \
     O(amsgrad, adamw.amsgrad, FLAG, CT_ANY)                                            \

@@ -17,10 +17,12 @@
 void
 ct_run_buffers_fini(const ct_device *device, ct_run_buffers *b)
 {
-    ct_scratch *const scratch[] = {&b->partial, &b->sums,        &b->settled,
-                                   &b->factors, &b->factor_sums, &b->matrices,
-                                   &b->exchange};
-    for (size_t i = 0; i < sizeof scratch / sizeof *scratch; i++) {
+    enum { SCRATCH = 7 };
+    ct_scratch *const scratch[SCRATCH] = {
+        &b->partial,     &b->sums,     &b->settled,  &b->factors,
+        &b->factor_sums, &b->matrices, &b->exchange,
+    };
+    for (int i = 0; i < SCRATCH; i++) {
         device->scratch_release(scratch[i]);
     }
     ct_free(b->list);
