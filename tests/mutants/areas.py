@@ -86,7 +86,7 @@ AREAS = {
             binding("optim/engine"):
                 "binding/test_optimizer.py python/optim/test_trainer_average.py "
                 "binding/test_weight_average.py binding/test_clipping.py",
-            binding("optim/groups", "optim/grads") + " " +
+            binding("optim/groups") + " " +
             "ctrainer/optim/_wrapper.py":
                 "binding/test_optimizer.py",
             binding("optim/state"):
@@ -212,17 +212,17 @@ AREAS = {
                 "binding/test_trainer_hooks.py python/evaluate/test_full_eval.py",
             binding("runtime/ctpy"):
                 "binding/test_trainer_hooks.py binding/test_process.py "
-                "binding/test_optimizer.py python/trainer/test_copies.py",
-            binding("module", "runtime/process") + " " +
+                "binding/test_optimizer.py python/trainer/test_copies.py "
+                "binding/test_trainer_failures.py binding/test_trainer_eval.py",
+            binding("module") + " " +
             "csrc/binding/runtime/ctpy.h":
                 "binding/test_process.py binding/test_optimizer.py",
             binding("trainer/trainer"):
                 "python/trainer/test_copies.py binding/test_trainer_hooks.py "
                 "python/evaluate/test_full_eval.py",
             binding("runtime/buffer"):
-                "binding/test_buffer.py",
-            binding("runtime/signals"):
-                "binding/test_trainer_failures.py binding/test_trainer_eval.py",
+                "binding/test_buffer.py python/trainer/test_trainer_pt_utils.py "
+                "binding/test_trainer_eval.py",
             binding("engine/ranks", "trainer/agree"):
                 "python/trainer/test_ranks_training.py "
                 "python/comm/test_ranks_differ.py "
@@ -270,9 +270,6 @@ AREAS = {
                 "binding/test_arrays.py",
             core("base/buf", "base/region"):
                 "core/data/test_rows.c core/checkpoint/test_safetensors.c",
-            binding("runtime/nested"):
-                "python/trainer/test_trainer_pt_utils.py "
-                "binding/test_trainer_eval.py",
             binding("evaluate/ranks"):
                 "python/evaluate/test_ranks_evaluation.py "
                 "binding/test_trainer_eval.py parity/test_evaluation.py",

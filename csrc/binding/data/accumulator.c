@@ -5,7 +5,7 @@
  * every array, before the first row is written: a failed append adds nothing. */
 #include "binding/data/accumulator.h"
 
-#include "binding/runtime/nested.h"
+#include "binding/runtime/buffer.h"
 
 #include "core/data/rows.h"
 

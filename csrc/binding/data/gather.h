@@ -2,7 +2,7 @@
 #ifndef BINDING_DATA_GATHER_H
 #define BINDING_DATA_GATHER_H
 
-#include "binding/runtime/nested.h"
+#include "binding/runtime/buffer.h"
 
 #include <stdbool.h>
 

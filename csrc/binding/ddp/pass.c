@@ -7,7 +7,6 @@
 #include "binding/comm/sync.h"
 #include "binding/ddp/reducer.h"
 #include "binding/runtime/buffer.h"
-#include "binding/runtime/nested.h"
 
 #include "core/base/alloc.h"
 

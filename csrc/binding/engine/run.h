@@ -5,7 +5,6 @@
 #define BINDING_ENGINE_RUN_H
 
 #include "binding/runtime/ctpy.h"
-#include "binding/runtime/signals.h"
 #include "core/base/owner.h"
 
 typedef struct Trainer {

@@ -5,7 +5,6 @@
 #include "binding/engine/adapt.h"
 
 #include "binding/runtime/buffer.h"
-#include "binding/runtime/nested.h"
 
 #include "core/data/targets.h"
 

@@ -8,8 +8,8 @@
 #include "binding/engine/adapt.h"
 #include "binding/engine/targets.h"
 #include "binding/evaluate/evaluate.h"
-#include "binding/runtime/nested.h"
-#include "binding/runtime/signals.h"
+#include "binding/runtime/buffer.h"
+#include "binding/runtime/ctpy.h"
 
 /* One run of the loop. Borrowed from the arguments, but for `waiting` and the group. */
 typedef struct eval_loop {

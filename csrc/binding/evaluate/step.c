@@ -5,7 +5,7 @@
  */
 #include "binding/engine/adapt.h"
 #include "binding/engine/adapt.h"
-#include "binding/runtime/nested.h"
+#include "binding/runtime/buffer.h"
 
 /* The state of one call of prediction_step. */
 typedef struct eval_step {

@@ -9,7 +9,7 @@
  *
  * Source of the rules: fairseq, optim/fp16_optimizer.py, amp_optimizer.py and
  * utils.clip_grad_norm_. */
-#include "binding/optim/grads.h"
+#include "binding/optim/optim.h"
 
 #include <math.h>
 #include <stdbool.h>

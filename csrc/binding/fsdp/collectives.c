@@ -6,7 +6,6 @@
  * and without gathered parameters of its own making. */
 #include "binding/comm/memory.h"
 #include "binding/fsdp/unit.h"
-#include "binding/optim/grads.h"
 #include "binding/runtime/buffer.h"
 #include "binding/runtime/dlpack_abi.h"
 

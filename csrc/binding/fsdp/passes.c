@@ -5,7 +5,6 @@
  * a unit's gradients are reduced once, when the last of them has arrived or the
  * backward ends. A pass that raises leaves every unit of the root idle and released. */
 #include "binding/fsdp/unit.h"
-#include "binding/optim/grads.h"
 #include "binding/runtime/buffer.h"
 
 /* ---- roots ----------------------------------------------------------------------- */

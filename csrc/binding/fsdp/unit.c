@@ -6,7 +6,6 @@
 
 #include "binding/comm/backends.h"
 #include "binding/comm/memory.h"
-#include "binding/optim/grads.h"
 #include "binding/runtime/buffer.h"
 
 #include "core/base/alloc.h"

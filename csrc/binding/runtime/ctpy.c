@@ -1,7 +1,19 @@
-/* Module state helpers, and the conversion of a core status to a Python exception. */
+/* What every extension type uses: errors, attributes and contexts of Python objects,
+ * copies; and what the process has once: the handlers of signals, threads, the
+ * instruction set and the C allocator. */
 #include "binding/runtime/ctpy.h"
 
+#include "core/base/mapping.h"
+#include "core/base/owner.h"
+#include "core/base/pool.h"
+#include "core/device/device.h"
+
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
 #include <string.h>
+
+/* ---- errors ---------------------------------------------------------------------- */
 
 static PyObject *
 exception_borrow(ct_status code)
@@ -62,7 +74,7 @@ ctpy_raise_int(const ct_error *err)
     return -1;
 }
 
-/* Lifetime of extension types that hold no Python object of their own. */
+/* ---- lifetime of types without Python objects ------------------------------------ */
 
 int
 ctpy_leaf_traverse(PyObject *op, visitproc visit, void *arg)
@@ -80,7 +92,7 @@ ctpy_leaf_dealloc(PyObject *op)
     Py_DECREF(type); /* an instance of a heap type owns a reference to the type */
 }
 
-/* Attributes of Python objects as C values, and back. */
+/* ---- attributes as C values, and back -------------------------------------------- */
 
 int
 ctpy_lookup(PyObject *op, PyObject *name, PyObject **value)
@@ -280,7 +292,7 @@ ctpy_is_default(PyObject *op, PyObject *name)
     return native;
 }
 
-/* Python context managers from C. */
+/* ---- context managers ------------------------------------------------------------ */
 
 /* Calls exit with the current exception; 1 when exit suppressed it. */
 static int
@@ -346,8 +358,10 @@ ctpy_leave_context_steal(PyObject *context, PyObject *exit_name, PyObject *resul
     return result;
 }
 
-/* Copying and pickling of our types: the fields of the struct, and the attributes added
- * by users and subclasses. */
+/* ---- copies, by copy and pickle -------------------------------------------------- */
+
+/* The state has the fields of the struct, and the attributes added by users and
+ * subclasses. */
 
 PyObject *
 ctpy_copy_state_steal(PyObject *op, PyObject *fields)
@@ -475,3 +489,208 @@ ctpy_reject_copies(const ctpy_state *state)
     }
     return 0;
 }
+
+/* ---- Ctrl-C and SIGTERM while training ------------------------------------------- */
+
+/* A process has one disposition per signal, so this is process-wide by nature: the
+ * first train() on the main thread installs the handler, the last to leave restores the
+ * previous handler. A child forked meanwhile, such as a worker of a data loader, trains
+ * nothing: its first signal goes to the previous handler. */
+static atomic_int requested;
+
+/* What the first of the runs found. */
+static struct {
+    ct_owner owner;
+    int runs;
+    struct sigaction on_int, on_term;
+} outermost;
+
+static void
+on_signal(int number)
+{
+    int none = 0;
+    if (!ct_owner_is_here(outermost.owner)) {
+        (void)sigaction(
+            number, number == SIGINT ? &outermost.on_int : &outermost.on_term, NULL);
+        (void)raise(number);
+    }
+    else if (!atomic_compare_exchange_strong(&requested, &none, number)) {
+        /* A second signal means now: back to the system's own action. */
+        (void)signal(number, SIG_DFL);
+        (void)raise(number);
+    }
+}
+
+int
+ctpy_signal_requested(void)
+{
+    return atomic_load_explicit(&requested, memory_order_relaxed);
+}
+
+void
+ctpy_signal_request(int number)
+{
+    int none = 0;
+    (void)atomic_compare_exchange_strong(&requested, &none, number);
+}
+
+bool
+ctpy_stop_requested(void)
+{
+    return ctpy_signal_requested() != 0;
+}
+
+void
+ctpy_signals_install(ctpy_signals *saved)
+{
+    struct sigaction action = {.sa_handler = on_signal};
+    (void)sigemptyset(&action.sa_mask);
+    if (outermost.runs > 0 && !ct_owner_is_here(outermost.owner)) {
+        (void)sigaction(SIGINT, &outermost.on_int, NULL);
+        (void)sigaction(SIGTERM, &outermost.on_term, NULL);
+        outermost.runs = 0;
+    }
+    if (outermost.runs == 0) {
+        outermost.owner = ct_owner_here();
+        (void)sigaction(SIGINT, NULL, &outermost.on_int);
+        (void)sigaction(SIGTERM, NULL, &outermost.on_term);
+    }
+    atomic_store(&requested, 0);
+    saved->installed = sigaction(SIGINT, &action, &saved->on_int) == 0 &&
+                       sigaction(SIGTERM, &action, &saved->on_term) == 0;
+    outermost.runs += saved->installed;
+}
+
+int
+ctpy_signals_restore(ctpy_signals *saved)
+{
+    int number = atomic_exchange(&requested, 0);
+    if (saved->installed) {
+        (void)sigaction(SIGINT, &saved->on_int, NULL);
+        (void)sigaction(SIGTERM, &saved->on_term, NULL);
+        saved->installed = false;
+        outermost.runs -= outermost.runs > 0;
+    }
+    return number;
+}
+
+/* ---- threads, instruction set and allocator -------------------------------------- */
+
+static const char ctpy_get_num_threads_doc[] =
+    "get_num_threads($module, /)\n--\n\n"
+    "Return how many threads work on an update, the caller included.";
+
+static PyObject *
+ctpy_get_num_threads(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+{
+    return PyLong_FromSize_t(ct_pool_threads());
+}
+
+static const char ctpy_set_num_threads_doc[] =
+    "set_num_threads($module, n, /)\n--\n\n"
+    "Let n threads, 1 to 256, work on an update; results do not depend on it.\n\n"
+    "The default is the number of processors that the process may use, or\n"
+    "CTRAINER_NUM_THREADS, or OMP_NUM_THREADS.";
+
+static PyObject *
+ctpy_set_num_threads(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    ct_status status;
+    ct_error err;
+    Py_ssize_t n = PyNumber_AsSsize_t(arg, PyExc_OverflowError);
+    if (n == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_pool_set_threads(n < 0 ? 0 : (size_t)n, &err);
+    Py_END_ALLOW_THREADS
+    if (status != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    Py_RETURN_NONE;
+}
+
+static const char ctpy_cpu_isa_doc[] =
+    "cpu_isa($module, /)\n--\n\n"
+    "Return the instruction set of the kernels: 'base', 'v3' (AVX2) or 'v4' (AVX-512).";
+
+static PyObject *
+ctpy_cpu_isa(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+{
+    return PyUnicode_FromString(ct_cpu_isa());
+}
+
+static const char ctpy_set_cpu_isa_doc[] =
+    "set_cpu_isa($module, name, /)\n--\n\n"
+    "Use the kernels of that instruction set; results are the same bits on each.\n\n"
+    "The default is the best that the processor has, or CTRAINER_ISA. Raises\n"
+    "ValueError where the processor lacks it. Not while a step is under way.";
+
+static PyObject *
+ctpy_set_cpu_isa(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    ct_error err;
+    const char *name = PyUnicode_AsUTF8(arg);
+    if (name == NULL) {
+        return NULL;
+    }
+    if (ct_cpu_set_isa(name, &err) != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    Py_RETURN_NONE;
+}
+
+enum {
+    INITIAL_KEPT = 128 * 1024, /* of glibc */
+    TUNED_KEPT = 1 << 30,
+    ENDS_KEPT = 64 /* times as much as of a block, at the end of the heap */
+};
+
+static const char ctpy_malloc_tune_doc[] =
+    "malloc_tune($module, enable, /)\n--\n\n"
+    "Keep freed blocks of up to 1 GiB in the process instead of returning them.\n\n"
+    "glibc maps blocks above 128 KiB anew each time and faults their pages in, which\n"
+    "costs a training step on the CPU about a sixth of its time. This sets\n"
+    "M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of the whole process; False goes back to\n"
+    "glibc's initial values, which from then on no longer adapt. Where the user has\n"
+    "set MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ nothing is changed. Returns\n"
+    "whether the setting was applied: False without glibc.";
+
+static PyObject *
+ctpy_malloc_tune(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    int enable = PyObject_IsTrue(arg);
+    const size_t kept = enable > 0 ? TUNED_KEPT : INITIAL_KEPT;
+    return enable < 0 ? NULL : PyBool_FromLong(ct_malloc_keep(kept, kept));
+}
+
+static const char ctpy_malloc_keep_doc[] =
+    "malloc_keep($module, nbytes, /)\n--\n\n"
+    "Keep freed blocks of up to nbytes, return longer ones to the system.\n\n"
+    "A middle way between malloc_tune(True) and (False). Whether it was applied; see\n"
+    "there. Raises ValueError for nbytes below 1.";
+
+static PyObject *
+ctpy_malloc_keep(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    const size_t kept = PyLong_AsSize_t(arg);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (kept < 1 || kept > SIZE_MAX / ENDS_KEPT) {
+        return PyErr_Format(PyExc_ValueError,
+                            "nbytes must be at least 1 and at most %zu, got %zu",
+                            SIZE_MAX / ENDS_KEPT, kept);
+    }
+    return PyBool_FromLong(ct_malloc_keep(kept, kept * ENDS_KEPT));
+}
+
+PyMethodDef ctpy_runtime_ctpy_functions[] = {
+    {"cpu_isa",         ctpy_cpu_isa,         METH_NOARGS, ctpy_cpu_isa_doc        },
+    {"get_num_threads", ctpy_get_num_threads, METH_NOARGS, ctpy_get_num_threads_doc},
+    {"malloc_keep",     ctpy_malloc_keep,     METH_O,      ctpy_malloc_keep_doc    },
+    {"malloc_tune",     ctpy_malloc_tune,     METH_O,      ctpy_malloc_tune_doc    },
+    {"set_cpu_isa",     ctpy_set_cpu_isa,     METH_O,      ctpy_set_cpu_isa_doc    },
+    {"set_num_threads", ctpy_set_num_threads, METH_O,      ctpy_set_num_threads_doc},
+    {NULL,              NULL,                 0,           NULL                    },
+};

@@ -1,4 +1,4 @@
-/* Module state, errors, locks and hooks, shared by the extension types.
+/* Module state, errors, locks, hooks and signals, shared by the extension types.
  *
  * The prefix ctpy_ marks helpers that need Python.h; ct_ marks the core, without
  * Python.h. */
@@ -11,6 +11,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <signal.h> /* behind Python.h, which asks for POSIX */
 #include <structmember.h>
 
 struct ctpy_dlpack_api;
@@ -146,5 +147,30 @@ int ctpy_get_flag(PyObject *op, PyObject *name, bool *value);
 /* op.outer.name as a C value: a field of args, state or control. */
 int ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value);
 int ctpy_field_int64(PyObject *op, PyObject *outer, PyObject *name, int64_t *value);
+
+/* ---- Ctrl-C and SIGTERM while training ------------------------------------------- */
+
+typedef struct ctpy_signals {
+    struct sigaction on_int, on_term; /* the previous handlers */
+    bool installed;
+} ctpy_signals;
+
+/* Replaces the handlers of SIGINT and SIGTERM by a handler that sets a flag. For the
+ * main thread alone; *saved starts as {0}. */
+void ctpy_signals_install(ctpy_signals *saved);
+
+/* Puts the old handlers back and returns the signal that arrived meanwhile, or 0. */
+int ctpy_signals_restore(ctpy_signals *saved);
+
+/* The signal that arrived since install, or 0. */
+int ctpy_signal_requested(void);
+
+/* Sets the flag as for that signal, unless it is set; 0: does nothing. */
+void ctpy_signal_request(int number);
+
+/* True after Ctrl-C or SIGTERM: the run should end. Long loops check it between
+ * batches.
+ */
+bool ctpy_stop_requested(void);
 
 #endif

@@ -4,8 +4,8 @@
  * control. */
 #include "binding/callbacks/handler.h"
 #include "binding/engine/ranks.h"
-#include "binding/optim/grads.h"
-#include "binding/runtime/nested.h"
+#include "binding/optim/optim.h"
+#include "binding/runtime/buffer.h"
 #include "binding/trainer/trainer.h"
 
 /* ---- losses ---------------------------------------------------------------------- */

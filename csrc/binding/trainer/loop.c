@@ -4,8 +4,8 @@
  * action. Attributes that a hook may replace (control, state, args) are read again
  * after the hook. */
 #include "binding/engine/ranks.h"
-#include "binding/optim/grads.h"
-#include "binding/runtime/nested.h"
+#include "binding/optim/optim.h"
+#include "binding/runtime/buffer.h"
 #include "binding/trainer/trainer.h"
 
 #include "core/data/targets.h"

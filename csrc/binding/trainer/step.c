@@ -3,7 +3,7 @@
  * Each method is transformers' hook of that name, looked up on the instance by its
  * caller. */
 #include "binding/engine/adapt.h"
-#include "binding/runtime/nested.h"
+#include "binding/runtime/buffer.h"
 #include "binding/engine/ranks.h"
 
 static const char Trainer__prepare_inputs_doc[] =

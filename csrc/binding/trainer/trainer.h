@@ -12,7 +12,6 @@
 #include "binding/engine/run.h"
 #include "binding/engine/targets.h"
 #include "binding/runtime/ctpy.h"
-#include "binding/runtime/signals.h"
 
 #include "core/engine/step.h"
 

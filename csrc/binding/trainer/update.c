@@ -9,9 +9,9 @@
 #include "binding/callbacks/handler.h"
 #include "binding/comm/communicator.h"
 #include "binding/engine/ranks.h"
-#include "binding/optim/grads.h"
+#include "binding/optim/optim.h"
 #include "binding/optim/weight_average.h"
-#include "binding/runtime/nested.h"
+#include "binding/runtime/buffer.h"
 #include "binding/schedule/scheduler.h"
 
 #include "math/norm.h"

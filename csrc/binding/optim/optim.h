@@ -1,6 +1,6 @@
 /* The optimizer's binding for the trainer, in C and without a Python call. */
-#ifndef CTPY_OPTIM_H
-#define CTPY_OPTIM_H
+#ifndef BINDING_OPTIM_OPTIM_H
+#define BINDING_OPTIM_OPTIM_H
 
 #include "binding/runtime/buffer.h"
 #include "core/engine/step.h"
@@ -45,16 +45,7 @@ int ctpy_grads_measure(ctpy_grads *grads, const ct_clip *clip, double loss_scale
                        double *norm);
 int ctpy_grads_clip(ctpy_grads *grads, const ct_clip *clip, double loss_scale);
 
-/* group["max_grad_norm"] as max_norm of ct_grad_group: 0 for None or a missing key, Inf
- * for 0. g is for the message of the ValueError. */
-int ctpy_group_max_norm(const ctpy_state *state, PyObject *group, Py_ssize_t g,
-                        double *max_norm);
-
 /* Sets .grad of every parameter of op's param_groups to None. */
 int ctpy_grads_drop(ctpy_state *state, PyObject *optimizer);
-
-/* ctpy_span_from in a GPU's memory if on_cuda, with torch 2.10 and newer. */
-int ctpy_span_on(ctpy_state *state, PyObject *op, const char *what, int writable,
-                 int on_cuda, ct_span *span);
 
 #endif
