@@ -6,7 +6,8 @@
 #include "update.cuh"
 
 static_assert(CT_QUANT_BLOCK == ct_cuda_block_size, "a thread has one element");
-static_assert(CT_QUANT_CODES == ct_cuda_block_size, "a thread has one number of a map");
+static_assert(CT_QUANT_MAP_SIZE == ct_cuda_block_size,
+              "a thread has one number of a map");
 static_assert(ct_cuda_chunk_elems % CT_QUANT_BLOCK == 0, "a chunk has whole blocks");
 
 __device__ static inline uint32_t
@@ -46,7 +47,7 @@ __device__ static inline void
 ct_fill_middles(float *middles, const ct_cuda_update_operand &operand, int k)
 {
     const unsigned i = threadIdx.x;
-    if (i + 1 < CT_QUANT_CODES) {
+    if (i + 1 < CT_QUANT_MAP_SIZE) {
         const float *map = operand.quant[k].map;
         middles[i] = ct_quant_middle(map[i], map[i + 1]);
     }
@@ -54,19 +55,19 @@ ct_fill_middles(float *middles, const ct_cuda_update_operand &operand, int k)
 
 template <typename Real>
 __device__ static inline Real
-ct_load_code(const ct_cuda_update_operand &operand, int k, size_t i)
+ct_load_quantized(const ct_cuda_update_operand &operand, int k, size_t i)
 {
     const ct_quant &quant = operand.quant[k];
-    const uint8_t code = ((const uint8_t *)operand.state[k])[i];
-    return (Real)(quant.map[code] * quant.absmax[i / CT_QUANT_BLOCK]);
+    const uint8_t value = ((const uint8_t *)operand.state[k])[i];
+    return (Real)(quant.map[value] * quant.absmax[i / CT_QUANT_BLOCK]);
 }
 
 /* Stores element i of state k if inside; every thread must call, with the elements of a
  * single block and after loading from the block. */
 template <typename Real>
 __device__ static inline void
-ct_store_code(Real value, const ct_cuda_update_operand &operand, int k, size_t i,
-              bool inside, const float *middles)
+ct_store_quantized(Real value, const ct_cuda_update_operand &operand, int k, size_t i,
+                   bool inside, const float *middles)
 {
     const float x = inside ? (float)value : 0.0f;
     const float absmax = ct_quant_absmax(ct_block_largest(ct_quant_magnitude(x)));

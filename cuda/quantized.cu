@@ -32,19 +32,19 @@ encode(const ct_encoding &e, size_t block)
         ct_quantized_scale(ct_block_largest(ct_quant_magnitude(x)), most);
     const bool bad = !(scale == scale);
     const float inverse = ct_quant_scale(scale);
-    const int8_t code = bad ? (int8_t)0 : ct_quantized_nearest(x, inverse, most);
+    const int8_t nearest = bad ? (int8_t)0 : ct_quantized_nearest(x, inverse, most);
 
     if (i < e.values.n && e.bits == 8) {
-        e.codes[i] = code;
+        e.quantized[i] = nearest;
     }
     if (i < e.values.n && e.bits == 4 && i % 2 == 0) {
         const bool alone = bad || i + 1 == e.values.n;
         const int8_t other =
             alone ? (int8_t)0 : ct_quantized_nearest(next, inverse, most);
-        e.codes[i / 2] = ct_quantized_pair(code, other);
+        e.quantized[i / 2] = ct_quantized_pair(nearest, other);
     }
     if (i < e.values.n) {
-        e.residual[i] = bad ? e.residual[i] : x - (float)code * scale;
+        e.residual[i] = bad ? e.residual[i] : x - (float)nearest * scale;
     }
     if (threadIdx.x == 0) {
         e.scales[block] = scale;
@@ -52,13 +52,13 @@ encode(const ct_encoding &e, size_t block)
 }
 
 __device__ static int8_t
-code_at(const int8_t *codes, size_t i, int bits)
+quantized_at(const int8_t *quantized, size_t i, int bits)
 {
     if (bits == 8) {
-        return codes[i];
+        return quantized[i];
     }
-    return i % 2 == 0 ? ct_quantized_first(codes[i / 2])
-                      : ct_quantized_second(codes[i / 2]);
+    return i % 2 == 0 ? ct_quantized_first(quantized[i / 2])
+                      : ct_quantized_second(quantized[i / 2]);
 }
 
 template <typename Element>
@@ -76,7 +76,7 @@ decode(const ct_decoding &d, size_t block)
         const size_t skip = part * d.part_bytes;
         const float scale =
             *(const float *)(const void *)((const char *)(d.scales + block) + skip);
-        sum += (float)code_at(d.codes + skip, i, d.bits) * scale;
+        sum += (float)quantized_at(d.quantized + skip, i, d.bits) * scale;
     }
     ct_store((real)(sum * d.factor), &((Element *)d.values.data)[i]);
 }

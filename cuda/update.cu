@@ -116,10 +116,10 @@ update_plain(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
 /* 8-bit state: a block at a time, as its elements share a scale. */
 template <typename Rule, typename Real>
 __device__ static void
-update_coded(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
-             const update_options &options)
+update_quantized(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
+                 const update_options &options)
 {
-    __shared__ float middles[CT_RULE_MAX_STATES][CT_QUANT_CODES];
+    __shared__ float middles[CT_RULE_MAX_STATES][CT_QUANT_MAP_SIZE];
     const auto c = Rule::rounded(ct_constants(operand), Real());
     for (int k = 0; k < Rule::n_states; k++) {
         ct_fill_middles(middles[k], operand, k);
@@ -132,13 +132,13 @@ update_coded(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
         if (inside) {
             param = ct_load_as<Real>(operand.param, operand.dtype, i);
             for (int k = 0; k < Rule::n_states; k++) {
-                state[k] = ct_load_code<Real>(operand, k, i);
+                state[k] = ct_load_quantized<Real>(operand, k, i);
             }
             Rule::apply(&c, ct_load_as<Real>(operand.grad, operand.grad_dtype, i),
                         &param, state);
         }
         for (int k = 0; k < Rule::n_states; k++) {
-            ct_store_code(state[k], operand, k, i, inside, middles[k]);
+            ct_store_quantized(state[k], operand, k, i, inside, middles[k]);
         }
         if (inside) {
             put(param, operand, operand.param, operand.dtype, i);
@@ -163,7 +163,7 @@ update(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
         update_plain<Rule, Real>(operand, range, options);
     }
     else if (Rule::n_states != 0 && operand.state_dtype == CT_U8) {
-        update_coded<Rule, Real>(operand, range, options);
+        update_quantized<Rule, Real>(operand, range, options);
     }
     else {
         update_mixed<Rule, Real>(operand, range, options);

@@ -1,4 +1,4 @@
-/* 8-bit state on the CPU: tables for finding codes, and gathers of AVX2. */
+/* 8-bit state on the CPU: tables for finding values of a map, and gathers of AVX2. */
 #include "cpu/quant.h"
 
 #include "math/quant.h"
@@ -31,20 +31,21 @@ key_of(float unit)
 #include <immintrin.h>
 
 __attribute__((target("avx2"))) static size_t
-numbers_avx2(const uint8_t *codes, const float *map, float absmax, float *to, size_t n)
+numbers_avx2(const uint8_t *quantized, const float *map, float absmax, float *to,
+             size_t n)
 {
     const __m256 scale = _mm256_set1_ps(absmax);
     size_t i = 0;
     for (; i + 8 <= n; i += 8) {
         const __m128i eight =
-            _mm_loadl_epi64((const __m128i *)(const void *)(codes + i));
+            _mm_loadl_epi64((const __m128i *)(const void *)(quantized + i));
         const __m256 number = _mm256_i32gather_ps(map, _mm256_cvtepu8_epi32(eight), 4);
         _mm256_storeu_ps(to + i, _mm256_mul_ps(number, scale));
     }
     return i;
 }
 
-/* Eight codes, each in 32 bits. */
+/* Eight quantized values, each in 32 bits. */
 __attribute__((target("avx2"))) static inline __m256i
 eight_quantized(const int32_t *keys, const uint32_t *entries)
 {
@@ -58,7 +59,8 @@ eight_quantized(const int32_t *keys, const uint32_t *entries)
 }
 
 __attribute__((target("avx2"))) static size_t
-quantized_avx2(const int32_t *keys, const uint32_t *entries, uint8_t *codes, size_t n)
+quantized_avx2(const int32_t *keys, const uint32_t *entries, uint8_t *quantized,
+               size_t n)
 {
     const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     size_t i = 0;
@@ -70,39 +72,38 @@ quantized_avx2(const int32_t *keys, const uint32_t *entries, uint8_t *codes, siz
                                 eight_quantized(keys + i + 24, entries));
         const __m256i all =
             _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), in_order);
-        _mm256_storeu_si256((__m256i *)(void *)(codes + i), all);
+        _mm256_storeu_si256((__m256i *)(void *)(quantized + i), all);
     }
     return i;
 }
 #endif
 
-/* to[i] = map[codes[i]] * absmax; returns the number of elements done, 0 for the base
- * set.
- */
+/* to[i] = map[quantized[i]] * absmax; returns the number of elements done, 0 for the
+ * base set. */
 static size_t
-gather_numbers(ct_isa isa, const uint8_t *codes, const float *map, float absmax,
+gather_numbers(ct_isa isa, const uint8_t *quantized, const float *map, float absmax,
                float *to, size_t n)
 {
 #ifdef CT_HAVE_X86_LEVELS
     if (isa != CT_ISA_BASE) {
-        return numbers_avx2(codes, map, absmax, to, n);
+        return numbers_avx2(quantized, map, absmax, to, n);
     }
 #endif
-    (void)isa, (void)codes, (void)map, (void)absmax, (void)to, (void)n;
+    (void)isa, (void)quantized, (void)map, (void)absmax, (void)to, (void)n;
     return 0;
 }
 
-/* codes[i] from keys[i], by the entries of a ct_quant_search; returns as above. */
+/* quantized[i] from keys[i], by the entries of a ct_quant_search; returns as above. */
 static size_t
-gather_codes(ct_isa isa, const int32_t *keys, const uint32_t *entries, uint8_t *codes,
-             size_t n)
+gather_quantized(ct_isa isa, const int32_t *keys, const uint32_t *entries,
+                 uint8_t *quantized, size_t n)
 {
 #ifdef CT_HAVE_X86_LEVELS
     if (isa != CT_ISA_BASE) {
-        return quantized_avx2(keys, entries, codes, n);
+        return quantized_avx2(keys, entries, quantized, n);
     }
 #endif
-    (void)isa, (void)keys, (void)entries, (void)codes, (void)n;
+    (void)isa, (void)keys, (void)entries, (void)quantized, (void)n;
     return 0;
 }
 
@@ -110,10 +111,11 @@ gather_codes(ct_isa isa, const int32_t *keys, const uint32_t *entries, uint8_t *
 #define CT_BODY "cpu/body/quant.h"
 #include "cpu/expand.h"
 
-typedef void dequantise_body(const uint8_t *restrict codes, const float *restrict map,
-                             float absmax, void *to, size_t from, size_t n);
+typedef void
+dequantise_body(const uint8_t *restrict quantized, const float *restrict map,
+                float absmax, void *to, size_t from, size_t n);
 typedef float quantise_body(ct_isa isa, const void *from, const ct_quant_search *search,
-                            uint8_t *restrict codes, size_t n);
+                            uint8_t *restrict quantized, size_t n);
 
 static dequantise_body *const dequantisers[CT_ISA_COUNT][CT_F64 + 1] =
     CT_REAL_BODIES(dequantise);
@@ -127,16 +129,17 @@ _Static_assert(CT_TILE % CT_QUANT_BLOCK == 0, "a tile is made of whole blocks");
 /* Fills in entries up to the bucket of `key`, from the bucket *next on. False if the
  * bucket has a limit already. */
 static bool
-fill(ct_quant_search *search, int32_t *next, int32_t key, uint32_t code, uint32_t limit)
+fill(ct_quant_search *search, int32_t *next, int32_t key, uint32_t value,
+     uint32_t limit)
 {
     const int32_t bucket = (key >> 16) + CT_QUANT_BUCKETS;
     if (bucket < *next) {
         return false;
     }
     while (*next < bucket) {
-        search->entries[(*next)++] = code | (uint32_t)NO_LIMIT << 8;
+        search->entries[(*next)++] = value | (uint32_t)NO_LIMIT << 8;
     }
-    search->entries[(*next)++] = code | limit << 8;
+    search->entries[(*next)++] = value | limit << 8;
     return true;
 }
 
@@ -154,7 +157,7 @@ make(ct_quant_search *search, const float *map)
     int32_t next = 0;
     search->map = map;
     search->direct = true;
-    for (uint32_t i = 0; i + 1 < CT_QUANT_CODES; i++) {
+    for (uint32_t i = 0; i + 1 < CT_QUANT_MAP_SIZE; i++) {
         const float middle = ct_quant_middle(map[i], map[i + 1]);
         const int32_t key = key_of(middle);
         search->middles[i] = middle;
@@ -162,7 +165,7 @@ make(ct_quant_search *search, const float *map)
                          fill(search, &next, key, i, (uint32_t)key & 0xffff);
     }
     search->direct =
-        search->direct && fill(search, &next, MOST, CT_QUANT_CODES - 1, NO_LIMIT);
+        search->direct && fill(search, &next, MOST, CT_QUANT_MAP_SIZE - 1, NO_LIMIT);
 }
 
 /* Mostly all parameters share a map; after loading a checkpoint each may have another.
@@ -174,10 +177,10 @@ fits(const ct_quant_search *search, const float *map)
     if (search->map == NULL || search->map == map) {
         return search->map != NULL;
     }
-    while (i < CT_QUANT_CODES && search->map[i] == map[i]) {
+    while (i < CT_QUANT_MAP_SIZE && search->map[i] == map[i]) {
         i++;
     }
-    return i == CT_QUANT_CODES;
+    return i == CT_QUANT_MAP_SIZE;
 }
 
 void
@@ -223,7 +226,7 @@ ct_quant_load(ct_isa isa, ct_dtype real, ct_tile *tile, const ct_update_span *sp
               size_t k, size_t from, size_t n)
 {
     const ct_quant quant = span->quant[k];
-    const uint8_t *codes = (const uint8_t *)span->state[k] + from;
+    const uint8_t *quantized = (const uint8_t *)span->state[k] + from;
     for (size_t done = 0; done < n; done += CT_QUANT_BLOCK) {
         const float absmax = quant.absmax[(from + done) / CT_QUANT_BLOCK];
         void *to = real == CT_F64 ? (void *)&tile->f64[done] : (void *)&tile->f32[done];
@@ -231,8 +234,8 @@ ct_quant_load(ct_isa isa, ct_dtype real, ct_tile *tile, const ct_update_span *sp
         const size_t part =
             real == CT_F64
                 ? 0
-                : gather_numbers(isa, codes + done, quant.map, absmax, to, size);
-        dequantisers[isa][real](codes + done, quant.map, absmax, to, part, size);
+                : gather_numbers(isa, quantized + done, quant.map, absmax, to, size);
+        dequantisers[isa][real](quantized + done, quant.map, absmax, to, part, size);
     }
 }
 
@@ -241,12 +244,12 @@ ct_quant_store(ct_isa isa, ct_dtype real, const ct_tile *tile,
                const ct_quant_search *search, const ct_update_span *span, size_t k,
                size_t from, size_t n)
 {
-    uint8_t *codes = (uint8_t *)span->state[k] + from;
+    uint8_t *quantized = (uint8_t *)span->state[k] + from;
     float *absmax = span->quant[k].absmax + from / CT_QUANT_BLOCK;
     for (size_t done = 0; done < n; done += CT_QUANT_BLOCK) {
         const void *x = real == CT_F64 ? (const void *)&tile->f64[done]
                                        : (const void *)&tile->f32[done];
         *absmax++ =
-            quantisers[isa][real](isa, x, search, codes + done, block_at(done, n));
+            quantisers[isa][real](isa, x, search, quantized + done, block_at(done, n));
     }
 }

@@ -15,10 +15,10 @@ enum {
 typedef struct ct_quant_search {
     const float *map; /* borrowed during an update; NULL: not made yet */
     bool direct;      /* no bucket has two middles, and there are entries: */
-    /* For each bucket the lowest code and, eight bits up, a limit: keys with a greater
-     * second half have the next code. */
+    /* For each bucket the lowest value and, eight bits up, a limit: keys with a greater
+     * second half have the next value. */
     uint32_t entries[2 * CT_QUANT_BUCKETS];
-    float middles[CT_QUANT_CODES - 1];
+    float middles[CT_QUANT_MAP_SIZE - 1];
 } ct_quant_search;
 
 /* One for each state of a rule. */

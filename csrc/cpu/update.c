@@ -106,7 +106,7 @@ typedef struct update_job {
     ct_isa isa;
     size_t n_states;
     const ct_partition *partition;
-    ct_quant_searches searches; /* for the maps that the first codes have */
+    ct_quant_searches searches; /* for the maps of the first quantized state */
 } update_job;
 
 _Static_assert(CT_PARTITION_ALIGN % CT_QUANT_BLOCK == 0, "no block is in two batches");

@@ -1,10 +1,10 @@
-/* 8-bit state: a code for each element, a map of codes to numbers, and for each block
- * of elements a scale, the largest magnitude in the block.
+/* 8-bit state: a quantized value for each element, a map of the values to
+ * numbers, and for each block of elements a scale, the largest magnitude in the block.
  *
  * A map is 256 floats in ascending order, from -1 or 0 to 1; the elements of an array
- * are map[code] * absmax[block]. Storing x writes the code of the number nearest to x /
- * absmax. Only comparisons and correctly rounded operations, so that every device
- * writes the same codes.
+ * are map[value] * absmax[block]. Storing x writes the value of the number nearest to x
+ * / absmax. Only comparisons and correctly rounded operations, so that every device
+ * writes the same values.
  *
  * Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise
  * Quantization", 2022, sections 2.1 and 2.2; in the layout of bitsandbytes.
@@ -17,8 +17,8 @@
 #include <float.h>
 
 enum {
-    CT_QUANT_BLOCK = 256, /* elements that share a scale */
-    CT_QUANT_CODES = 256  /* numbers in a map */
+    CT_QUANT_BLOCK = 256,   /* elements that share a scale */
+    CT_QUANT_MAP_SIZE = 256 /* numbers in a map */
 };
 
 /* |x| as an integer, ordered by magnitude, with Inf and NaN above all others. */
@@ -29,7 +29,7 @@ ct_quant_magnitude(float x)
 }
 
 /* absmax of a block from the largest magnitude. An Inf or NaN makes absmax and so every
- * element of the block NaN: a bad number does not hide behind a code. */
+ * element of the block NaN: a bad number does not hide behind a value. */
 CT_HD static inline float
 ct_quant_absmax(uint32_t magnitude)
 {
@@ -60,15 +60,15 @@ ct_quant_middle(float low, float high)
     return 0.5f * (low + high);
 }
 
-/* The code nearest to a unit: the number of middles below it, out of 255. */
+/* The value nearest to a unit: the number of middles below it, out of 255. */
 CT_HD static inline uint32_t
 ct_quant_nearest(const float *middles, float unit)
 {
-    uint32_t code = 0;
-    for (uint32_t step = CT_QUANT_CODES / 2; step != 0; step /= 2) {
-        code += unit > middles[code + step - 1] ? step : 0;
+    uint32_t value = 0;
+    for (uint32_t step = CT_QUANT_MAP_SIZE / 2; step != 0; step /= 2) {
+        value += unit > middles[value + step - 1] ? step : 0;
     }
-    return code;
+    return value;
 }
 
 #endif

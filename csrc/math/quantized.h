@@ -1,10 +1,10 @@
-/* Quantized values of 8 or 4 bits, evenly spaced: x is about code * scale, code a whole
- * number from -127 to 127 or from -7 to 7, and scale the largest magnitude of a block
- * over 127 or 7. The error, the residual, is at most half a scale. Two 4-bit values
- * share a byte, the first in the low half.
+/* Quantized values of 8 or 4 bits, evenly spaced: x is about value * scale, value a
+ * whole number from -127 to 127 or from -7 to 7, and scale the largest magnitude of a
+ * block over 127 or 7. The error, the residual, is at most half a scale. Two 4-bit
+ * values share a byte, the first in the low half.
  *
  * Only comparisons and correctly rounded operations, so that every device writes the
- * same codes. Inf or NaN makes a block's scale NaN, and so all decoded values of the
+ * same values. Inf or NaN makes a block's scale NaN, and so all decoded values of the
  * block; the residuals stay unchanged.
  *
  * Source: Alistarh et al., "QSGD", 2017 (a scale for each block of values); Karimireddy
@@ -21,14 +21,14 @@ enum {
     CT_QUANTIZED_BLOCK = 256 /* values that share a scale */
 };
 
-/* The largest code. */
+/* The largest value. */
 CT_HD static inline float
 ct_quantized_most(int bits)
 {
     return bits == 4 ? 7.0f : 127.0f;
 }
 
-/* Bytes of n codes. */
+/* Bytes of n values. */
 CT_HD static inline size_t
 ct_quantized_bytes(size_t n, int bits)
 {
@@ -49,7 +49,7 @@ ct_quantized_scale(uint32_t magnitude, float most)
     return ct_quant_absmax(magnitude) / most;
 }
 
-/* The code of x, to nearest even; inverse is ct_quant_scale(scale). */
+/* The value of x, to nearest even; inverse is ct_quant_scale(scale). */
 CT_HD static inline int8_t
 ct_quantized_nearest(float x, float inverse, float most)
 {

@@ -13,7 +13,8 @@
 enum {
     RANKS = 2,
     GROUPS = 2,
-    SHARE = 640 /* elements that a rank has of each group: more than a block of codes */
+    SHARE =
+        640 /* elements that a rank has of each group: more than a quantized block */
 };
 
 /* ---- a side: the CPU or the device, with memory of its own ----------------------- */

@@ -101,7 +101,7 @@ def trained(group: _C.Communicator, **options: Any) -> Values:
         {"use_orig_params": True, "reshard_after_forward": False},
         {"cpu_offload": True, "compute_dtype": "bfloat16"},
     ],
-    ids=["plain", "bfloat16", "codes", "prefetch", "views", "offload"],
+    ids=["plain", "bfloat16", "quantized", "prefetch", "views", "offload"],
 )
 def test_updates_on_the_device_are_those_on_the_host(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -148,7 +148,7 @@ def test_any_model_trains_on_the_device_like_plain_torch(
 @pytest.mark.parametrize(
     "options",
     [{}, {"reduce_bits": 8}, {"cpu_offload": True}, {"compute_dtype": "bfloat16"}],
-    ids=["plain", "codes", "offload", "bfloat16"],
+    ids=["plain", "quantized", "offload", "bfloat16"],
 )
 def test_a_parameter_without_a_gradient_has_none_on_the_device(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], seed: int

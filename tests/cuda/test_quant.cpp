@@ -1,4 +1,4 @@
-/* Updates of state of 8 bits give the CPU's codes and scales: equality is memcmp. */
+/* Updates of state of 8 bits give the CPU's values and scales: equality is memcmp. */
 #include "../core/ct_rule_examples.h"
 #include "cuda_test.h"
 
@@ -20,16 +20,16 @@ struct coded_fixture {
 
     explicit coded_fixture(random_numbers numbers)
     {
-        /* around a block of codes and a chunk: each block of codes waits for all its
+        /* around a block of values and a chunk: each block of values waits for all its
          * threads, which takes its time in the emulation */
         const std::vector<size_t> all = {1, 0, 31, 255, 256, 257, 8193, 600};
         maps.reserve(CT_RULE_MAX_STATES);
         arrays.reserve(all.size() * ARRAYS);
         for (int k = 0; k < CT_RULE_MAX_STATES; k++) {
-            maps.emplace_back(CT_F32, CT_QUANT_CODES, 0);
+            maps.emplace_back(CT_F32, CT_QUANT_MAP_SIZE, 0);
             maps.back().fill(&numbers, k == 1 ? 0.0 : -1.0, 1.0);
             float *map = (float *)(void *)maps.back().host.data();
-            std::sort(map, map + CT_QUANT_CODES);
+            std::sort(map, map + CT_QUANT_MAP_SIZE);
             maps.back().upload();
         }
         for (size_t s = 0; s < all.size(); s++) {
@@ -50,8 +50,8 @@ struct coded_fixture {
                                              : other;
             arrays.emplace_back(of, scales ? n_blocks : n, 0);
             if (of == CT_U8) {
-                for (unsigned char &code : arrays.back().host) {
-                    code = (unsigned char)(191 + 64 * numbers->next());
+                for (unsigned char &value : arrays.back().host) {
+                    value = (unsigned char)(191 + 64 * numbers->next());
                 }
                 arrays.back().upload();
             }

@@ -1,18 +1,18 @@
-/* Codes for other ranks are the CPU's, and so is what is remembered and decoded:
- * equality is memcmp. */
+/* Quantized values for other ranks are the CPU's, and so is what is remembered and
+ * decoded: equality is memcmp. */
 #include "cuda_test.h"
 #include "math/quantized.h"
 
 /* The arrays of one encoding on both sides. */
 struct quantized_fixture {
-    twin values, residual, codes, scales;
+    twin values, residual, quantized, scales;
     int bits;
 
     quantized_fixture(random_numbers *numbers, ct_dtype dtype, size_t n,
-                      int bits_of_code)
+                      int bits_of_value)
         : values(dtype, n, 0), residual(CT_F32, n, 0),
-          codes(CT_I8, ct_quantized_bytes(n, bits_of_code), 0),
-          scales(CT_F32, ct_quantized_blocks(n), 0), bits(bits_of_code)
+          quantized(CT_I8, ct_quantized_bytes(n, bits_of_value), 0),
+          scales(CT_F32, ct_quantized_blocks(n), 0), bits(bits_of_value)
     {
         values.fill(numbers, -3.0, 3.0);
         residual.fill(numbers, -0.01, 0.01);
@@ -33,7 +33,7 @@ struct quantized_fixture {
         return ct_encoding{
             {at(values), values.n, values.dtype},
             (float *)(void *)at(residual),
-            (int8_t *)at(codes),
+            (int8_t *)at(quantized),
             (float *)(void *)at(scales),
             bits
         };
@@ -42,7 +42,7 @@ struct quantized_fixture {
     ct_decoding decoding(bool on_host)
     {
         const ct_encoding e = encoding(on_host);
-        return ct_decoding{e.values, e.codes, e.scales, 1, 0, 0.25f, bits};
+        return ct_decoding{e.values, e.quantized, e.scales, 1, 0, 0.25f, bits};
     }
 };
 
@@ -55,7 +55,7 @@ check_length(random_numbers *numbers, ct_dtype dtype, size_t n, int bits)
     ct_error err;
     check_ok(ct_device_cpu.encode(NULL, &host, &err), err);
     check_ok(ct_device_cuda.encode(NULL, &device, &err), err);
-    CHECK(f.codes.agree() && f.scales.agree() && f.residual.agree());
+    CHECK(f.quantized.agree() && f.scales.agree() && f.residual.agree());
     check_ok(ct_device_cpu.decode(NULL, &back, &err), err);
     check_ok(ct_device_cuda.decode(NULL, &device_back, &err), err);
     CHECK(f.values.agree());

@@ -841,8 +841,8 @@ check_stacked(const optim_slot *slot, const optim_value *value, const ctpy_view 
 
 /* Views state that may be quantized. */
 static int
-view_coded(OptimEngine *self, const optim_slot *slot, const optim_value *value,
-           const ctpy_view *param, PyObject *op, ctpy_view *view)
+view_quantized(OptimEngine *self, const optim_slot *slot, const optim_value *value,
+               const ctpy_view *param, PyObject *op, ctpy_view *view)
 {
     ctpy_view like = *param;
     if (view_at(self, slot, value->place, op, view) < 0) {
@@ -867,8 +867,8 @@ view_value(OptimEngine *self, const optim_slot *slot, const optim_value *value,
     switch (value->shape) {
     case CT_STATE_LIKE:
         return view_like(self, slot, param, op, value->place, false, view);
-    case CT_STATE_CODED:
-        return view_coded(self, slot, value, param, op, view);
+    case CT_STATE_QUANTIZED:
+        return view_quantized(self, slot, value, param, op, view);
     default:
         return view_sized(self, slot, value, op, to, view);
     }
@@ -895,7 +895,7 @@ view_numbers(OptimEngine *self, const optim_slot *slot, size_t i,
 static int
 check_map(const optim_slot *slot, const optim_value *value, const float *map)
 {
-    for (size_t i = 1; i < CT_QUANT_CODES; i++) {
+    for (size_t i = 1; i < CT_QUANT_MAP_SIZE; i++) {
         if (!(map[i - 1] <= map[i])) {
             return optim_fail(PyExc_ValueError, slot, value->place,
                               "is not in ascending order "
@@ -922,7 +922,7 @@ view_scales(OptimEngine *self, optim_slot *slot, const value_list *list,
         }
         if (read_value(self->state, slot, list, i) < 0 ||
             view_numbers(self, slot, i, value,
-                         is_map ? CT_QUANT_CODES : n_blocks * n_arrays, &view) < 0 ||
+                         is_map ? CT_QUANT_MAP_SIZE : n_blocks * n_arrays, &view) < 0 ||
             (is_map && check_map(slot, value, view.span.data) < 0)) {
             return -1;
         }

@@ -57,7 +57,7 @@ encode_part(const coding *c, int rank, char *to, ct_error *err)
     const ct_encoding encoding = {
         .values = values,
         .residual = values.n == 0 ? c->residual : c->residual + at,
-        .codes = (int8_t *)to + c->values_begin,
+        .quantized = (int8_t *)to + c->values_begin,
         .scales = scales,
         .bits = c->bits,
     };
@@ -72,7 +72,7 @@ decode_part(const coding *c, int rank, const char *from, size_t parts, ct_error 
     const void *scales = from;
     const ct_decoding decoding = {
         .values = part_of(c, rank),
-        .codes = (const int8_t *)from + c->values_begin,
+        .quantized = (const int8_t *)from + c->values_begin,
         .scales = scales,
         .parts = parts,
         .part_bytes = c->part_bytes,

@@ -27,7 +27,7 @@ check_dtype(const ct_update *update, size_t i, const char *array, ct_dtype dtype
                          rules[update->rule].name, i, array, ct_dtype_name(dtype));
 }
 
-/* A float dtype; or codes, of rules that look at one element after the other. */
+/* A float dtype; or quantized, of rules that look at one element after the other. */
 static ct_status
 check_state(const ct_update *update, size_t i, ct_error *err)
 {

@@ -26,7 +26,7 @@ typedef struct ct_rounding {
 
 /* Element i of state that is U8 is map[state[i]] * absmax[i / CT_QUANT_BLOCK]. */
 typedef struct ct_quant {
-    const float *map; /* CT_QUANT_CODES values, ascending */
+    const float *map; /* CT_QUANT_MAP_SIZE values, ascending */
     float *absmax;
 } ct_quant;
 

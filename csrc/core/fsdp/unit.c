@@ -243,7 +243,7 @@ encode(const ct_fsdp *unit, int bits, const buffers *b, const ct_span *values,
     const ct_encoding encoding = {
         .values = *values,
         .residual = residual != NULL ? residual : b->blank,
-        .codes = (int8_t *)to + lay_out(values->n, bits).values,
+        .quantized = (int8_t *)to + lay_out(values->n, bits).values,
         .scales = to,
         .bits = bits,
     };
@@ -264,7 +264,7 @@ decode(const ct_fsdp *unit, int bits, const ct_span *values, const void *from,
 {
     const ct_decoding decoding = {
         .values = *values,
-        .codes = (const int8_t *)from + lay_out(values->n, bits).values,
+        .quantized = (const int8_t *)from + lay_out(values->n, bits).values,
         .scales = from,
         .parts = parts,
         .part_bytes = part_bytes,

@@ -45,14 +45,14 @@ typedef enum ct_option_type {
 /* An entry S(key, shape, array, n) of a list of state: state[array] and the n - 1
  * arrays after it; an array of -1 belongs to no rule. */
 typedef enum ct_state_shape {
-    CT_STATE_LIKE,    /* as the parameter */
-    CT_STATE_ROWS,    /* an element for each row of the last two dimensions */
-    CT_STATE_COLS,    /* an element for each column of each matrix */
-    CT_STATE_ONE,     /* one element; the first with array -1 counts updates */
-    CT_STATE_PRODUCT, /* one float32 or float64: the parameter's product */
-    CT_STATE_CODED,   /* as the parameter, of a float dtype or quantized to 8 bits */
-    CT_STATE_SCALES,  /* of quantized state: a float32 for each block */
-    CT_STATE_MAP      /* of quantized state: the 256 numbers behind the bytes */
+    CT_STATE_LIKE,      /* as the parameter */
+    CT_STATE_ROWS,      /* an element for each row of the last two dimensions */
+    CT_STATE_COLS,      /* an element for each column of each matrix */
+    CT_STATE_ONE,       /* one element; the first with array -1 counts updates */
+    CT_STATE_PRODUCT,   /* one float32 or float64: the parameter's product */
+    CT_STATE_QUANTIZED, /* as the parameter, of a float dtype or quantized to 8 bits */
+    CT_STATE_SCALES,    /* of quantized state: a float32 for each block */
+    CT_STATE_MAP        /* of quantized state: the 256 numbers behind the bytes */
 } ct_state_shape;
 
 /* ---- Adam and its variants ------------------------------------------------------- */
@@ -408,7 +408,7 @@ typedef struct ct_muon_config {
 /* ---- 8-bit state, in the layout of bitsandbytes ---------------------------------- */
 
 #define CT_8BIT(S, number, array, n)                                                   \
-    S(state##number, CODED, array, n)                                                  \
+    S(state##number, QUANTIZED, array, n)                                              \
     S(absmax##number, SCALES, array, n) S(qmap##number, MAP, array, n)
 #define CT_ONE_8BIT_STATE(S) S(step, ONE, -1, 0) CT_8BIT(S, 1, 0, 1)
 #define CT_TWO_8BIT_STATE(S) CT_ONE_8BIT_STATE(S) CT_8BIT(S, 2, 1, 1)

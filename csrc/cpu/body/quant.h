@@ -1,34 +1,34 @@
 /* One block of 8-bit state. Expanded by cpu/expand.h for float and double. */
 static void
-CT_NAME(dequantise)(const uint8_t *restrict codes, const float *restrict map,
+CT_NAME(dequantise)(const uint8_t *restrict quantized, const float *restrict map,
                     float absmax, void *to, size_t from, size_t n)
 {
     ct_real *restrict x = to;
     for (size_t i = from; i < n; i++) {
-        x[i] = (ct_real)(map[codes[i]] * absmax);
+        x[i] = (ct_real)(map[quantized[i]] * absmax);
     }
 }
 
 /* By the entries of a direct search; n > 0. */
 static void
 CT_NAME(look_up)(ct_isa isa, const ct_real *restrict x, float scale,
-                 const uint32_t *entries, uint8_t *restrict codes, size_t n)
+                 const uint32_t *entries, uint8_t *restrict quantized, size_t n)
 {
     int32_t keys[CT_QUANT_BLOCK];
     size_t i = 0;
     do {
         keys[i] = key_of(ct_quant_unit((float)x[i], scale));
     } while (++i < n);
-    for (i = gather_codes(isa, keys, entries, codes, n); i < n; i++) {
+    for (i = gather_quantized(isa, keys, entries, quantized, n); i < n; i++) {
         const uint32_t entry = entries[(keys[i] >> 16) + CT_QUANT_BUCKETS];
-        codes[i] = (uint8_t)(entry + (((uint32_t)keys[i] & 0xffff) > entry >> 8));
+        quantized[i] = (uint8_t)(entry + (((uint32_t)keys[i] & 0xffff) > entry >> 8));
     }
 }
 
 /* Returns absmax. */
 static float
 CT_NAME(quantise)(ct_isa isa, const void *from, const ct_quant_search *search,
-                  uint8_t *restrict codes, size_t n)
+                  uint8_t *restrict quantized, size_t n)
 {
     const ct_real *restrict x = from;
     int32_t largest = 0;
@@ -39,12 +39,12 @@ CT_NAME(quantise)(ct_isa isa, const void *from, const ct_quant_search *search,
     const float absmax = ct_quant_absmax((uint32_t)largest);
     const float scale = ct_quant_scale(absmax);
     if (search->direct) {
-        CT_NAME(look_up)(isa, x, scale, search->entries, codes, n);
+        CT_NAME(look_up)(isa, x, scale, search->entries, quantized, n);
         return absmax;
     }
     for (size_t i = 0; i < n; i++) {
         const float unit = ct_quant_unit((float)x[i], scale);
-        codes[i] = (uint8_t)ct_quant_nearest(search->middles, unit);
+        quantized[i] = (uint8_t)ct_quant_nearest(search->middles, unit);
     }
     return absmax;
 }

@@ -24,12 +24,12 @@ static const ct_dtype dtypes[N_SPANS] = {CT_F32, CT_F64, CT_F32, CT_BF16,
 typedef struct arrays {
     double grad[MOST], param[MOST];
     double state[CT_RULE_MAX_STATES][MOST]; /* of the type that is computed in */
-    uint8_t codes[CT_RULE_MAX_STATES][MOST];
+    uint8_t quantized[CT_RULE_MAX_STATES][MOST];
     float absmax[CT_RULE_MAX_STATES][MOST / CT_QUANT_BLOCK + 1];
 } arrays;
 
 typedef struct fixture {
-    float maps[MAPS][CT_QUANT_CODES];
+    float maps[MAPS][CT_QUANT_MAP_SIZE];
     arrays *start, *expected, *memory; /* N_SPANS of each */
     ct_rule rule;
     ct_rule_coef coef;
@@ -62,7 +62,7 @@ make_dynamic_map(float *map, bool is_signed)
     }
     map[n++] = 0.0f;
     map[n++] = 1.0f;
-    CHECK(n == CT_QUANT_CODES);
+    CHECK(n == CT_QUANT_MAP_SIZE);
     qsort(map, n, sizeof *map, compare_floats);
 }
 
@@ -71,12 +71,12 @@ make_dynamic_map(float *map, bool is_signed)
 static void
 make_crowded_map(float *map, ct_random *r)
 {
-    for (size_t i = 0; i < CT_QUANT_CODES; i++) {
+    for (size_t i = 0; i < CT_QUANT_MAP_SIZE; i++) {
         const double x = ct_random_unit(r);
         map[i] = (float)(i % 2 == 0 ? x : 0.5 + 0.01 * x);
     }
     map[7] = map[8];
-    qsort(map, CT_QUANT_CODES, sizeof *map, compare_floats);
+    qsort(map, CT_QUANT_MAP_SIZE, sizeof *map, compare_floats);
 }
 
 /* ---- plain loops ----------------------------------------------------------------- */
@@ -110,7 +110,7 @@ static uint8_t
 nearest(const float *map, float unit)
 {
     size_t best = 0;
-    for (size_t i = 1; i < CT_QUANT_CODES; i++) {
+    for (size_t i = 1; i < CT_QUANT_MAP_SIZE; i++) {
         best = unit > ct_quant_middle(map[i - 1], map[i]) ? i : best;
     }
     return (uint8_t)best;
@@ -131,7 +131,7 @@ quantise_block(arrays *a, ct_dtype dtype, const float *map, size_t k, size_t fro
         const float unit = finite ? ct_quant_unit((float)real_of(a, dtype, k, i),
                                                   ct_quant_scale(absmax))
                                   : 0.0f;
-        a->codes[k][i] = nearest(map, unit);
+        a->quantized[k][i] = nearest(map, unit);
     }
 }
 
@@ -141,14 +141,14 @@ dequantise(const fixture *f, arrays *a, size_t span, size_t k)
     for (size_t i = 0; i < lengths[span]; i++) {
         const float absmax = a->absmax[k][i / CT_QUANT_BLOCK];
         set_real(a, dtypes[span], k, i,
-                 (double)(map_of(f, span, k)[a->codes[k][i]] * absmax));
+                 (double)(map_of(f, span, k)[a->quantized[k][i]] * absmax));
     }
 }
 
 /* ---- updates --------------------------------------------------------------------- */
 
 static ct_update_span
-span_of(const fixture *f, arrays *a, size_t s, bool coded)
+span_of(const fixture *f, arrays *a, size_t s, bool quantized)
 {
     ct_update_span span = {
         .n = lengths[s],
@@ -157,22 +157,22 @@ span_of(const fixture *f, arrays *a, size_t s, bool coded)
         .dtype = dtypes[s],
         .grad_dtype = CT_F32,
         .state_dtype =
-            coded ? CT_U8 : ct_update_real(&(ct_update_span){.dtype = dtypes[s]}),
+            quantized ? CT_U8 : ct_update_real(&(ct_update_span){.dtype = dtypes[s]}),
     };
     for (size_t k = 0; k < CT_RULE_MAX_STATES; k++) {
-        span.state[k] = coded ? (void *)a->codes[k] : (void *)a->state[k];
+        span.state[k] = quantized ? (void *)a->quantized[k] : (void *)a->state[k];
         span.quant[k] = (ct_quant){map_of(f, s, k), a->absmax[k]};
     }
     return span;
 }
 
 static void
-update(const fixture *f, arrays *all, bool coded)
+update(const fixture *f, arrays *all, bool quantized)
 {
     ct_update_span spans[N_SPANS];
     ct_error err;
     for (size_t s = 0; s < N_SPANS; s++) {
-        spans[s] = span_of(f, &all[s], s, coded);
+        spans[s] = span_of(f, &all[s], s, quantized);
     }
     const ct_update u = {
         .rule = f->rule, .coefs = &f->coef, .spans = spans, .n_spans = N_SPANS};
@@ -214,7 +214,7 @@ check_setting(void *arg)
     for (size_t s = 0; s < N_SPANS; s++) {
         const arrays *got = &f->memory[s], *wanted = &f->expected[s];
         CHECK(memcmp(got->param, wanted->param, sizeof got->param) == 0);
-        CHECK(memcmp(got->codes, wanted->codes, sizeof got->codes) == 0);
+        CHECK(memcmp(got->quantized, wanted->quantized, sizeof got->quantized) == 0);
         CHECK(memcmp(got->absmax, wanted->absmax, sizeof got->absmax) == 0);
     }
 }
@@ -233,7 +233,7 @@ fill(fixture *f, ct_random *r)
             ct_store(dtypes[s], a->param, i, ct_random_unit(r));
             for (size_t k = 0; k < CT_RULE_MAX_STATES; k++) {
                 /* not negative: it may be a second moment */
-                a->codes[k][i] = (uint8_t)(128 + ct_random_below(r, 128));
+                a->quantized[k][i] = (uint8_t)(128 + ct_random_below(r, 128));
                 a->absmax[k][i / CT_QUANT_BLOCK] = (float)(size * 0.7);
             }
         }
@@ -278,18 +278,18 @@ test_the_nearest_number_is_found(const fixture *f)
 {
     ct_random r = {9};
     for (size_t m = 0; m < MAPS; m++) {
-        float middles[CT_QUANT_CODES - 1];
-        for (size_t i = 0; i + 1 < CT_QUANT_CODES; i++) {
+        float middles[CT_QUANT_MAP_SIZE - 1];
+        for (size_t i = 0; i + 1 < CT_QUANT_MAP_SIZE; i++) {
             middles[i] = ct_quant_middle(f->maps[m][i], f->maps[m][i + 1]);
         }
         for (int i = 0; i < 20000; i++) {
             const double x = (double)(float)(ct_random_unit(&r) * pow(10.0, -(i % 8)));
-            const uint32_t code = ct_quant_nearest(middles, (float)x);
+            const uint32_t value = ct_quant_nearest(middles, (float)x);
             double best = 2.0;
-            for (size_t c = 0; c < CT_QUANT_CODES; c++) {
+            for (size_t c = 0; c < CT_QUANT_MAP_SIZE; c++) {
                 best = fmin(best, fabs(x - (double)f->maps[m][c]));
             }
-            CHECK(fabs(x - (double)f->maps[m][code]) <= best + 0x1p-23 * fabs(x));
+            CHECK(fabs(x - (double)f->maps[m][value]) <= best + 0x1p-23 * fabs(x));
         }
     }
 }

@@ -14,7 +14,7 @@ enum {
 
 typedef struct coded {
     float values[N], residual[N], scales[3], decoded[N];
-    int8_t codes[N];
+    int8_t quantized[N];
     int bits;
 } coded;
 
@@ -36,7 +36,7 @@ encode(coded *c)
     const ct_encoding e = {
         .values = {c->values, N, CT_F32},
         .residual = c->residual,
-        .codes = c->codes,
+        .quantized = c->quantized,
         .scales = c->scales,
         .bits = c->bits
     };
@@ -48,7 +48,7 @@ decode(coded *c)
 {
     const ct_decoding d = {
         .values = {c->decoded, N, CT_F32},
-        .codes = c->codes,
+        .quantized = c->quantized,
         .scales = c->scales,
         .parts = 1,
         .factor = 1.0f,
@@ -57,7 +57,7 @@ decode(coded *c)
     CHECK(ct_device_cpu.decode(NULL, &d, NULL) == CT_OK);
 }
 
-/* Half a scale and the roundings of x * inverse and of code * scale, each of at most
+/* Half a scale and the roundings of x * inverse and of value * scale, each of at most
  * 2**-24 of the largest value. */
 static void
 check_bound(int bits)
@@ -117,10 +117,10 @@ test_two_codes_of_4_bits_share_a_byte(void)
     }
     CHECK(ct_quantized_bytes(N, 4) == N / 2 + 1 && ct_quantized_bytes(N, 8) == N);
     coded c = example(4);
-    memset(c.codes, 0x5a, sizeof c.codes);
+    memset(c.quantized, 0x5a, sizeof c.quantized);
     encode(&c);
-    CHECK(c.codes[N / 2 + 1] == 0x5a); /* nothing behind the last */
-    CHECK(ct_quantized_second(c.codes[N / 2]) == 0);
+    CHECK(c.quantized[N / 2 + 1] == 0x5a); /* nothing behind the last */
+    CHECK(ct_quantized_second(c.quantized[N / 2]) == 0);
 }
 
 static void

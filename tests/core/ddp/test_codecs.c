@@ -130,12 +130,12 @@ spread(size_t i)
 }
 
 static void
-encode_with(const char *isa, float *residual, int8_t *codes, float *scales)
+encode_with(const char *isa, float *residual, int8_t *quantized, float *scales)
 {
     float values[ROWS * COLS];
     const ct_encoding e = {
         {values, ROWS * COLS, CT_F32},
-        residual, codes, scales, 8
+        residual, quantized, scales, 8
     };
     for (size_t i = 0; i < ROWS * COLS; i++) {
         values[i] = spread(i) * (i < 256 ? 1e-39f : 3e38f);
@@ -151,14 +151,14 @@ test_codes_are_the_same_with_every_instruction_set(void)
 {
     static const char *const names[] = {"v3", "v4"};
     float residual[2][ROWS * COLS], scales[2][2];
-    int8_t codes[2][ROWS * COLS];
-    encode_with("base", residual[0], codes[0], scales[0]);
-    CHECK(codes[0][300] != 0 && isfinite(residual[0][300]));
+    int8_t quantized[2][ROWS * COLS];
+    encode_with("base", residual[0], quantized[0], scales[0]);
+    CHECK(quantized[0][300] != 0 && isfinite(residual[0][300]));
     for (size_t i = 0; i < 2; i++) {
         if (ct_cpu_set_isa(names[i], NULL) == CT_OK) {
-            encode_with(names[i], residual[1], codes[1], scales[1]);
+            encode_with(names[i], residual[1], quantized[1], scales[1]);
             CHECK(memcmp(residual[0], residual[1], sizeof residual[0]) == 0);
-            CHECK(memcmp(codes[0], codes[1], sizeof codes[0]) == 0);
+            CHECK(memcmp(quantized[0], quantized[1], sizeof quantized[0]) == 0);
             CHECK(memcmp(scales[0], scales[1], sizeof scales[0]) == 0);
         }
     }
