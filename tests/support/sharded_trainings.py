@@ -316,11 +316,25 @@ def coded(folder: str) -> dict[str, Any]:
         config["error_feedback"] = feedback
         made.append(trainer(f"{folder}/coded-{feedback}", "gpt2", **options))
         made[-1].train(resume_from_checkpoint=middle)
+    config["error_feedback"] = True
+    made.append(trainer(f"{folder}/coded-older", "gpt2", **options))
+    made[-1].train(resume_from_checkpoint=_with_older_names(middle))
     weights = [torch.cat([p.flatten() for p in t.model.parameters()]) for t in made]
     return {
         "same": [torch.equal(weights[0], other) for other in weights[1:]],
         "bits": [made[0].model.gather_bits, made[0].model.reduce_bits],
     }
+
+
+def _with_older_names(checkpoint: str) -> str:
+    """A copy of a checkpoint whose residuals have the file name of older releases."""
+    copy, group = f"{checkpoint}-older", ctrainer.comm.world()
+    if group.rank == 0:
+        shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("*manifest*"))
+        for file in sorted(Path(copy).glob("residual_*.pt")):
+            file.rename(file.with_name(f"code_feedback_{file.name[9:]}"))
+    group.barrier()
+    return copy
 
 
 def plain(folder: str) -> list[float]:

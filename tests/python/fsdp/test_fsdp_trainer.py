@@ -115,7 +115,7 @@ def test_a_run_in_codes_goes_on_with_what_they_have_missed(
     told: list[Any], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for rank in told:
-        assert rank["coded"] == {"same": [True, False], "bits": [8, 8]}
+        assert rank["coded"] == {"same": [True, False, True], "bits": [8, 8]}
     options: dict[str, Any] = {"fsdp_config": {"reduce_bits": 8}, "max_steps": 3}
     made = runs.trainer(f"{folder}/coded-alone", "gpt2", **options)
     made.train(resume_from_checkpoint=f"{folder}/coded/checkpoint-2")
