@@ -341,7 +341,7 @@ def _with_interface(cfg: Any, optimizer: Any) -> Any:
     """The optimizer if it has fairseq's interface, or one over it that has."""
     if hasattr(optimizer, "get_lr") and hasattr(optimizer, "optimizer"):
         return optimizer
-    from ctrainer.fairseq.optim import FairseqOptimizer
+    from ctrainer.adapters.fairseq_optimizer import FairseqOptimizer
 
     return FairseqOptimizer(cfg, optimizer)
 

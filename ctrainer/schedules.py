@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrainer._C import LRScheduler, Schedule
-from ctrainer.arguments.settings import plain
+from ctrainer.arguments.settings import plain, read_keywords
 
 __all__ = ["LRScheduler", "Schedule", "get_scheduler"]
 
@@ -68,10 +68,24 @@ def get_scheduler(
             "a scheduler for each of its optimizer_dict's optimizers"
         )
     if name in ON_METRIC:
-        from ctrainer.adapters import _torch_optim
-
-        return _torch_optim.scheduler_on_metric(name, optimizer, options)
+        return _on_metric(name, optimizer, options)
     last_epoch = options.pop("last_epoch", -1)
     return LRScheduler(
         optimizer, name, num_warmup_steps, num_training_steps, options, last_epoch
     )
+
+
+def _on_metric(name: str, optimizer: Any, options: dict[str, Any]) -> Any:
+    """torch's ReduceLROnPlateau, or for "greedy" transformers' GreedyLR."""
+    import torch
+
+    cls: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
+    if name == "greedy":
+        from transformers.optimization import GreedyLR as cls
+    where = f"schedule '{name}'"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"{where} is {cls.__name__} of {cls.__module__}, which needs an optimizer "
+            f"of torch, not {type(optimizer).__name__}"
+        )
+    return cls(optimizer, **read_keywords(cls, options, where))

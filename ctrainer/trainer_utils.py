@@ -171,7 +171,7 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
     seed_loaded(seed)
     if find_spec("torch") is None:
         return
-    from ctrainer.adapters import torch_process
+    from ctrainer.runtime import torch_process
 
     torch_process.seed_torch(seed)
     if deterministic:
@@ -187,7 +187,7 @@ def seed_loaded(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     if "torch" in sys.modules:
-        from ctrainer.adapters import torch_process
+        from ctrainer.runtime import torch_process
 
         torch_process.seed_torch(seed)
 
@@ -207,7 +207,7 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
     set_seed(seed)
     if find_spec("torch") is not None:
-        from ctrainer.adapters import torch_process
+        from ctrainer.runtime import torch_process
 
         torch_process.be_deterministic(warn_only)
 
@@ -221,7 +221,7 @@ def seed_worker(worker_id: int, num_workers: int = 0, rank: int = 0) -> None:
         rank (int, default 0): The rank, so that no two ranks' workers have the same
             seed.
     """
-    from ctrainer.adapters import torch_process
+    from ctrainer.runtime import torch_process
 
     set_seed(num_workers * rank + torch_process.initial_seed())
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ctrainer import integrations
 from ctrainer.arguments import accelerator, checks, table
 from ctrainer.arguments.docstrings import (
     Argument,
@@ -93,8 +94,10 @@ class TrainingArguments(Setters):
     def __post_init__(self) -> None:
         table.check_environment()
         take_shadowed(self)
-        checks.normalize(self)
+        checks.normalize(self, integrations.installed_reporters)
         checks.derive(self)
+        if accelerator.config_of(self.accelerator_config).use_configured_state:
+            integrations.configured_state()
         checks.validate(self)
         table.check(self, self._default_of)
         table.warn_without_effect(self, self._default_of)
@@ -174,11 +177,9 @@ class TrainingArguments(Setters):
         Imports torch, and applies `tf32` there.
         """
         if accelerator.config_of(self.accelerator_config).use_configured_state:
-            from ctrainer.integrations import configured_state
-
-            return configured_state().device  # type: ignore[no-any-return]
+            return integrations.configured_state().device  # type: ignore[no-any-return]
         if "_device" not in vars(self):
-            from ctrainer.adapters.torch_process import choose_device
+            from ctrainer.runtime.torch_process import choose_device
 
             self._device = choose_device(
                 self.use_cpu, self.tf32, self.local_process_index, self.world_size
@@ -242,9 +243,7 @@ class TrainingArguments(Setters):
         """
         if self.world_size == 1:
             return None
-        from ctrainer.integrations import partial_state
-
-        return partial_state(self)
+        return integrations.partial_state(self)
 
     def get_process_log_level(self) -> int:
         """Return the level of the logging module for this process."""

@@ -3,81 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
-import pickle
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ctrainer import _C
 from ctrainer.adapters import _saved_names
-from ctrainer.adapters._torch_files import load_plain
 from ctrainer.checkpoint import Sink, shard_names
 from ctrainer.checkpoint.files import expected_of, is_there, naming
+from ctrainer.checkpoint.torch_files import archive_records, load_plain, numpy_names
 
 logger = logging.getLogger("ctrainer.checkpoint")
-
-# Pickles: torch.save's archive, its tensors written by C
-
-
-class Pickler(pickle.Pickler):
-    """Puts a number in the place of each storage and keeps the storage."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)
-        self.numbers: dict[int, str] = {}
-        self.records: list[Any] = []  # what holds the data, by number
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, torch.storage.TypedStorage):
-            storage, kind, n = obj._untyped_storage, obj._pickle_storage_type(), None  # type: ignore[no-untyped-call]
-        elif isinstance(obj, torch.UntypedStorage):
-            storage, kind, n = obj, "UntypedStorage", obj.nbytes()
-        else:
-            return None
-        number = self.numbers.get(storage._cdata)
-        if number is None:
-            number = self.numbers[storage._cdata] = str(len(self.records))
-            self.records.append(_storage_bytes(storage))
-        kind = getattr(torch, kind)
-        n = obj._size() if n is None else n
-        place = torch.serialization.location_tag(storage)
-        return ("storage", kind, number, place, n)
-
-
-def archive_records(
-    name: str | os.PathLike[str], obj: Any, pickler_class: type[Pickler] = Pickler
-) -> list[tuple[str, Any]]:
-    """The records of torch.save(obj, name): pickled now, tensors by reference.
-
-    Storages of a GPU are copied to the host. Records that C has not copied yet keep the
-    tensors alive, not their values.
-    """
-    file = io.BytesIO()
-    pickler = pickler_class(file)
-    pickler.dump(obj)
-    stem = os.path.splitext(os.path.basename(os.fspath(name)))[0] or "archive"
-    records: list[tuple[str, Any]] = [
-        (f"{stem}/data.pkl", file.getvalue()),
-        (f"{stem}/.format_version", b"1"),
-        (f"{stem}/.storage_alignment", b"64"),
-        (f"{stem}/byteorder", sys.byteorder.encode()),
-    ]
-    for i, data in enumerate(pickler.records):
-        records.append((f"{stem}/data/{i}", data))
-    records.append((f"{stem}/version", b"3\n"))
-    return records
-
-
-def _storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    host = storage if storage.device.type == "cpu" else storage.cpu()  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(host)
 
 
 def save_object(sink: Sink, name: str, obj: Any) -> None:
@@ -92,25 +33,6 @@ def load_object(folder: str, name: str) -> Any:
     if not is_there(path):
         return None
     return load_plain(path, expected_of(path), numpy_names())
-
-
-def numpy_names() -> list[Any]:
-    """What a pickled state of NumPy's generator names, under NumPy 1 and 2."""
-    core = np._core if hasattr(np, "_core") else np.core
-    rebuild = core.multiarray._reconstruct
-    kinds = [np.uint32, np.int64, np.uint64, np.float64]
-    return [
-        rebuild,
-        (rebuild, "numpy.core.multiarray._reconstruct"),
-        (rebuild, "numpy._core.multiarray._reconstruct"),
-        np.ndarray,
-        np.dtype,
-        *(type(np.dtype(kind)) for kind in kinds),
-    ]
-
-
-def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    return torch.from_numpy(array)
 
 
 # Weights

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ctrainer import schedules
-from ctrainer.arguments.settings import read_keywords
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -88,20 +87,6 @@ def make_scheduler(
     name: str, optimizer: Any, warmup: int, total: int, options: dict[str, Any]
 ) -> Any:
     return schedules.get_scheduler(name, optimizer, warmup, total, options)
-
-
-def scheduler_on_metric(name: str, optimizer: Any, options: dict[str, Any]) -> Any:
-    """torch's ReduceLROnPlateau, or for "greedy" transformers' GreedyLR."""
-    cls: Any = ReduceLROnPlateau
-    if name == "greedy":
-        from transformers.optimization import GreedyLR as cls
-    where = f"schedule '{name}'"
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"{where} is {cls.__name__} of {cls.__module__}, which needs an optimizer "
-            f"of torch, not {type(optimizer).__name__}"
-        )
-    return cls(optimizer, **read_keywords(cls, options, where))
 
 
 def is_metric_scheduler(scheduler: Any) -> bool:

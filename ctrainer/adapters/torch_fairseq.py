@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import inspect
 import io
 from collections.abc import Callable, Iterable, Iterator
@@ -14,11 +13,15 @@ import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer.adapters._torch_checkpoint import archive_records, numpy_names
-from ctrainer.adapters._torch_files import FILE_LIMIT, load_plain
 from ctrainer.adapters.generators import rng_state, set_rng_state
 from ctrainer.adapters.torch import empty_cache, no_grad
 from ctrainer.checkpoint.files import expected_of, is_there
+from ctrainer.checkpoint.torch_files import (
+    FILE_LIMIT,
+    archive_records,
+    load_plain,
+    numpy_names,
+)
 
 __all__ = ["empty_cache", "no_grad", "rng_state", "set_rng_state"]
 
@@ -77,21 +80,6 @@ def cast(module: Module, fp16: bool, bf16: bool) -> Module:
     if fp16:
         return module.half()
     return module.to(torch.bfloat16) if bf16 else module
-
-
-def copy_of(module: Module) -> Module:
-    """A copy of a module whose parameters it has itself.
-
-    Raises ValueError for one with sharded units, which cannot be copied.
-    """
-    from ctrainer.fsdp import FullyShardedDataParallel
-
-    if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
-        raise ValueError(
-            "ema.store_ema copies the model before it is sharded, and it has units of "
-            "FullyShardedDataParallel already; leave the wrapping to the trainer"
-        )
-    return copy.deepcopy(module)
 
 
 def _named(module: Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:

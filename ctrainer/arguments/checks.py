@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import Field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -54,8 +54,8 @@ def current_log_level() -> int:
     return logging.getLogger(name).getEffectiveLevel()
 
 
-def normalize(args: TrainingArguments) -> None:
-    """Convert each field to its canonical form."""
+def normalize(args: TrainingArguments, trackers: Callable[[], list[str]]) -> None:
+    """Convert each field to its canonical form; trackers: those that are installed."""
     for name in _DICTS:
         value = getattr(args, name)
         if isinstance(value, str) and value.startswith("{"):
@@ -74,7 +74,7 @@ def normalize(args: TrainingArguments) -> None:
     if isinstance(args.include_num_input_tokens_seen, bool):
         counted = "all" if args.include_num_input_tokens_seen else "no"
         args.include_num_input_tokens_seen = counted
-    args.report_to = _reporters(args.report_to)
+    args.report_to = _reporters(args.report_to, trackers)
     for name in ("logging_steps", "eval_steps", "save_steps"):
         _whole(args, name)
 
@@ -162,13 +162,13 @@ def _typed_value(value: Any) -> Any:
     return value
 
 
-def _reporters(names: str | list[str] | None) -> list[str]:
+def _reporters(
+    names: str | list[str] | None, trackers: Callable[[], list[str]]
+) -> list[str]:
     if names in (None, "none", ["none"], []):
         return []
     if names in ("all", ["all"]):
-        from ctrainer.integrations import installed_reporters
-
-        return installed_reporters()
+        return trackers()
     return [names] if isinstance(names, str) else list(names or [])
 
 
@@ -248,10 +248,6 @@ def _take_mixed_precision(args: TrainingArguments) -> None:
 def validate(args: TrainingArguments) -> None:
     """Raise ValueError for a value out of range or a contradiction."""
     _validate_epochs(args)
-    if accelerator.config_of(args.accelerator_config).use_configured_state:
-        from ctrainer.integrations import configured_state
-
-        configured_state()
     _validate_steps(args)
     _validate_schedule(args)
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:

@@ -173,19 +173,20 @@ _TAKEN: dict[str, Callable[[Any], Any]] = {
 _PRECISION = ("master_weights", "stochastic_rounding")
 
 
-def optimizer_class(args: Any, model: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+def optimizer_class(
+    args: Any, model: Any, adapter: Any
+) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The class that args.optim names and its keywords but for the parameters.
+
+    adapter: of the model's framework.
 
     Raises:
         ValueError: optim_args has a key that the class lacks or a value of another
             type, or an argument needs a feature that the class lacks.
     """
-    from ctrainer import adapters
-
     name = str(getattr(args.optim, "value", args.optim))
     if not supported(name):
         raise ValueError(f"optim={name!r} is not supported: {instead(name)}")
-    adapter = adapters.for_model(model)
     recipe = RECIPES.get(name)
     if recipe is None or _is_elsewhere(recipe, adapter, model):
         return _of_a_package(args, adapter, model)

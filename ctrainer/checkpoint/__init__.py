@@ -93,9 +93,9 @@ class CheckpointWriter(_C.CheckpointWriter):
             snapshot (bool, default True): Copy the tensors now; False: they must not
                 change until the save is done.
         """
-        from ctrainer.adapters import _torch_checkpoint
+        from ctrainer.checkpoint.torch_files import archive_records
 
-        records = _torch_checkpoint.archive_records(name, obj)
+        records = archive_records(name, obj)
         self.add_archive(name, records, snapshot=snapshot)
 
 
@@ -509,6 +509,6 @@ def from_json(value: Any) -> Any:
     array = flat.reshape(shape).copy()
     if kind == "array":
         return array
-    from ctrainer.adapters import _torch_checkpoint
+    from ctrainer.checkpoint.torch_files import tensor_of
 
-    return _torch_checkpoint.tensor_of(array)
+    return tensor_of(array)

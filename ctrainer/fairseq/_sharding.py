@@ -4,6 +4,7 @@ and the moving average of a part.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,21 @@ def wrap(cfg: Any, module: Any, communicator: _C.Communicator) -> Any:
         gather_bits=_bits(options, "gather_bits"),
         reduce_bits=_bits(options, "reduce_bits"),
     )
+
+
+def copy_of(module: Any) -> Any:
+    """A copy of a module whose parameters it has itself.
+
+    Raises ValueError for one with sharded units, which cannot be copied.
+    """
+    from ctrainer.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+        raise ValueError(
+            "ema.store_ema copies the model before it is sharded, and it has units of "
+            "FullyShardedDataParallel already; leave the wrapping to the trainer"
+        )
+    return copy.deepcopy(module)
 
 
 def _bits(options: Any, name: str) -> int | None:

@@ -232,7 +232,7 @@ class Core(Step):
         """Make the model, criterion or ema that the trainer uses."""
         if part == "model":
             if self.is_fsdp and setting(self.cfg, "ema", "store_ema", False):
-                self._average_model = self._wrap(tools.copy_of(self._model))
+                self._average_model = self._wrap(_sharding.copy_of(self._model))
             self._wrapped_model = self._wrap(self._model)
         elif part == "ema":
             self._ema = self._new_ema()

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ctrainer import _C
-from ctrainer.adapters._torch_checkpoint import DTYPES, TAGS, Pickler, archive_records
+from ctrainer.adapters._torch_checkpoint import DTYPES, TAGS
 from ctrainer.checkpoint.disk import SAVING, write_together
 from ctrainer.checkpoint.files import naming, parse_json, unchanged
+from ctrainer.checkpoint.torch_files import Pickler, archive_records
 from ctrainer.fsdp.stored import (
     ARCHIVED,
     Item,

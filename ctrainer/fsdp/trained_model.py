@@ -18,8 +18,8 @@ from torch import nn
 from ctrainer import _C
 from ctrainer.adapters import _saved_names
 from ctrainer.adapters._torch_checkpoint import raise_unless_all, weight_files
-from ctrainer.adapters._torch_files import load_plain
 from ctrainer.checkpoint.files import expected_of, unchanged
+from ctrainer.checkpoint.torch_files import load_plain
 from ctrainer.comm import world
 from ctrainer.comm.machines import ranks_a_machine
 from ctrainer.fsdp import full_params, initial_values, shard_files
@@ -136,7 +136,7 @@ def _places(module: nn.Module) -> Counter[nn.Parameter]:
 
 def recompute(model: nn.Module, chosen: set[int]) -> None:
     """Let the chosen modules keep their inputs instead of their activations."""
-    from ctrainer.compat.fairscale import checkpoint_wrapper
+    from ctrainer.fsdp.recompute import checkpoint_wrapper
 
     for module in model.modules():
         if id(module) in chosen:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ctrainer import _C
+from ctrainer import _C, adapters
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.checkpoint import PREFIX
@@ -563,7 +563,7 @@ class TrainerRun(TrainerBase):
         """
         from ctrainer.arguments.optimizers import optimizer_class
 
-        return optimizer_class(args, model)
+        return optimizer_class(args, model, adapters.for_model(model))
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Return the names of the parameters that weight decay applies to.

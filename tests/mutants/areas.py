@@ -249,7 +249,7 @@ AREAS = {
                 "python/evaluate/test_full_eval.py "
                 "python/trainer/test_trainer_precision.py",
             "ctrainer/adapters/__init__.py ctrainer/adapters/torch.py "
-            "ctrainer/adapters/torch_process.py":
+            "ctrainer/runtime/torch_process.py":
                 "parity/test_training.py python/trainer/test_trainer_utils.py",
             "ctrainer/adapters/_numpy_model.py ctrainer/adapters/_numpy_optim.py "
             "ctrainer/adapters/numpy.py":
@@ -367,7 +367,7 @@ AREAS = {
                 "python/checkpoint/test_loading_weights.py "
                 "parity/test_saved_weights.py",
             "ctrainer/adapters/_torch_checkpoint.py "
-            "ctrainer/adapters/_torch_files.py":
+            "ctrainer/checkpoint/torch_files.py":
                 "python/checkpoint/test_damaged_checkpoints.py "
                 "python/checkpoint/test_loading_weights.py "
                 "parity/test_checkpoint_exchange.py",
@@ -504,7 +504,7 @@ AREAS = {
                 "python/fairseq/test_fairseq_ranks.py "
                 "python/ddp/test_data_parallel.py",
             "ctrainer/compat/fairscale/_batch_norm.py "
-            "ctrainer/compat/fairscale/_checkpoint.py "
+            "ctrainer/fsdp/recompute.py "
             "ctrainer/compat/fairscale/_fsdp.py "
             "ctrainer/compat/fairscale/_groups.py "
             "ctrainer/compat/fairscale/_optim_state.py "
@@ -627,7 +627,7 @@ AREAS = {
                 "python/fairseq/test_fairseq_trainer.py "
                 "python/fairseq/test_fairseq_precision.py "
                 "python/fairseq/test_fairseq_checkpoints.py",
-            "ctrainer/fairseq/optim.py":
+            "ctrainer/adapters/fairseq_optimizer.py ctrainer/fairseq/optim.py":
                 "python/fairseq/test_fairseq_optimizers.py "
                 "python/fairseq/test_fairseq_precision.py "
                 "python/fairseq/test_fairseq_checkpoints.py",

@@ -3,12 +3,6 @@ in the place of `from fairscale.nn import ...` and `from fairscale.optim import 
 """
 
 from ctrainer.compat.fairscale._batch_norm import auto_wrap_bn
-from ctrainer.compat.fairscale._checkpoint import (
-    checkpoint_wrapper,
-    disable_checkpointing,
-    is_checkpointing,
-    is_recomputing,
-)
 from ctrainer.compat.fairscale._fsdp import (
     FullyShardedDataParallel,
     get_fsdp_instances,
@@ -26,6 +20,12 @@ from ctrainer.compat.fairscale._wrap import (
 )
 from ctrainer.fsdp import TrainingState
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
+from ctrainer.fsdp.recompute import (
+    checkpoint_wrapper,
+    disable_checkpointing,
+    is_checkpointing,
+    is_recomputing,
+)
 
 __all__ = [
     "OSS",

@@ -22,7 +22,7 @@ def _visible_gpus() -> int:
     """How many GPUs torch sees, at least 1; without torch, 1."""
     if find_spec("torch") is None:
         return 1
-    count: int = import_module("ctrainer.adapters.torch_process").visible_gpus()
+    count: int = import_module("ctrainer.runtime.torch_process").visible_gpus()
     return max(1, count)
 
 
