@@ -213,7 +213,8 @@ AREAS = {
             binding("runtime/ctpy"):
                 "binding/test_trainer_hooks.py binding/test_process.py "
                 "binding/test_optimizer.py python/trainer/test_copies.py "
-                "binding/test_trainer_failures.py binding/test_trainer_eval.py",
+                "binding/test_trainer_failures.py binding/test_trainer_eval.py "
+                "binding/test_object_watch.py",
             binding("module") + " " +
             "csrc/binding/runtime/ctpy.h":
                 "binding/test_process.py binding/test_optimizer.py",
@@ -306,7 +307,8 @@ AREAS = {
             binding("fairseq/optimizer"):
                 "python/fairseq/test_fairseq_optimizers.py",
             binding("data/batches"):
-                "binding/test_batches.py binding/test_blocks.py "
+                "binding/test_batches.py binding/test_batch_digest.py "
+                "binding/test_blocks.py "
                 "binding/test_collate.py",
             core("data/batches"):
                 "core/data/test_batches.c binding/test_batches.py "
@@ -383,44 +385,42 @@ AREAS = {
     ),
     "ranks": Area(
         {
-            core("comm/comm", "comm/self", "comm/split"):
+            core("comm/comm"):
                 "core/comm/test_comm.c",
-            core("comm/bytes"):
-                "core/comm/test_comm.c",
-            core("comm/padded", "data/targets"):
-                "core/comm/test_comm_padded.c core/data/test_count.c",
-            core("comm/sync"):
-                "core/ddp/test_reducer.c binding/test_communicator.py",
+            core("comm/collectives"):
+                "core/comm/test_comm.c core/comm/test_comm_padded.c "
+                "core/comm/test_history.c core/ddp/test_reducer.c "
+                "binding/test_communicator.py python/comm/test_ranks_differ.py",
+            core("data/targets"):
+                "core/data/test_count.c",
             core("base/copy_far"):
                 "core/base/test_copy_far.c",
             core("comm/reduce") + " " +
             "csrc/core/comm/reduce_body.h":
                 "core/comm/test_reduce.c",
-            core("comm/shm", "comm/exchange", "comm/process_barrier", "base/wait",
-                 "base/pages", "base/segment"):
+            core("comm/shm", "comm/exchange", "base/wait", "base/pages",
+                 "base/segment"):
                 "core/comm/test_comm_shm.c core/comm/test_comm_shm_memory.c "
                 "core/comm/test_comm_shm_faults.c",
             core("comm/hierarchical"):
                 "core/comm/test_hierarchical.c",
-            core("comm/history"):
-                "core/comm/test_history.c python/comm/test_ranks_differ.py",
             core("base/pool"):
                 "core/base/test_pool.c",
             core("ddp/reducer", "ddp/bucket"):
                 "core/ddp/test_reducer.c core/ddp/test_codecs.c",
-            binding("comm/communicator", "comm/sync"):
+            binding("comm/communicator"):
                 "binding/test_communicator.py "
                 "python/comm/test_ranks_of_one_machine.py",
             binding("comm/memory"):
                 "python/comm/test_ranks_of_one_machine.py "
                 "python/trainer/test_copies.py cuda/test_fsdp_device.py",
-            binding("comm/backends"):
+            binding("comm/group"):
                 "python/comm/test_ranks_of_one_machine.py "
                 "python/comm/test_groups_over_machines.py "
+                "binding/test_communicator.py python/comm/test_process_groups.py "
                 "cuda/test_nccl_groups.py",
             "ctrainer/comm/machines.py":
                 "python/comm/test_groups_over_machines.py",
-            binding("comm/python") + " " +
             "ctrainer/comm/process_group.py":
                 "binding/test_communicator.py python/comm/test_process_groups.py",
             "ctrainer/comm/nccl.py":
@@ -436,8 +436,6 @@ AREAS = {
                 "python/comm/test_groups_over_mpi.py",
             "ctrainer/comm/cost.py":
                 "python/comm/test_cost.py",
-            binding("comm/group"):
-                "binding/test_communicator.py",
         },
         "binding/test_communicator.py python/comm/test_ranks_of_one_machine.py",
     ),
@@ -518,8 +516,6 @@ AREAS = {
     ),
     "data": Area(
         {
-            binding("data/digest"):
-                "binding/test_batch_digest.py binding/test_object_watch.py",
             "ctrainer/adapters/batch_shard.py":
                 "python/data/test_batch_shard.py",
             "ctrainer/arguments/accelerator.py":

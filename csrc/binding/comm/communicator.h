@@ -5,6 +5,7 @@
 #include "binding/runtime/buffer.h"
 
 #include "core/comm/comm.h"
+#include "core/device/device.h"
 
 typedef struct Communicator {
     PyObject_HEAD
@@ -15,11 +16,20 @@ typedef struct Communicator {
 /* An instance of `type` that owns comm, also on failure. */
 PyObject *ctpy_communicator_steal(PyTypeObject *type, ct_comm *comm);
 
+/* NULL, with the exception for an object that is no open Communicator. */
+ct_comm *ctpy_comm_reject(ctpy_state *state, PyObject *op);
+
 /* The group of an open Communicator; NULL with an exception for a closed group or
  * another object. */
-ct_comm *ctpy_comm_borrow(ctpy_state *state, PyObject *op);
+static inline ct_comm *
+ctpy_comm_borrow(ctpy_state *state, PyObject *op)
+{
+    ct_comm *comm =
+        PyObject_TypeCheck(op, state->Communicator) ? ((Communicator *)op)->comm : NULL;
+    return comm != NULL ? comm : ctpy_comm_reject(state, op);
+}
 
-/* Leaves the group, without the GIL: closing may wait for other ranks. */
+/* Leaves the group; without the GIL, closing may wait for other ranks. */
 void ctpy_comm_free(ct_comm *comm);
 
 /* Releases the GIL for a call on the communicator, which stays open until
@@ -30,7 +40,7 @@ void ctpy_comm_leave(PyObject *op, PyThreadState *thread);
 /* Runs a request without the GIL. 0, or -1 with an exception. */
 int ctpy_comm_run(ctpy_state *state, PyObject *op, const ct_request *request);
 
-/* Reduces numbers in place and compares the ranks' histories (core/comm/history.h);
+/* Reduces numbers in place and compares the ranks' histories (core/comm/collectives.h);
  * label: the purpose of the exchange, or NULL. 0 or -1. */
 int ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *label,
                              double *numbers, size_t n, ct_reduce_op how);
@@ -41,7 +51,7 @@ int ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *la
 int ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op,
                    const char *what, ct_span *span);
 
-/* binding/comm/python.c: a group over a Python object with rank, world_size and
+/* A group over a Python object with rank, world_size and
  * begin(what, out, in_, dtype, op, root) -> a handle with wait(). NULL with an
  * exception. */
 ct_comm *ctpy_comm_python_new(PyObject *backend);
@@ -51,5 +61,14 @@ ct_comm *ctpy_comm_python_new(PyObject *backend);
 int ctpy_comm_wants_comparison(void);
 
 PyObject *Communicator_gather_bytes(PyObject *op, PyObject *arg);
+
+/* The elements of every tensor become the root's. 0 or -1; nothing for an empty
+ * sequence. */
+int ctpy_broadcast_sequence(ctpy_state *state, PyObject *communicator,
+                            PyObject *tensors, int root);
+
+/* The device of a plugin's capsule, the host's for None; NULL with an exception. It
+ * lives as long as the process. */
+const ct_device *ctpy_device_borrow(PyObject *capsule);
 
 #endif

@@ -3,7 +3,6 @@
  * torch.frombuffer() on the host and torch.from_dlpack() on a device. */
 #include "binding/comm/memory.h"
 
-#include "binding/comm/backends.h"
 #include "binding/comm/communicator.h"
 #include "binding/runtime/dlpack_abi.h"
 

@@ -1,15 +1,17 @@
-/* Module functions of fairseq's data sets: batches by size, and the check of an index.
- */
+/* Module functions over batches of data: fairseq's batches by size, rows of padded
+ * tokens, the check of an index, and a checksum of a batch. */
 #include "binding/runtime/buffer.h"
-#include "binding/runtime/ctpy.h"
 
 #include "core/base/alloc.h"
+#include "core/base/crc.h"
 #include "core/base/span.h"
 #include "core/data/batches.h"
 #include "core/data/index.h"
 #include "core/data/rows.h"
 
 #include <string.h>
+
+/* ---- fairseq's batches by size --------------------------------------------------- */
 
 static int
 view_int64(PyObject *module, PyObject *op, const char *name, int ndim, ctpy_view *view)
@@ -380,7 +382,148 @@ ctpy_pad_rows(PyObject *module, PyObject *args)
     return done < 0 ? NULL : PyBool_FromLong(done);
 }
 
+/* ---- a checksum of a batch, by which a resumed run recognizes its data ----------- */
+
+/* The checksum is taken of every batch on arrival, since a model or a hook may write
+ * into the batch later: so it covers few bytes of few parts, read in place. */
+
+enum {
+    MOST_PARTS = 8,
+    MOST_BYTES = 1 << 14,
+    MOST_DEPTH = 16
+};
+
+typedef struct digest {
+    ctpy_state *state;
+    PyObject *describe; /* borrowed: bytes or parts for a part of another kind */
+    uint32_t crc;
+    int n_parts;
+} digest;
+
+/* The length, then the first bytes: parts cannot run into each other. */
+static void
+add_bytes(digest *d, const void *data, size_t n)
+{
+    const uint64_t length = n;
+    d->crc = ct_crc32(d->crc, &length, sizeof length);
+    d->crc = ct_crc32(d->crc, data, n < MOST_BYTES ? n : MOST_BYTES);
+    d->n_parts++;
+}
+
+/* 1 when op, a tensor or an array in the host's memory in C order, has been added, 0
+ * for anything else, -1 with an exception. */
+static int
+add_memory(digest *d, PyObject *op)
+{
+    const ctpy_place place = {.what = "a part", .group = -1};
+    ctpy_view view;
+    if (ctpy_view_of(d->state, op, &place, &view) < 0) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
+            !PyErr_ExceptionMatches(PyExc_ValueError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        return 0;
+    }
+    if (view.strides != NULL) {
+        return 0;
+    }
+    add_bytes(d, view.span.data, view.span.n * ct_dtype_size(view.span.dtype));
+    return 1;
+}
+
+/* 1 when op is a number or a string and has been added, 0, or -1. */
+static int
+add_value(digest *d, PyObject *op)
+{
+    if (PyFloat_Check(op)) {
+        const double value = PyFloat_AS_DOUBLE(op);
+        add_bytes(d, &value, sizeof value);
+        return 1;
+    }
+    if (PyLong_Check(op)) {
+        const Py_hash_t value = PyLong_Type.tp_hash(op); /* the same in any process */
+        add_bytes(d, &value, sizeof value);
+        return 1;
+    }
+    if (PyUnicode_Check(op)) {
+        add_bytes(d, PyUnicode_DATA(op),
+                  (size_t)PyUnicode_GET_LENGTH(op) * (size_t)PyUnicode_KIND(op));
+        return 1;
+    }
+    return 0;
+}
+
+/* The parts of op, a new list or tuple; NULL for a leaf, which has been added, or with
+ * an exception. describe(op) returns bytes, a list of parts, or None. */
+static PyObject *
+parts_of(digest *d, PyObject *op)
+{
+    if (PyList_Check(op) || PyTuple_Check(op)) {
+        return Py_NewRef(op);
+    }
+    if (PyDict_Check(op)) {
+        return PyDict_Values(op);
+    }
+    const int added = add_value(d, op);
+    if (added != 0 || add_memory(d, op) != 0) {
+        return NULL;
+    }
+    PyObject *described = PyObject_CallOneArg(d->describe, op);
+    if (described != NULL && PyBytes_Check(described)) {
+        add_bytes(d, PyBytes_AS_STRING(described), (size_t)PyBytes_GET_SIZE(described));
+    }
+    if (described != NULL && !PyList_Check(described)) {
+        Py_CLEAR(described);
+    }
+    return described;
+}
+
+static int
+add_part(digest *d, PyObject *op, int depth)
+{
+    if (depth > MOST_DEPTH || op == Py_None) {
+        return 0;
+    }
+    PyObject *parts = parts_of(d, op);
+    if (parts == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    int result = 0;
+    for (Py_ssize_t i = 0; /* describe() may change a list meanwhile */
+         result == 0 && d->n_parts < MOST_PARTS && i < PySequence_Fast_GET_SIZE(parts);
+         i++) {
+        PyObject *part = Py_NewRef(PySequence_Fast_GET_ITEM(parts, i));
+        result = add_part(d, part, depth + 1);
+        Py_DECREF(part);
+    }
+    Py_DECREF(parts);
+    return result;
+}
+
+static const char ctpy_batch_digest_doc[] =
+    "batch_digest($module, batch, describe, /)\n--\n\n"
+    "Return a checksum of the first 8 parts of a batch, of each at most 16 KiB.\n\n"
+    "batch: dicts, lists and tuples of tensors, arrays, numbers and strings. "
+    "describe:\n"
+    "is called with a part of another kind, and with a tensor that is not in the\n"
+    "host's memory in C order; returns bytes in its place, a list of its own parts,\n"
+    "or None.";
+
+static PyObject *
+ctpy_batch_digest(PyObject *module, PyObject *args)
+{
+    digest d = {.state = PyModule_GetState(module)};
+    PyObject *batch;
+    if (!PyArg_ParseTuple(args, "OO:batch_digest", &batch, &d.describe) ||
+        add_part(&d, batch, 0) < 0) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLong(d.crc);
+}
+
 PyMethodDef ctpy_data_batches_functions[] = {
+    {"batch_digest",  ctpy_batch_digest,  METH_VARARGS, ctpy_batch_digest_doc },
     {"batch_by_size", ctpy_batch_by_size, METH_VARARGS, ctpy_batch_by_size_doc},
     {"check_index",   ctpy_check_index,   METH_VARARGS, ctpy_check_index_doc  },
     {"pad_rows",      ctpy_pad_rows,      METH_VARARGS, ctpy_pad_rows_doc     },

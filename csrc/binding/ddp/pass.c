@@ -4,7 +4,7 @@
  * autograd computes none, because the ranks have to call the same collectives. The
  * bucket memory that is exchanged stays alive in `given` until the pass has ended.
  */
-#include "binding/comm/sync.h"
+#include "binding/comm/communicator.h"
 #include "binding/ddp/reducer.h"
 #include "binding/runtime/buffer.h"
 

@@ -4,12 +4,12 @@
  * tables point to, until dealloc: a unit in a collected cycle may still be released. */
 #include "binding/fsdp/unit.h"
 
-#include "binding/comm/backends.h"
+#include "binding/comm/communicator.h"
 #include "binding/comm/memory.h"
 #include "binding/runtime/buffer.h"
 
 #include "core/base/alloc.h"
-#include "core/comm/history.h"
+#include "core/comm/collectives.h"
 #include "core/fsdp/unit.h"
 
 #include <math.h>

@@ -6,6 +6,7 @@
  * may change the dicts between two updates, and the next update sees the change. */
 #include "binding/optim/engine.h"
 
+#include "binding/comm/communicator.h"
 #include "binding/optim/weight_average.h"
 
 #include "core/base/alloc.h"
@@ -130,6 +131,285 @@ OptimEngine_dealloc(PyObject *op)
     ct_optim_free(self->core);
     type->tp_free(op);
     Py_DECREF(type);
+}
+
+/* ---- shape, and parts of sharded parameters -------------------------------------- */
+
+/* The attribute `_part` of a parameter describes the part on this rank
+ * (ctrainer/fsdp/layout.py, Part); `_is_part` marks a flat parameter. */
+
+/* An empty side counts as 1: no rule works on an empty parameter, and some divide by
+ * the sides. */
+static size_t
+side(int64_t length)
+{
+    return length > 0 ? (size_t)length : 1;
+}
+
+/* The dimensions and the number of elements of a shape, a tuple. */
+static int
+read_shape(PyObject *shape, optim_part *part)
+{
+    int64_t last[2] = {1, 1};
+    part->ndim = (size_t)PyTuple_GET_SIZE(shape);
+    part->whole = 1;
+    for (size_t i = 0; i < part->ndim; i++) {
+        last[0] = last[1];
+        last[1] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, (Py_ssize_t)i));
+        if (last[1] < 0) {
+            if (!PyErr_Occurred()) {
+                PyErr_Format(PyExc_ValueError, "_part has a shape of %R", shape);
+            }
+            return -1;
+        }
+        part->whole *= (size_t)last[1];
+    }
+    part->rows = side(last[0]);
+    part->cols = side(last[1]);
+    return 0;
+}
+
+/* From the attribute, where the view knows no shape. */
+static int
+ask_for_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param)
+{
+    optim_part found = {.communicator = NULL};
+    PyObject *attribute = PyObject_GetAttr(slot->data, self->state->str_shape);
+    PyObject *shape = attribute == NULL ? NULL : PySequence_Tuple(attribute);
+    const int result = shape == NULL ? -1 : read_shape(shape, &found);
+    param->ndim = found.ndim;
+    param->rows = found.rows;
+    param->cols = found.cols;
+    Py_XDECREF(shape);
+    Py_XDECREF(attribute);
+    return result;
+}
+
+/* Fills in the dimensions of a parameter, for the kinds that look at them. */
+static int
+plan_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param,
+           const ctpy_view *view)
+{
+    const ct_optim_kind kind = ct_optim_groups_borrow(self->core)[slot->group].kind;
+    const int ndim = view->ndim;
+    param->ndim = param->rows = param->cols = 1;
+    if ((optim_specs[kind].traits & CT_TRAIT_SHAPED) == 0) {
+        return 0;
+    }
+    if (view->strides != NULL) {
+        return optim_fail(PyExc_ValueError, slot, "",
+                          "is transposed or channels-last in memory, and %s looks at "
+                          "rows and columns: make it contiguous, or use another "
+                          "optimizer",
+                          ct_optim_kind_name(kind));
+    }
+    if (view->shape == NULL) {
+        return ask_for_shape(self, slot, param);
+    }
+    param->ndim = (size_t)ndim;
+    param->cols = ndim > 0 ? side(view->shape[ndim - 1]) : 1;
+    param->rows = ndim > 1 ? side(view->shape[ndim - 2]) : 1;
+    return 0;
+}
+
+/* An attribute of the slot's parameter, None where it is missing; a new reference. */
+static PyObject *
+attribute(const optim_slot *slot, PyObject *name)
+{
+    PyObject *found = PyObject_GetAttr(slot->param, name);
+    if (found == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        found = Py_NewRef(Py_None);
+    }
+    return found;
+}
+
+/* A flat parameter holds several parameters, whose norms and shapes are lost. */
+static int
+reject_flat(const OptimEngine *self, const optim_slot *slot)
+{
+    PyObject *answer = attribute(slot, self->state->str__is_part);
+    const int several = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    if (several > 0) {
+        const ct_optim_group *groups = ct_optim_groups_borrow(self->core);
+        return optim_fail(
+            PyExc_ValueError, slot, "",
+            "is a flat parameter, several that are sharded as one, and %s "
+            "looks at each by itself, its norm or its rows and columns: "
+            "shard with use_orig_params=True, or use an optimizer that "
+            "works element by element, such as AdamW",
+            ct_optim_kind_name(groups[slot->group].kind));
+    }
+    return several;
+}
+
+static int
+read_part(OptimEngine *self, optim_slot *slot, PyObject *described)
+{
+    PyObject *communicator, *shape;
+    Py_ssize_t begin;
+    optim_part part = {.communicator = NULL};
+    if (!PyTuple_Check(described) ||
+        !PyArg_ParseTuple(described, "OnO!:_part", &communicator, &begin, &PyTuple_Type,
+                          &shape)) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError,
+                         "_part of param_groups[%u]['params'][%zd] is a %.200s; "
+                         "expected a tuple of a Communicator, an int and a shape",
+                         slot->group, slot->index, Py_TYPE(described)->tp_name);
+        }
+        return -1;
+    }
+    const ct_comm *comm = ctpy_comm_borrow(self->state, communicator);
+    if (comm == NULL || read_shape(shape, &part) < 0) {
+        return -1;
+    }
+    if (begin < 0 || (size_t)begin > part.whole) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "_part of param_groups[%u]['params'][%zd] begins at element %zd of "
+            "%zu",
+            slot->group, slot->index, begin, part.whole);
+        return -1;
+    }
+    part.begin = (size_t)begin;
+    part.communicator = comm->world_size > 1 ? Py_NewRef(communicator) : NULL;
+    slot->part = part;
+    return 0;
+}
+
+/* Reads which parameters are parts, for the groups that look at whole parameters; a
+ * ValueError for a flat parameter. */
+static int
+read_parts(OptimEngine *self)
+{
+    const ct_optim_group *groups = ct_optim_groups_borrow(self->core);
+    int result = 0;
+    for (size_t k = 0; result == 0 && k < self->n_slots; k++) {
+        optim_slot *slot = &self->slots[k];
+        Py_CLEAR(slot->part.communicator);
+        slot->part = (optim_part){.communicator = NULL};
+        if (ct_optim_group_is_whole(&groups[slot->group])) {
+            PyObject *described = attribute(slot, self->state->str__part);
+            result = described == NULL      ? -1
+                     : Py_IsNone(described) ? reject_flat(self, slot)
+                                            : read_part(self, slot, described);
+            Py_XDECREF(described);
+        }
+    }
+    return result;
+}
+
+/* Fills in the part of a parameter whose memory and shape are known. Elements behind
+ * the end of the parameter are padding. */
+static int
+plan_part(OptimEngine *self, const optim_slot *slot, ct_optim_param *param)
+{
+    const optim_part *part = &slot->part;
+    if (part->whole == 0) {
+        return 0;
+    }
+    const size_t left = part->whole - part->begin;
+    param->n = param->n < left ? param->n : left;
+    param->ndim = part->ndim;
+    param->rows = part->rows;
+    param->cols = part->cols;
+    if (part->communicator == NULL) {
+        return 0;
+    }
+    ct_comm *comm = ctpy_comm_borrow(self->state, part->communicator);
+    param->part = (ct_part){comm, part->begin, part->whole};
+    return comm == NULL ? -1 : 0;
+}
+
+/* Keeps the communicators of all parts from being closed, or no longer. */
+static void
+hold_groups(OptimEngine *self, bool held)
+{
+    for (size_t k = 0; k < self->n_slots; k++) {
+        PyObject *communicator = self->slots[k].part.communicator;
+        if (communicator != NULL) {
+            ((Communicator *)communicator)->busy += held ? 1 : -1;
+        }
+    }
+}
+
+/* ---- which parameters have a gradient on any rank -------------------------------- */
+
+/* 1 where the slot's parameter has a gradient, 0, or -1 with an exception. */
+static int
+has_grad(const OptimEngine *self, const optim_slot *slot)
+{
+    PyObject *grad = PyObject_GetAttr(slot->param, self->state->str_grad);
+    const int has = grad == NULL ? -1 : !Py_IsNone(grad);
+    Py_XDECREF(grad);
+    return has;
+}
+
+/* Sets an empty gradient where the parameter has no elements on this rank. */
+static int
+set_empty_grad(const OptimEngine *self, const optim_slot *slot)
+{
+    PyObject *count = PyObject_CallMethod(slot->param, "numel", NULL);
+    const long n = count == NULL ? -1 : PyLong_AsLong(count);
+    PyObject *empty = n != 0 ? NULL : PyObject_CallMethod(slot->param, "detach", NULL);
+    const int result =
+        empty == NULL ? (n > 0 ? 0 : -1)
+                      : PyObject_SetAttr(slot->param, self->state->str_grad, empty);
+    Py_XDECREF(empty);
+    Py_XDECREF(count);
+    return result;
+}
+
+/* Of the slots of one group of ranks, from `first` on. */
+static int
+reduce_presence(OptimEngine *self, size_t first, double *has)
+{
+    PyObject *communicator = self->slots[first].part.communicator;
+    size_t n = 0, at = 0;
+    int found = 0;
+    for (size_t k = first; found >= 0 && k < self->n_slots; k++) {
+        if (self->slots[k].part.communicator == communicator) {
+            found = has_grad(self, &self->slots[k]);
+            has[n++] = found;
+        }
+    }
+    if (found < 0 || ctpy_comm_reduce_numbers(self->state, communicator, NULL, has, n,
+                                              CT_REDUCE_MAX) < 0) {
+        return -1;
+    }
+    for (size_t k = first; found >= 0 && k < self->n_slots; k++) {
+        if (self->slots[k].part.communicator == communicator && has[at++] > 0.0) {
+            found = has_grad(self, &self->slots[k]);
+            found = found == 0 ? set_empty_grad(self, &self->slots[k]) : found;
+        }
+    }
+    return found < 0 ? -1 : 0;
+}
+
+/* Sets an empty gradient for parts without elements on this rank where another rank has
+ * a gradient: all ranks update the same parameters. Collective where there are parts.
+ */
+static int
+agree_on_grads(OptimEngine *self)
+{
+    double *has = NULL;
+    int result = 0;
+    for (size_t k = 0; result == 0 && k < self->n_slots; k++) {
+        const PyObject *communicator = self->slots[k].part.communicator;
+        bool seen = communicator == NULL;
+        for (size_t i = 0; !seen && i < k; i++) {
+            seen = self->slots[i].part.communicator == communicator;
+        }
+        if (!seen && has == NULL && (has = PyMem_New(double, self->n_slots)) == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        result = seen ? 0 : reduce_presence(self, k, has);
+    }
+    PyMem_Free(has);
+    return result;
 }
 
 /* ---- slots: one for each parameter of the live param_groups ---------------------- */
@@ -279,7 +559,7 @@ plan_params(OptimEngine *self, PyObject *wrapper)
     }
     Py_XDECREF(groups);
     if (result == 0 && !self->parts_asked) {
-        result = optim_read_parts(self);
+        result = read_parts(self);
         self->parts_asked = result == 0;
     }
     if (result < 0) {
@@ -317,7 +597,7 @@ static int
 plan_grads(OptimEngine *self)
 {
     ct_optim_param *params = ct_optim_params_borrow(self->core);
-    if (optim_agree_on_grads(self) < 0) {
+    if (agree_on_grads(self) < 0) {
         return -1;
     }
     for (size_t k = 0; k < self->n_slots; k++) {
@@ -417,8 +697,8 @@ plan_operands(OptimEngine *self, PyObject *wrapper)
         }
         params[k].param = view.span.data;
         params[k].dtype = view.span.dtype;
-        if (optim_plan_shape(self, slot, &params[k], &view) < 0 ||
-            optim_plan_part(self, slot, &params[k]) < 0) {
+        if (plan_shape(self, slot, &params[k], &view) < 0 ||
+            plan_part(self, slot, &params[k]) < 0) {
             return -1;
         }
         if (optim_plan_state(self, wrapper, slot, &params[k], &view) < 0 ||
@@ -486,11 +766,11 @@ apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
     ct_status status;
     ct_error err;
-    optim_hold_groups(self, true);
+    hold_groups(self, true);
     Py_BEGIN_ALLOW_THREADS
     status = ct_step_apply(self->core, NULL, config, loss_scale, &self->result, &err);
     Py_END_ALLOW_THREADS
-    optim_hold_groups(self, false);
+    hold_groups(self, false);
     if (status != CT_OK) {
         return ctpy_raise_int(&err);
     }

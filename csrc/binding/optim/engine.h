@@ -95,7 +95,7 @@ typedef struct OptimEngine {
     size_t n_known, known_capacity;
     PyObject *average; /* a WeightAverage, or NULL */
     bool averages;     /* the next update writes the average, too */
-    bool parts_asked;  /* optim_read_parts has seen these slots */
+    bool parts_asked;  /* of these slots, which are parts */
     int busy;          /* > 0: a pass or a plan is under way; nothing may be changed */
     bool measured;     /* the last update measured its gradients */
     ct_step_result result; /* of the last update */
@@ -112,26 +112,12 @@ int optim_read_groups(OptimEngine *self, PyObject *groups);
 /* Writes the live options after an update into the wrapper's groups. */
 int optim_write_groups(OptimEngine *self, PyObject *wrapper);
 
-/* Reads which parameters are parts, for the groups that look at whole parameters; a
- * ValueError for a flat parameter. */
-int optim_read_parts(OptimEngine *self);
-/* Sets an empty gradient for parts without elements on this rank where another rank has
- * a gradient: all ranks update the same parameters. Collective where there are parts.
- */
-int optim_agree_on_grads(OptimEngine *self);
-/* Fills in the part of a parameter whose memory and shape are known. */
-int optim_plan_part(OptimEngine *self, const optim_slot *slot, ct_optim_param *param);
-/* Keeps the communicators of all parts from being closed, or no longer. */
-void optim_hold_groups(OptimEngine *self, bool held);
 /* Finds the entries of the wrapper's state; makes and reads the state of one slot,
  * whose parameter is `view`; notes the entries after that. */
 int optim_sync_state(OptimEngine *self, PyObject *wrapper);
 int optim_plan_state(OptimEngine *self, PyObject *wrapper, optim_slot *slot,
                      ct_optim_param *param, const ctpy_view *view);
 int optim_remember_state(OptimEngine *self, PyObject *wrapper);
-/* Fills in the dimensions of a parameter, for the kinds that look at them. */
-int optim_plan_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param,
-                     const ctpy_view *view);
 /* Checks that `what` of the slot, seen as view, is like its parameter. */
 int optim_check_like(const optim_slot *slot, const ctpy_view *param,
                      const ctpy_view *view, const char *what);

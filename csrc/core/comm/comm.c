@@ -23,12 +23,6 @@ ct_comm_made(const ct_comm_ops *ops, int rank, int world_size)
     };
 }
 
-bool
-ct_comm_is_here(const ct_comm *comm)
-{
-    return ct_owner_is_here(comm->owner);
-}
-
 ct_status
 ct_comm_check_here(const ct_comm *comm, const char *what, ct_error *err)
 {

@@ -134,17 +134,23 @@ struct ct_comm {
     int world_size;
     unsigned splits; /* so far */
     ct_owner owner;
-    ct_rank_names names;        /* of the ranks in messages */
-    const ct_label *label;      /* of the next collectives; the caller's; NULL: none */
-    struct ct_history *history; /* core/comm/history.h; owned by its maker; or NULL */
+    ct_rank_names names;   /* of the ranks in messages */
+    const ct_label *label; /* of the next collectives; the caller's; NULL: none */
+    struct ct_history
+        *history; /* core/comm/collectives.h; owned by its maker; or NULL */
 };
 
 /* The base of every backend's communicator: made by this process, never split. */
 ct_comm ct_comm_made(const ct_comm_ops *ops, int rank, int world_size);
 
-/* Whether this process is the rank, and not a child that was forked from it; CT_ECOMM,
- * naming the collective, the rank and both processes. */
-bool ct_comm_is_here(const ct_comm *comm);
+/* Whether this process is the rank, and not a child that was forked from it. */
+static inline bool
+ct_comm_is_here(const ct_comm *comm)
+{
+    return ct_owner_is_here(comm->owner);
+}
+
+/* CT_ECOMM in such a child, naming the collective, the rank and both processes. */
 CT_NODISCARD ct_status ct_comm_check_here(const ct_comm *comm, const char *what,
                                           ct_error *err);
 

@@ -1,13 +1,331 @@
-/* A slot is overwritten only after all ranks have used the piece (CT_BARRIER_USED), and
- * read only after the owner has made the piece (CT_BARRIER_MADE). */
+/* The exchange of data in pieces, over a barrier of processes. A slot is overwritten
+ * only after all ranks have used the piece (CT_BARRIER_USED), and read only after the
+ * owner has made the piece (CT_BARRIER_MADE). */
+#define _GNU_SOURCE /* syscall */
 #include "core/comm/exchange.h"
 
 #include "core/base/alloc.h"
 #include "core/base/copy_far.h"
+#include "core/base/owner.h"
+#include "core/base/wait.h"
 #include "core/comm/reduce.h"
 
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+/* ---- the barrier of the processes of a segment: waiting that never hangs --------- */
+
+/* Each rank has two counters in shared memory: the pieces of work that it has made, and
+ * the pieces that it has used of all ranks. A wait spins on a counter, then sleeps in
+ * the kernel (futex), and wakes now and then to check whether the counter's process
+ * still lives. A rank that died, left, or came too late breaks the barrier: from then
+ * on every wait of every rank fails and names that rank. Counters are written by their
+ * own rank alone; the fault word is written once, by compare and swap, so all ranks
+ * report the same first fault. */
+
+enum {
+    LINE_BYTES = 64, /* a cache line, so that ranks write to different lines */
+    PAGE_BYTES = 4096,
+    LEAST_SPINS = 8,
+    MOST_SPINS = 1024,
+    YIELDS = 5,
+    LOOK_UP_NANOSECONDS = 20000000, /* the longest time to notice a death */
+    REASON_SHIFT = 24,              /* a fault: reason and rank in a word */
+};
+
+typedef enum reason {
+    LATE = 1,
+    DEAD,
+    GONE,
+    INTERRUPTED
+} reason;
+
+/* A counter, and the number of ranks that sleep until a change. */
+typedef struct tally {
+    _Alignas(LINE_BYTES) _Atomic uint32_t count;
+    _Atomic uint32_t sleepers;
+} tally;
+
+typedef struct place {
+    tally tallies[2];                             /* by ct_process_barrier_count */
+    _Alignas(LINE_BYTES) _Atomic int32_t process; /* 0 before joining */
+    atomic_bool has_left;
+} place;
+
+typedef struct board {
+    _Alignas(LINE_BYTES) _Atomic uint32_t fault; /* 0 while the barrier is whole */
+    place places[];
+} board;
+
+typedef enum ct_process_barrier_count {
+    CT_BARRIER_MADE,
+    CT_BARRIER_USED
+} ct_process_barrier_count;
+
+struct ct_process_barrier {
+    const ct_segment *segment;
+    board *board;
+    ct_owner owner; /* a forked child must not give up the parent's place */
+    int rank, world_size;
+    const ct_rank_names *names; /* of the ranks in messages; the caller's */
+    int spins;                  /* looks at a counter before yielding the core */
+    double timeout_seconds;
+};
+
+/* Bytes of the barrier at the start of a segment; a multiple of a page. */
+static size_t
+barrier_bytes(int world_size)
+{
+    const size_t bytes = sizeof(board) + (size_t)world_size * sizeof(place);
+    return (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+}
+
+/* Takes place `rank` in the segment. Segment and names stay the caller's and must
+ * outlive the barrier. CT_ENOMEM or CT_EIO. */
+static ct_status
+barrier_join(ct_process_barrier **barrier, const ct_segment *segment, int rank,
+             int world_size, const ct_rank_names *names, double timeout_seconds,
+             ct_error *err)
+{
+    ct_process_barrier *c = ct_alloc(sizeof *c);
+    if (c == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for a group of processes");
+    }
+    ct_status status = ct_segment_hold(segment, rank, err);
+    if (status != CT_OK) {
+        ct_free(c);
+        return status;
+    }
+    *c = (ct_process_barrier){
+        .segment = segment,
+        .board = segment->base,
+        .owner = ct_owner_here(),
+        .rank = rank,
+        .world_size = world_size,
+        .names = names,
+        .spins = MOST_SPINS,
+        .timeout_seconds = timeout_seconds,
+    };
+    atomic_store(&c->board->places[rank].process, (int32_t)getpid());
+    *barrier = c;
+    return CT_OK;
+}
+
+/* ---- the barrier: waking --------------------------------------------------------- */
+
+static void
+wake(tally *t)
+{
+    if (atomic_load(&t->sleepers) != 0) {
+        (void)syscall(SYS_futex, &t->count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    }
+}
+
+/* Sleeps while the count is `seen`, but never long. */
+static void
+sleep_while(tally *t, uint32_t seen)
+{
+    const struct timespec nap = {0, LOOK_UP_NANOSECONDS};
+    atomic_fetch_add(&t->sleepers, 1);
+    (void)syscall(SYS_futex, &t->count, FUTEX_WAIT, seen, &nap, NULL, 0);
+    atomic_fetch_sub(&t->sleepers, 1);
+}
+
+/* Sets this rank's counter, which only grows (modulo 2**32), and wakes the waiting
+ * ranks, to which memory written before is visible. */
+static void
+barrier_raise(ct_process_barrier *c, ct_process_barrier_count which, uint32_t value)
+{
+    tally *t = &c->board->places[c->rank].tallies[which];
+    atomic_store(&t->count, value);
+    wake(t);
+}
+
+/* Leaves the barrier; in a forked child the place stays the parent's. NULL is fine. */
+static void
+barrier_leave(ct_process_barrier *c)
+{
+    if (c != NULL && ct_owner_is_here(c->owner)) {
+        place *own = &c->board->places[c->rank];
+        atomic_store(&own->has_left, true);
+        wake(&own->tallies[CT_BARRIER_MADE]);
+        wake(&own->tallies[CT_BARRIER_USED]);
+    }
+    ct_free(c);
+}
+
+/* ---- the barrier: faults --------------------------------------------------------- */
+
+/* Only the first fault is kept. */
+static void
+break_barrier(ct_process_barrier *c, reason why, int culprit)
+{
+    uint32_t whole = 0;
+    const uint32_t fault = (uint32_t)why << REASON_SHIFT | (uint32_t)culprit;
+    (void)atomic_compare_exchange_strong(&c->board->fault, &whole, fault);
+    for (int rank = 0; rank < c->world_size; rank++) {
+        wake(&c->board->places[rank].tallies[CT_BARRIER_MADE]);
+        wake(&c->board->places[rank].tallies[CT_BARRIER_USED]);
+    }
+}
+
+static ct_status
+fail_broken(const ct_process_barrier *c, const char *what, ct_error *err)
+{
+    static const char *const reasons[] = {
+        [LATE] = "did not come within",
+        [DEAD] = "died",
+        [GONE] = "has left the group",
+        [INTERRUPTED] = "was interrupted",
+    };
+    const uint32_t fault = atomic_load(&c->board->fault);
+    const reason why = (reason)(fault >> REASON_SHIFT);
+    const int culprit = (int)(fault & ((1u << REASON_SHIFT) - 1));
+    const int process = atomic_load(&c->board->places[culprit].process);
+    char seconds[96] = "";
+    if (why == LATE) {
+        (void)snprintf(seconds, sizeof seconds, " %g seconds%s", c->timeout_seconds,
+                       culprit == c->rank ? ": the others have given this rank up"
+                                          : "");
+    }
+    return ct_fail(err, CT_ECOMM, "%s on rank %d of %d: rank %d (process %d) %s%s",
+                   what, ct_rank_called(c->names, c->rank), c->names->of,
+                   ct_rank_called(c->names, culprit), process, reasons[why], seconds);
+}
+
+/* CT_ECOMM when the barrier is broken, whatever the counters say. */
+static ct_status
+barrier_check(const ct_process_barrier *c, const char *what, ct_error *err)
+{
+    return atomic_load(&c->board->fault) == 0 ? CT_OK : fail_broken(c, what, err);
+}
+
+/* Breaks the barrier when the rank cannot or may not come any more. */
+static void
+look_after(ct_process_barrier *c, int rank, ct_deadline deadline)
+{
+    place *p = &c->board->places[rank];
+    const int32_t process = atomic_load(&p->process);
+    if (atomic_load(&p->has_left)) {
+        break_barrier(c, GONE, rank);
+    }
+    else if (process != 0 && process != (int32_t)getpid() &&
+             !ct_segment_is_held(c->segment, rank)) {
+        break_barrier(c, DEAD, rank);
+    }
+    else if (ct_deadline_left(deadline) <= 0.0) {
+        break_barrier(c, LATE, rank);
+    }
+}
+
+/* ---- the barrier: waiting -------------------------------------------------------- */
+
+/* Counters wrap around, and are never 2**31 apart. */
+static bool
+is_at(uint32_t count, uint32_t value)
+{
+    return (int32_t)(count - value) >= 0;
+}
+
+static bool
+has_reached(tally *t, uint32_t value)
+{
+    return is_at(atomic_load(&t->count), value);
+}
+
+static inline void
+pause_core(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#endif
+}
+
+/* Spins as long as spinning has paid lately: if ranks share cores, a spinning rank only
+ * slows down the awaited rank. */
+static bool
+spin(ct_process_barrier *c, tally *t, uint32_t value)
+{
+    for (int i = 0; i < c->spins; i++) {
+        if (has_reached(t, value)) {
+            c->spins = c->spins < MOST_SPINS / 2 ? 2 * c->spins : MOST_SPINS;
+            return true;
+        }
+        pause_core();
+    }
+    c->spins = c->spins > 2 * LEAST_SPINS ? c->spins / 2 : LEAST_SPINS;
+    for (int i = 0; i < YIELDS; i++) {
+        (void)sched_yield();
+        if (has_reached(t, value)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Reads the counter again after the check on the rank: a rank that raised the counter
+ * and then died has done the work. */
+static ct_status
+sleep_until(ct_process_barrier *c, int rank, ct_process_barrier_count which,
+            uint32_t value, const char *what, ct_error *err)
+{
+    tally *t = &c->board->places[rank].tallies[which];
+    const ct_deadline deadline = ct_deadline_after(c->timeout_seconds);
+    uint32_t seen = atomic_load(&t->count);
+    while (!is_at(seen, value)) {
+        if (atomic_load(&c->board->fault) != 0) {
+            return fail_broken(c, what, err);
+        }
+        sleep_while(t, seen);
+        if (ct_interrupted()) {
+            break_barrier(c, INTERRUPTED, c->rank);
+            return ct_fail(err, CT_EHOST, "%s was interrupted", what);
+        }
+        look_after(c, rank, deadline);
+        seen = atomic_load(&t->count);
+    }
+    return CT_OK;
+}
+
+/* Whether the counter of every other rank is at `value` or beyond. */
+static bool
+barrier_has(const ct_process_barrier *c, ct_process_barrier_count which, uint32_t value)
+{
+    for (int rank = 0; rank < c->world_size; rank++) {
+        if (rank != c->rank &&
+            !has_reached(&c->board->places[rank].tallies[which], value)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Waits until the counter of every other rank is at `value` or beyond. CT_ECOMM when
+ * the barrier is broken, or breaks in this wait; `what` begins the message. CT_EHOST:
+ * interrupted (core/base/wait.h), which breaks the barrier for the others. */
+static ct_status
+barrier_wait(ct_process_barrier *c, ct_process_barrier_count which, uint32_t value,
+             const char *what, ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (int rank = 0; status == CT_OK && rank < c->world_size; rank++) {
+        tally *t = &c->board->places[rank].tallies[which];
+        if (rank != c->rank && !has_reached(t, value) && !spin(c, t, value)) {
+            status = sleep_until(c, rank, which, value, what, err);
+        }
+    }
+    return status;
+}
+
+/* ---- slots ----------------------------------------------------------------------- */
 
 enum {
     CT_SLOTS = 8 /* of a rank */
@@ -35,7 +353,7 @@ static char *
 slot_of(const ct_exchange *self, int rank, uint32_t piece)
 {
     const size_t slot = (size_t)rank * CT_SLOTS + piece % CT_SLOTS;
-    return (char *)self->segment->base + ct_process_barrier_bytes(self->world_size) +
+    return (char *)self->segment->base + barrier_bytes(self->world_size) +
            slot * (NOTE_BYTES + SLOT_BYTES);
 }
 
@@ -91,10 +409,10 @@ reach(const ct_exchange *self, const ct_transfer *t, ct_process_barrier_count wh
       uint32_t value, bool waits, bool *reached, ct_error *err)
 {
     ct_status status = CT_OK;
-    *reached = ct_process_barrier_has(self->barrier, which, value);
+    *reached = barrier_has(self->barrier, which, value);
     if (!*reached && waits) {
-        status = ct_process_barrier_wait(self->barrier, which, value,
-                                         ct_collective_name(t->request->what), err);
+        status = barrier_wait(self->barrier, which, value,
+                              ct_collective_name(t->request->what), err);
         *reached = status == CT_OK;
     }
     return status;
@@ -161,7 +479,7 @@ give(const ct_exchange *self, ct_transfer *t, bool waits, bool *given, ct_error 
     if (self->direct[rank] == NULL && gives(t, rank)) {
         ct_slot_fill(self, t, piece, t->given * t->piece);
     }
-    ct_process_barrier_raise(self->barrier, CT_BARRIER_MADE, piece + 1);
+    barrier_raise(self->barrier, CT_BARRIER_MADE, piece + 1);
     t->given++;
     return CT_OK;
 }
@@ -207,8 +525,8 @@ post(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
     }
     t->piece = ct_slot_length(self, t);
     t->stage = CT_STAGE_MEET;
-    ct_status status = ct_process_barrier_check(
-        self->barrier, ct_collective_name(t->request->what), err);
+    ct_status status =
+        barrier_check(self->barrier, ct_collective_name(t->request->what), err);
     if (status == CT_OK) {
         status = give(self, t, waits, moved, err);
     }
@@ -232,7 +550,7 @@ meet(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
         status = ct_request_check(t->request, self->world_size, err);
     }
     if (status != CT_OK) {
-        ct_process_barrier_raise(self->barrier, CT_BARRIER_USED, ++self->done);
+        barrier_raise(self->barrier, CT_BARRIER_USED, ++self->done);
         return status;
     }
     t->in_place = find_direct(self, t);
@@ -379,7 +697,7 @@ take(const ct_exchange *self, ct_transfer *t, bool waits, bool *taken, ct_error 
     else {
         ct_slots_take(self, t, piece, t->taken * t->piece);
     }
-    ct_process_barrier_raise(self->barrier, CT_BARRIER_USED, piece + 1);
+    barrier_raise(self->barrier, CT_BARRIER_USED, piece + 1);
     t->taken++;
     return CT_OK;
 }
@@ -463,13 +781,13 @@ ct_slots_bytes(int world_size)
 size_t
 ct_exchange_bytes(int world_size)
 {
-    return ct_process_barrier_bytes(world_size) + ct_slots_bytes(world_size);
+    return barrier_bytes(world_size) + ct_slots_bytes(world_size);
 }
 
 void
 ct_exchange_fini(ct_exchange *self)
 {
-    ct_process_barrier_leave(self->barrier);
+    barrier_leave(self->barrier);
     ct_peer_buffers_fini(&self->peer_buffers);
     ct_free((void *)self->rows);
     ct_free((void *)self->direct);
@@ -490,8 +808,8 @@ ct_exchange_init(ct_exchange *self, const ct_segment *segment, int rank, int wor
             ct_fail(err, CT_ENOMEM, "no memory for a group of %d ranks", world_size);
     }
     if (status == CT_OK) {
-        status = ct_process_barrier_join(&made.barrier, segment, rank, world_size,
-                                         names, timeout_seconds, err);
+        status = barrier_join(&made.barrier, segment, rank, world_size, names,
+                              timeout_seconds, err);
     }
     if (status != CT_OK) {
         ct_exchange_fini(&made);

@@ -11,7 +11,10 @@
 #include "core/base/pages.h"
 #include "core/base/segment.h"
 #include "core/comm/comm.h"
-#include "core/comm/process_barrier.h"
+
+#include <stdint.h>
+
+typedef struct ct_process_barrier ct_process_barrier; /* of the segment's processes */
 
 typedef struct ct_exchange {
     const ct_segment *segment; /* the caller's; the barrier is at its start */

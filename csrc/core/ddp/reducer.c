@@ -5,7 +5,7 @@
 #include "core/ddp/reducer.h"
 
 #include "core/base/alloc.h"
-#include "core/comm/history.h"
+#include "core/comm/collectives.h"
 
 #include <math.h>
 #include <string.h>

@@ -4,7 +4,7 @@
  * finite; a rank that fails while it measures still joins the collective. */
 #include "core/engine/step.h"
 
-#include "core/comm/history.h"
+#include "core/comm/collectives.h"
 
 #include <math.h>
 #include <string.h>

@@ -7,7 +7,7 @@
 #include "core/fsdp/unit.h"
 
 #include "core/base/alloc.h"
-#include "core/comm/history.h"
+#include "core/comm/collectives.h"
 
 #include "math/quantized.h"
 

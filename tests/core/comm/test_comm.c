@@ -1,6 +1,6 @@
 #define _POSIX_C_SOURCE 200809L
 #include "core/base/alloc.h"
-#include "core/comm/bytes.h"
+#include "core/comm/collectives.h"
 #include "ct_comm_local.h"
 #include "ct_random.h"
 #include "ct_random.h"

@@ -1,6 +1,6 @@
 #define _POSIX_C_SOURCE 200809L
 #include "core/base/alloc.h"
-#include "core/comm/padded.h"
+#include "core/comm/collectives.h"
 #include "ct_ranks.h"
 #include "ct_test.h"
 

@@ -1,4 +1,4 @@
-#include "core/comm/history.h"
+#include "core/comm/collectives.h"
 
 #include "core/base/alloc.h"
 #include "ct_comm_local.h"

@@ -1,7 +1,7 @@
 /* Gradients of threads, bucket by bucket. */
 #include "core/ddp/reducer.h"
 #include "core/base/alloc.h"
-#include "core/comm/sync.h"
+#include "core/comm/collectives.h"
 #include "ct_ranks.h"
 #include "ct_streamed.h"
 #include "ct_test.h"

@@ -1,6 +1,6 @@
 /* Steps of several ranks, which must do the same or drift apart. */
 #include "core/base/alloc.h"
-#include "core/comm/history.h"
+#include "core/comm/collectives.h"
 #include "core/engine/scaler.h"
 #include "core/engine/step.h"
 #include "ct_ranks.h"
