@@ -34,12 +34,6 @@ view_of(const GradReducer *self, Py_ssize_t param)
     return PyList_GET_ITEM(self->views, param);
 }
 
-const char *
-grad_reducer_name(const GradReducer *self, Py_ssize_t param)
-{
-    return PyUnicode_AsUTF8(PyTuple_GET_ITEM(self->names, param));
-}
-
 static PyObject *
 get_grad(const GradReducer *self, Py_ssize_t param)
 {
@@ -570,14 +564,14 @@ on_end(GradReducer *self)
     return 0;
 }
 
-const char GradReducer_reduce_doc[] =
+static const char GradReducer_reduce_doc[] =
     "reduce($self, /)\n--\n\n"
     "Replace every gradient by its average over the ranks, and a missing one by that "
     "of\n"
     "zeros: for after the backward pass, where nothing is hooked.\n\n"
     "Raises RuntimeError naming the rank when another fails or stays away.";
 
-PyObject *
+static PyObject *
 GradReducer_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     GradReducer *self = (GradReducer *)op;
@@ -599,8 +593,8 @@ GradReducer_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
 
 PyDoc_STRVAR(GradHook_doc, "What autograd calls for a GradReducer, which makes them.");
 
-PyObject *
-grad_hook_add(GradReducer *self, Py_ssize_t index)
+static PyObject *
+add_hook(GradReducer *self, Py_ssize_t index)
 {
     PyTypeObject *type = ctpy_state_borrow((PyObject *)self)->GradHook;
     GradHook *made = (GradHook *)type->tp_alloc(type, 0);
@@ -612,6 +606,31 @@ grad_hook_add(GradReducer *self, Py_ssize_t index)
     made->reducer = failed ? NULL : self;
     Py_DECREF(made);
     return failed ? NULL : (PyObject *)made;
+}
+
+/* The first two hooks are for the end and the beginning of a pass. */
+int
+grad_reducer_add_hooks(GradReducer *self)
+{
+    const ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    if (add_hook(self, GRAD_HOOK_END) == NULL ||
+        add_hook(self, GRAD_HOOK_OUTPUT) == NULL) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->params); i++) {
+        PyObject *hook = add_hook(self, i);
+        PyObject *handle =
+            hook == NULL ? NULL
+                         : PyObject_CallMethodOneArg(
+                               PyTuple_GET_ITEM(self->params, i),
+                               state->str_register_post_accumulate_grad_hook, hook);
+        const int failed = handle == NULL || PyList_Append(self->handles, handle) < 0;
+        Py_XDECREF(handle);
+        if (failed) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 /* None leaves the gradient as it is. */
@@ -733,14 +752,14 @@ gather_counts(GradReducer *self, int64_t mine, rank_counts *found)
     return result;
 }
 
-const char GradReducer_before_forward_doc[] =
+static const char GradReducer_before_forward_doc[] =
     "before_forward($self, with_grad, syncs, buffers, /)\n--\n\n"
     "Say that a forward pass begins.\n\n"
     "with_grad: a backward pass may follow; syncs: it is to be exchanged. buffers:\n"
     "tensors that become those of rank 0, a sequence.\n\n"
     "Raises RuntimeError where the pass before broke off in the middle.";
 
-PyObject *
+static PyObject *
 GradReducer_before_forward(PyObject *op, PyObject *args)
 {
     GradReducer *self = (GradReducer *)op;
@@ -810,11 +829,11 @@ hook_outputs(GradReducer *self, PyObject *op)
     return result;
 }
 
-const char GradReducer_after_forward_doc[] =
+static const char GradReducer_after_forward_doc[] =
     "after_forward($self, output, /)\n--\n\n"
     "Have the tensors in a model's output report the beginning of their backward pass.";
 
-PyObject *
+static PyObject *
 GradReducer_after_forward(PyObject *op, PyObject *output)
 {
     GradReducer *self = (GradReducer *)op;
@@ -824,13 +843,13 @@ GradReducer_after_forward(PyObject *op, PyObject *output)
 
 /* ---- ranks whose data ends earlier, and that take part with zeros ---------------- */
 
-const char GradReducer_join_doc[] =
+static const char GradReducer_join_doc[] =
     "join($self, keeps_divisor, throws_early, /)\n--\n\n"
     "Have ranks exchange before each pass whether they have data.\n\n"
     "keeps_divisor: sums are divided by the number of all ranks, not of those with\n"
     "data. throws_early: all raise RuntimeError as soon as one has none.";
 
-PyObject *
+static PyObject *
 GradReducer_join(PyObject *op, PyObject *args)
 {
     GradReducer *self = (GradReducer *)op;
@@ -894,14 +913,14 @@ shadow_all(GradReducer *self, PyObject *buffers)
     }
 }
 
-const char GradReducer_shadow_doc[] =
+static const char GradReducer_shadow_doc[] =
     "shadow($self, buffers, tensors, /)\n--\n\n"
     "Take part in the others' passes with zeros until no rank has data; then take "
     "over\n"
     "tensors from one that was the last to have some.\n\n"
     "Raises RuntimeError naming the rank when another fails or stays away.";
 
-PyObject *
+static PyObject *
 GradReducer_shadow(PyObject *op, PyObject *args)
 {
     GradReducer *self = (GradReducer *)op;
@@ -919,3 +938,13 @@ GradReducer_shadow(PyObject *op, PyObject *args)
     self->root = 0;
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
+
+PyMethodDef GradReducer_ddp_pass_methods[] = {
+    {"after_forward",  GradReducer_after_forward,  METH_O,       GradReducer_after_forward_doc},
+    {"before_forward", GradReducer_before_forward, METH_VARARGS,
+     GradReducer_before_forward_doc                                                           },
+    {"join",           GradReducer_join,           METH_VARARGS, GradReducer_join_doc         },
+    {"shadow",         GradReducer_shadow,         METH_VARARGS, GradReducer_shadow_doc       },
+    {"reduce",         GradReducer_reduce,         METH_NOARGS,  GradReducer_reduce_doc       },
+    {NULL,             NULL,                       0,            NULL                         },
+};

@@ -327,30 +327,6 @@ allocate_buckets(GradReducer *self)
     return 0;
 }
 
-/* The first two hooks are for the end and the beginning of a pass. */
-static int
-add_hooks(GradReducer *self, ctpy_state *state)
-{
-    if (grad_hook_add(self, GRAD_HOOK_END) == NULL ||
-        grad_hook_add(self, GRAD_HOOK_OUTPUT) == NULL) {
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->params); i++) {
-        PyObject *hook = grad_hook_add(self, i);
-        PyObject *handle =
-            hook == NULL ? NULL
-                         : PyObject_CallMethodOneArg(
-                               PyTuple_GET_ITEM(self->params, i),
-                               state->str_register_post_accumulate_grad_hook, hook);
-        const int failed = handle == NULL || PyList_Append(self->handles, handle) < 0;
-        Py_XDECREF(handle);
-        if (failed) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
 static int
 set_up(GradReducer *self, const ct_bucket_limits *limits)
 {
@@ -361,7 +337,7 @@ set_up(GradReducer *self, const ct_bucket_limits *limits)
     }
     self->core.copies_back = !self->grads_are_views;
     self->core.learning = self->static_graph;
-    return Py_IsNone(self->queue_callback) ? 0 : add_hooks(self, state);
+    return Py_IsNone(self->queue_callback) ? 0 : grad_reducer_add_hooks(self);
 }
 
 static PyObject *
@@ -503,15 +479,9 @@ static PyMemberDef GradReducer_members[] = {
 };
 
 static PyMethodDef GradReducer_methods[] = {
-    {"after_forward",  GradReducer_after_forward,  METH_O,       GradReducer_after_forward_doc},
-    {"before_forward", GradReducer_before_forward, METH_VARARGS,
-     GradReducer_before_forward_doc                                                           },
-    {"close",          GradReducer_close,          METH_NOARGS,  close_doc                    },
-    {"compress",       GradReducer_compress,       METH_O,       GradReducer_compress_doc     },
-    {"join",           GradReducer_join,           METH_VARARGS, GradReducer_join_doc         },
-    {"shadow",         GradReducer_shadow,         METH_VARARGS, GradReducer_shadow_doc       },
-    {"reduce",         GradReducer_reduce,         METH_NOARGS,  GradReducer_reduce_doc       },
-    {NULL,             NULL,                       0,            NULL                         },
+    {"close",    GradReducer_close,    METH_NOARGS, close_doc               },
+    {"compress", GradReducer_compress, METH_O,      GradReducer_compress_doc},
+    {NULL,       NULL,                 0,           NULL                    },
 };
 
 static PyType_Slot GradReducer_slots[] = {

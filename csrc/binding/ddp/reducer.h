@@ -57,23 +57,16 @@ enum {
     GRAD_HOOK_END = -2
 };
 
-/* binding/ddp/pass.c: a new hook, owned by the reducer's list of hooks; borrowed, NULL
- * with an exception. */
-PyObject *grad_hook_add(GradReducer *self, Py_ssize_t index);
+static inline const char *
+grad_reducer_name(const GradReducer *self, Py_ssize_t param)
+{
+    return PyUnicode_AsUTF8(PyTuple_GET_ITEM(self->names, param));
+}
+
+/* binding/ddp/pass.c: hooks the parameters; the reducer owns the hooks. */
+int grad_reducer_add_hooks(GradReducer *self);
 
 /* binding/ddp/pass.c: drops a pass after waiting for its collectives. */
 void grad_reducer_abandon(GradReducer *self);
-
-const char *grad_reducer_name(const GradReducer *self, Py_ssize_t param);
-
-/* binding/ddp/pass.c: methods. */
-PyObject *GradReducer_reduce(PyObject *op, PyObject *unused);
-PyObject *GradReducer_join(PyObject *op, PyObject *args);
-PyObject *GradReducer_shadow(PyObject *op, PyObject *args);
-PyObject *GradReducer_before_forward(PyObject *op, PyObject *args);
-PyObject *GradReducer_after_forward(PyObject *op, PyObject *output);
-extern const char GradReducer_reduce_doc[], GradReducer_join_doc[],
-    GradReducer_shadow_doc[], GradReducer_before_forward_doc[],
-    GradReducer_after_forward_doc[];
 
 #endif

@@ -1,5 +1,5 @@
-/* A unit's collectives: the gather of parameters, its prefetch, and the reduction of
- * gradients to the ranks that own them.
+/* A unit's collectives: the gather of parameters and the reduction of gradients to the
+ * ranks that own them.
  *
  * While the GIL is released the communicator counts as busy, so that close() raises,
  * and the shards' tensors are owned. Every error leaves the unit without a prefetch
@@ -11,48 +11,6 @@
 
 #include "core/base/mapping.h"
 #include "core/base/region.h"
-
-/* ---- the unit, its root and its state -------------------------------------------- */
-
-ctpy_state *
-fsdp_state_borrow(FSDPUnit *self)
-{
-    return ctpy_state_borrow((PyObject *)self);
-}
-
-FSDPUnit *
-fsdp_root_borrow(FSDPUnit *self)
-{
-    return self->root == NULL ? self : (FSDPUnit *)self->root;
-}
-
-int
-fsdp_expect(FSDPUnit *self, unsigned states)
-{
-    const bool known = self->state >= FSDP_IDLE && self->state <= FSDP_BACKWARD_POST;
-    if (known && (states >> self->state & 1) != 0) {
-        return 0;
-    }
-    PyObject *wanted = PyList_New(0);
-    for (int s = FSDP_IDLE; wanted != NULL && s <= FSDP_BACKWARD_POST; s++) {
-        PyObject *number = (states >> s & 1) != 0 ? PyLong_FromLong(s) : NULL;
-        if (number != NULL && PyList_Append(wanted, number) < 0) {
-            Py_CLEAR(wanted);
-        }
-        Py_XDECREF(number);
-    }
-    PyObject *answer =
-        wanted == NULL
-            ? NULL
-            : ctpy_call_hook((PyObject *)self,
-                             fsdp_state_borrow(self)->str_assert_state, &wanted, 1);
-    if (answer != NULL) {
-        PyErr_Format(PyExc_ValueError, "the unit is in state %d", self->state);
-    }
-    Py_XDECREF(answer);
-    Py_XDECREF(wanted);
-    return -1;
-}
 
 /* ---- the device ------------------------------------------------------------------ */
 
@@ -88,45 +46,6 @@ fsdp_use_stream(FSDPUnit *self)
     return api->current_work_stream(CTPY_DL_CUDA, ordinal, &self->core.stream);
 }
 
-PyObject *
-fsdp_new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int watched)
-{
-    const ctpy_state *state = fsdp_state_borrow(self);
-    PyObject *args = Py_BuildValue("(n)", (Py_ssize_t)bytes);
-    PyObject *kwargs = Py_BuildValue("{s:i,s:O}", "watched", watched, "plugin", plugin);
-    PyObject *memory =
-        args == NULL || kwargs == NULL
-            ? NULL
-            : PyObject_Call((PyObject *)state->MappedMemory, args, kwargs);
-    Py_XDECREF(kwargs);
-    Py_XDECREF(args);
-    return memory;
-}
-
-/* New host memory is zero; device memory is undefined. */
-PyObject *
-fsdp_new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes)
-{
-    ct_error err;
-    PyObject *memory = fsdp_new_memory(self, plugin, bytes, 0);
-    if (memory == NULL || fsdp_use_stream(self) < 0) {
-        Py_XDECREF(memory);
-        return NULL;
-    }
-    ct_mapping *pages = &((MappedMemory *)memory)->pages;
-    const ct_span all = {pages->data, pages->bytes, CT_U8};
-    pages->stream = self->core.stream;
-    ct_status status = ct_mapping_obtain(pages, pages->bytes, NULL, &err);
-    if (status == CT_OK && pages->ops != NULL) {
-        status = self->core.device->zero(self->core.stream, &all, 1, &err);
-    }
-    if (status != CT_OK) {
-        Py_DECREF(memory);
-        return ctpy_raise(&err);
-    }
-    return memory;
-}
-
 /* ---- checks ---------------------------------------------------------------------- */
 
 /* Neither the user of released parameters nor the consequences are known: the next use
@@ -160,19 +79,6 @@ fsdp_check_unused(FSDPUnit *self)
     Py_XDECREF(name);
     Py_XDECREF(path);
     return -1;
-}
-
-int
-fsdp_check_all_unused(FSDPUnit *root)
-{
-    PyObject *units = Py_XNewRef(root->units);
-    const Py_ssize_t n = fsdp_count_units(root);
-    int result = units == NULL ? fsdp_check_unused(root) : 0;
-    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
-        result = fsdp_check_unused((FSDPUnit *)PyList_GET_ITEM(units, i));
-    }
-    Py_XDECREF(units);
-    return result;
 }
 
 /* Compares with the other ranks which unit does what, where such comparison is on and
@@ -282,6 +188,12 @@ fsdp_gather(FSDPUnit *self)
     return gather_by(self, ct_fsdp_gather);
 }
 
+int
+fsdp_begin_gather(FSDPUnit *self)
+{
+    return gather_by(self, ct_fsdp_begin_gather);
+}
+
 void
 fsdp_drop_prefetch(FSDPUnit *self)
 {
@@ -305,143 +217,6 @@ fsdp_release(FSDPUnit *self)
     ct_fsdp_release(&self->core);
 }
 
-void
-fsdp_discard_cache(FSDPUnit *root)
-{
-    Py_BEGIN_ALLOW_THREADS
-    ct_block_cache_discard(&root->ledger.cache);
-    Py_END_ALLOW_THREADS
-}
-
-void
-fsdp_return_memory(FSDPUnit *root)
-{
-    if (root->return_memory) {
-        fsdp_discard_cache(root);
-        ct_malloc_trim();
-        root->resident = ct_memory_resident();
-    }
-}
-
-/* The backward frees the activations, but in pieces that malloc may keep. Free pieces
- * are harmless while the next unit's gradients fit below the size of the process at the
- * start of the backward: about half of the units' peak are gradients. */
-void
-fsdp_return_growth(FSDPUnit *root)
-{
-    const size_t room = root->ledger.peak / 2;
-    if (root->return_memory && ct_memory_resident() + room > root->resident) {
-        ct_malloc_trim();
-    }
-}
-
-const char FSDPUnit_gather_doc[] =
-    "gather($self, /)\n--\n\n"
-    "Bring the unit's parameters together from all ranks. Collective.\n\n"
-    "Raises what the communicator does; then nothing is gathered.";
-
-PyObject *
-FSDPUnit_gather(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    return fsdp_gather((FSDPUnit *)op) < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-const char FSDPUnit_release_doc[] =
-    "release($self, /)\n--\n\n"
-    "Release the memory of the gathered parameters, which then read as zeros.";
-
-PyObject *
-FSDPUnit_release(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    fsdp_release((FSDPUnit *)op);
-    Py_RETURN_NONE;
-}
-
-/* ---- prefetching ----------------------------------------------------------------- */
-
-void
-fsdp_order_begin(fsdp_order *order)
-{
-    Py_XSETREF(order->before, order->now);
-    order->now = NULL;
-}
-
-void
-fsdp_order_forget(fsdp_order *order)
-{
-    Py_CLEAR(order->before);
-    Py_CLEAR(order->now);
-}
-
-static PyObject *
-last_borrow(PyObject *list)
-{
-    const Py_ssize_t n = list == NULL ? 0 : PyList_GET_SIZE(list);
-    return n == 0 ? NULL : PyList_GET_ITEM(list, n - 1);
-}
-
-void
-fsdp_drop_prefetches(FSDPUnit *root)
-{
-    PyObject *units = Py_XNewRef(root->units);
-    const Py_ssize_t n = root->ledger.begun == 0 ? 0 : fsdp_count_units(root);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        fsdp_drop_prefetch((FSDPUnit *)PyList_GET_ITEM(units, i));
-    }
-    Py_XDECREF(units);
-}
-
-int
-fsdp_order_reach(FSDPUnit *self, fsdp_order *order)
-{
-    if (last_borrow(order->now) == (PyObject *)self) {
-        return 0;
-    }
-    if (!self->core.begun) {
-        fsdp_drop_prefetches(fsdp_root_borrow(self));
-    }
-    if (order->now == NULL) {
-        order->now = PyList_New(0);
-    }
-    return order->now == NULL ? -1 : PyList_Append(order->now, (PyObject *)self);
-}
-
-/* NULL where the last pass ended here or was at another unit. */
-static FSDPUnit *
-next_borrow(const fsdp_order *order)
-{
-    const Py_ssize_t n = order->now == NULL ? 0 : PyList_GET_SIZE(order->now);
-    const bool repeats =
-        n != 0 && order->before != NULL && n < PyList_GET_SIZE(order->before) &&
-        PyList_GET_ITEM(order->before, n - 1) == PyList_GET_ITEM(order->now, n - 1);
-    return repeats ? (FSDPUnit *)PyList_GET_ITEM(order->before, n) : NULL;
-}
-
-/* Quantized gathers cannot be begun; a lone gather has nobody to wait for. A unit of
- * another root, or without shards, is gathered when needed, or raises then. */
-static bool
-can_begin(FSDPUnit *self, FSDPUnit *root)
-{
-    const ct_fsdp_config *config = &self->core.config;
-    return !self->core.gathered && config->gather_bits == 0 && !config->lone_gather &&
-           self->core.n_groups != 0 && self->shards != NULL &&
-           fsdp_root_borrow(self) == root;
-}
-
-int
-fsdp_prefetch(FSDPUnit *self, const fsdp_order *order)
-{
-    FSDPUnit *root = fsdp_root_borrow(self);
-    FSDPUnit *next = next_borrow(order);
-    if (next == NULL || root->ledger.begun != 0 || !can_begin(next, root)) {
-        return 0;
-    }
-    Py_INCREF((PyObject *)next);
-    const int result = gather_by(next, ct_fsdp_begin_gather);
-    Py_DECREF((PyObject *)next);
-    return result;
-}
-
 /* ---- reducing -------------------------------------------------------------------- */
 
 static bool
@@ -450,16 +225,6 @@ group_has_grads(const FSDPUnit *self, size_t group)
     bool found = false;
     for (size_t i = 0; !found && i < self->n_leaves; i++) {
         found = self->leaves[i].filled && self->leaves[i].group == group;
-    }
-    return found;
-}
-
-bool
-fsdp_has_grads(const FSDPUnit *self)
-{
-    bool found = false;
-    for (size_t g = 0; !found && g < self->core.n_groups; g++) {
-        found = group_has_grads(self, g);
     }
     return found;
 }

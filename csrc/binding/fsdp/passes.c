@@ -1,11 +1,172 @@
-/* A unit's forward and backward passes: when its parameters are gathered and released,
- * and when its gradients are reduced.
+/* A unit's forward and backward passes: when its parameters are gathered, prefetched
+ * and released, and when its gradients are reduced.
  *
  * A unit's parameters stay gathered until autograd has run every node that reads them;
  * a unit's gradients are reduced once, when the last of them has arrived or the
  * backward ends. A pass that raises leaves every unit of the root idle and released. */
 #include "binding/fsdp/unit.h"
 #include "binding/runtime/buffer.h"
+
+#include "core/base/region.h"
+
+/* ---- checks ---------------------------------------------------------------------- */
+
+/* 0 if the unit's state is among `states` (bits 1 << state); else -1 with the
+ * ValueError of assert_state. */
+static int
+expect(FSDPUnit *self, unsigned states)
+{
+    const bool known = self->state >= FSDP_IDLE && self->state <= FSDP_BACKWARD_POST;
+    if (known && (states >> self->state & 1) != 0) {
+        return 0;
+    }
+    PyObject *wanted = PyList_New(0);
+    for (int s = FSDP_IDLE; wanted != NULL && s <= FSDP_BACKWARD_POST; s++) {
+        PyObject *number = (states >> s & 1) != 0 ? PyLong_FromLong(s) : NULL;
+        if (number != NULL && PyList_Append(wanted, number) < 0) {
+            Py_CLEAR(wanted);
+        }
+        Py_XDECREF(number);
+    }
+    PyObject *answer =
+        wanted == NULL
+            ? NULL
+            : ctpy_call_hook((PyObject *)self,
+                             fsdp_state_borrow(self)->str_assert_state, &wanted, 1);
+    if (answer != NULL) {
+        PyErr_Format(PyExc_ValueError, "the unit is in state %d", self->state);
+    }
+    Py_XDECREF(answer);
+    Py_XDECREF(wanted);
+    return -1;
+}
+
+static int
+check_all_unused(FSDPUnit *root)
+{
+    PyObject *units = Py_XNewRef(root->units);
+    const Py_ssize_t n = fsdp_count_units(root);
+    int result = units == NULL ? fsdp_check_unused(root) : 0;
+    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
+        result = fsdp_check_unused((FSDPUnit *)PyList_GET_ITEM(units, i));
+    }
+    Py_XDECREF(units);
+    return result;
+}
+
+/* ---- memory before and after a pass ---------------------------------------------- */
+
+static void
+discard_cache(FSDPUnit *root)
+{
+    Py_BEGIN_ALLOW_THREADS
+    ct_block_cache_discard(&root->ledger.cache);
+    Py_END_ALLOW_THREADS
+}
+
+/* Frees cached blocks and malloc's free pages before a peak of memory. */
+static void
+return_memory(FSDPUnit *root)
+{
+    if (root->return_memory) {
+        discard_cache(root);
+        ct_malloc_trim();
+        root->resident = ct_memory_resident();
+    }
+}
+
+/* The backward frees the activations, but in pieces that malloc may keep. Free pieces
+ * are harmless while the next unit's gradients fit below the size of the process at the
+ * start of the backward: about half of the units' peak are gradients. */
+static void
+return_growth(FSDPUnit *root)
+{
+    const size_t room = root->ledger.peak / 2;
+    if (root->return_memory && ct_memory_resident() + room > root->resident) {
+        ct_malloc_trim();
+    }
+}
+
+/* ---- prefetching ----------------------------------------------------------------- */
+
+static void
+order_begin(fsdp_order *order)
+{
+    Py_XSETREF(order->before, order->now);
+    order->now = NULL;
+}
+
+static PyObject *
+last_borrow(PyObject *list)
+{
+    const Py_ssize_t n = list == NULL ? 0 : PyList_GET_SIZE(list);
+    return n == 0 ? NULL : PyList_GET_ITEM(list, n - 1);
+}
+
+static void
+drop_prefetches(FSDPUnit *root)
+{
+    PyObject *units = Py_XNewRef(root->units);
+    const Py_ssize_t n = root->ledger.begun == 0 ? 0 : fsdp_count_units(root);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        fsdp_drop_prefetch((FSDPUnit *)PyList_GET_ITEM(units, i));
+    }
+    Py_XDECREF(units);
+}
+
+/* Notes that the pass has reached this unit. Drops prefetches of other units. */
+static int
+order_reach(FSDPUnit *self, fsdp_order *order)
+{
+    if (last_borrow(order->now) == (PyObject *)self) {
+        return 0;
+    }
+    if (!self->core.begun) {
+        drop_prefetches(fsdp_root_borrow(self));
+    }
+    if (order->now == NULL) {
+        order->now = PyList_New(0);
+    }
+    return order->now == NULL ? -1 : PyList_Append(order->now, (PyObject *)self);
+}
+
+/* NULL where the last pass ended here or was at another unit. */
+static FSDPUnit *
+next_borrow(const fsdp_order *order)
+{
+    const Py_ssize_t n = order->now == NULL ? 0 : PyList_GET_SIZE(order->now);
+    const bool repeats =
+        n != 0 && order->before != NULL && n < PyList_GET_SIZE(order->before) &&
+        PyList_GET_ITEM(order->before, n - 1) == PyList_GET_ITEM(order->now, n - 1);
+    return repeats ? (FSDPUnit *)PyList_GET_ITEM(order->before, n) : NULL;
+}
+
+/* Quantized gathers cannot be begun; a lone gather has nobody to wait for. A unit of
+ * another root, or without shards, is gathered when needed, or raises then. */
+static bool
+can_begin(FSDPUnit *self, FSDPUnit *root)
+{
+    const ct_fsdp_config *config = &self->core.config;
+    return !self->core.gathered && config->gather_bits == 0 && !config->lone_gather &&
+           self->core.n_groups != 0 && self->shards != NULL &&
+           fsdp_root_borrow(self) == root;
+}
+
+/* Prefetches the unit that came next in the last pass, if both passes agree so far and
+ * no other prefetch is under way. Collective. 0, or -1 with no prefetch begun. */
+static int
+fsdp_prefetch(FSDPUnit *self, const fsdp_order *order)
+{
+    FSDPUnit *root = fsdp_root_borrow(self);
+    FSDPUnit *next = next_borrow(order);
+    if (next == NULL || root->ledger.begun != 0 || !can_begin(next, root)) {
+        return 0;
+    }
+    Py_INCREF((PyObject *)next);
+    const int result = fsdp_begin_gather(next);
+    Py_DECREF((PyObject *)next);
+    return result;
+}
 
 /* ---- roots ----------------------------------------------------------------------- */
 
@@ -16,11 +177,11 @@ take_root(FSDPUnit *self, FSDPUnit *root)
     ct_fsdp_set_ledger(&self->core, &root->ledger);
 }
 
-const char FSDPUnit_set_units_doc[] =
+static const char FSDPUnit_set_units_doc[] =
     "set_units($self, units, /)\n--\n\n"
     "Make this unit the root of the given ones, among which it is itself.";
 
-PyObject *
+static PyObject *
 FSDPUnit_set_units(PyObject *op, PyObject *units)
 {
     PyTypeObject *type = fsdp_state_borrow((FSDPUnit *)op)->FSDPUnit;
@@ -44,15 +205,15 @@ FSDPUnit_set_units(PyObject *op, PyObject *units)
     Py_RETURN_NONE;
 }
 
-const char FSDPUnit_forget_root_doc[] =
+static const char FSDPUnit_forget_root_doc[] =
     "forget_root($self, /)\n--\n\n"
     "Stand alone again, until set_units() of a root takes the unit.";
 
-PyObject *
+static PyObject *
 FSDPUnit_forget_root(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     FSDPUnit *self = (FSDPUnit *)op;
-    fsdp_drop_prefetches(self);
+    drop_prefetches(self);
     fsdp_order_forget(&self->forwards);
     fsdp_order_forget(&self->backwards);
     Py_CLEAR(self->in_use);
@@ -137,12 +298,12 @@ in_backward_of(FSDPUnit *root)
     return alive;
 }
 
-const char FSDPUnit_recover_doc[] =
+static const char FSDPUnit_recover_doc[] =
     "recover($self, /)\n--\n\n"
     "Forget a backward that ended with an exception: release gathered parameters, "
     "and\ndrop gradients that have not been reduced.";
 
-PyObject *
+static PyObject *
 FSDPUnit_recover(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     return in_backward_of(fsdp_root_borrow((FSDPUnit *)op)) < 0 ? NULL
@@ -285,11 +446,11 @@ fsdp_release_done(FSDPUnit *root, uint64_t thread)
     return released;
 }
 
-const char FSDPUnit_input_done_doc[] =
+static const char FSDPUnit_input_done_doc[] =
     "input_done($self, grad, /)\n--\n\n"
     "The hook of inputs: release the parameters that no node will read.";
 
-PyObject *
+static PyObject *
 FSDPUnit_input_done(PyObject *op, PyObject *Py_UNUSED(grad))
 {
     FSDPUnit *self = (FSDPUnit *)op, *root = fsdp_root_borrow(self);
@@ -318,8 +479,8 @@ queue_finish(FSDPUnit *root)
     root->queued = done != NULL;
     Py_XSETREF(root->ending, done);
     if (root->queued) {
-        fsdp_order_begin(&root->backwards);
-        fsdp_return_memory(root);
+        order_begin(&root->backwards);
+        return_memory(root);
     }
     return done == NULL ? -1 : 0;
 }
@@ -348,7 +509,7 @@ enter(FSDPUnit *self, uint64_t first_node, uint64_t thread)
     FSDPUnit *root = fsdp_root_borrow(self);
     fsdp_order *order = &root->backwards;
     const bool is_first = !self->entered;
-    if (queue_finish(root) < 0 || (is_first && fsdp_order_reach(self, order) < 0)) {
+    if (queue_finish(root) < 0 || (is_first && order_reach(self, order) < 0)) {
         return -1;
     }
     const int released = fsdp_release_done(root, thread);
@@ -356,14 +517,14 @@ enter(FSDPUnit *self, uint64_t first_node, uint64_t thread)
     if (released < 0 || fsdp_gather(self) < 0 ||
         use(self, root, first_node, thread) < 0 ||
         (prefetches && fsdp_prefetch(self, order) < 0) ||
-        (is_first && fsdp_expect(self, 1 << FSDP_IDLE | 1 << FSDP_BACKWARD_PRE) < 0)) {
+        (is_first && expect(self, 1 << FSDP_IDLE | 1 << FSDP_BACKWARD_PRE) < 0)) {
         return -1;
     }
     self->entered = true;
     if (self->state == FSDP_IDLE) {
         self->state = FSDP_BACKWARD_PRE;
     }
-    return fsdp_expect(self, IN_BACKWARD);
+    return expect(self, IN_BACKWARD);
 }
 
 /* given: the unit, its forward's first node and thread. */
@@ -567,6 +728,16 @@ note_frozen(FSDPUnit *self, PyObject *tensors)
 
 /* ---- the forward ----------------------------------------------------------------- */
 
+static bool
+has_grads(const FSDPUnit *self)
+{
+    bool found = false;
+    for (size_t i = 0; !found && i < self->n_leaves; i++) {
+        found = self->leaves[i].filled;
+    }
+    return found;
+}
+
 /* Releases the parameters that an evaluation or an update has left gathered: shards may
  * have changed since. Gradients that wait for a reduction prove that they have not. */
 static void
@@ -574,7 +745,7 @@ release_old(FSDPUnit *root)
 {
     for (Py_ssize_t i = 0; i < fsdp_count_units(root); i++) {
         FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->units, i);
-        if (!fsdp_has_grads(unit)) {
+        if (!has_grads(unit)) {
             fsdp_release(unit);
         }
     }
@@ -603,7 +774,7 @@ take_turn(FSDPUnit *self, FSDPUnit *root, int in_backward)
         in_backward ? fsdp_release_done(root, forward_thread_of(root)) : 0;
     const bool prefetches =
         released > 0 || (in_backward ? self->backward_pre : self->forward_prefetch);
-    if (released < 0 || fsdp_order_reach(self, order) < 0 || fsdp_gather(self) < 0) {
+    if (released < 0 || order_reach(self, order) < 0 || fsdp_gather(self) < 0) {
         return -1;
     }
     return prefetches ? fsdp_prefetch(self, order) : 0;
@@ -617,7 +788,7 @@ note_end(const FSDPUnit *self, FSDPUnit *root)
     if (self != root) {
         root->last_inner = self;
         if (self == root->last_before) {
-            fsdp_return_memory(root);
+            return_memory(root);
         }
     }
 }
@@ -647,7 +818,7 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
         note_end(self, root);
     }
     if (out != NULL && grads == 0 && !in_backward && self == root &&
-        fsdp_check_all_unused(root) < 0) {
+        check_all_unused(root) < 0) {
         Py_CLEAR(out); /* no backward will find it */
     }
     if (out != NULL && grads &&
@@ -657,7 +828,7 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
     return out;
 }
 
-const char FSDPUnit_forward_doc[] =
+static const char FSDPUnit_forward_doc[] =
     "forward($self, fn, args, kwargs, tensors=(), /)\n--\n\n"
     "Return fn(*args, **kwargs), run with the unit's parameters gathered.\n\n"
     "tensors: for each parameter that add_parameter() has named, and then for frozen\n"
@@ -667,7 +838,7 @@ const char FSDPUnit_forward_doc[] =
     "the gradient of an output arrives. Collective. An exception leaves the unit as\n"
     "it was before.";
 
-PyObject *
+static PyObject *
 FSDPUnit_forward(PyObject *op, PyObject *args)
 {
     FSDPUnit *self = (FSDPUnit *)op;
@@ -685,7 +856,7 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
         if (!in_backward && root == op) {
             release_old(self);
             self->last_before = self->last_inner;
-            fsdp_order_begin(&self->forwards);
+            order_begin(&self->forwards);
         }
         const int before = in_backward ? self->state : FSDP_IDLE;
         self->state = FSDP_FORWARD;
@@ -693,7 +864,7 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
         out = run(self, (FSDPUnit *)root, fn, inputs, kwargs, in_backward);
         self->state = before;
         if (!in_backward && root == op) {
-            fsdp_drop_prefetches(self);
+            drop_prefetches(self);
         }
     }
     Py_DECREF(root);
@@ -708,7 +879,7 @@ complete(FSDPUnit *self)
     forget_seen(self);
     self->complete = true;
     const int result = self->require_sync ? fsdp_reduce(self) : 0;
-    fsdp_return_growth(fsdp_root_borrow(self));
+    return_growth(fsdp_root_borrow(self));
     return result;
 }
 
@@ -777,14 +948,14 @@ take(FSDPUnit *self, fsdp_leaf *leaf, PyObject *param)
     return result;
 }
 
-const char FSDPUnit_take_grad_doc[] =
+static const char FSDPUnit_take_grad_doc[] =
     "take_grad($self, index, param, /)\n--\n\n"
     "The hook of a parameter whose gradient has been accumulated: take it over.\n\n"
     "index: what add_parameter() gave. The last one of a unit releases the parameters\n"
     "and reduces the gradients. Raises RuntimeError for gradients that require\n"
     "gradients, ValueError outside of the unit's backward.";
 
-PyObject *
+static PyObject *
 FSDPUnit_take_grad(PyObject *op, PyObject *const *args, Py_ssize_t n)
 {
     FSDPUnit *self = (FSDPUnit *)op;
@@ -797,7 +968,7 @@ FSDPUnit_take_grad(PyObject *op, PyObject *const *args, Py_ssize_t n)
                                                self->n_leaves);
     }
     if ((self->state == FSDP_IDLE && fsdp_check_unused(self) < 0) ||
-        fsdp_expect(self, IN_BACKWARD) < 0) {
+        expect(self, IN_BACKWARD) < 0) {
         return NULL;
     }
     fsdp_leaf *leaf = &self->leaves[index];
@@ -821,23 +992,23 @@ finish_unit(FSDPUnit *self)
     if (self->require_sync || self->reshard_after_forward) {
         fsdp_release(self);
     }
-    return self->require_sync && fsdp_has_grads(self) ? fsdp_reduce(self) : 0;
+    return self->require_sync && has_grads(self) ? fsdp_reduce(self) : 0;
 }
 
-const char FSDPUnit_finish_doc[] =
+static const char FSDPUnit_finish_doc[] =
     "finish($self, /)\n--\n\n"
     "End the backward of a root: reduce the gradients of units that have not got all\n"
     "of them, missing ones as zeros, and make every unit idle. Collective.";
 
-PyObject *
+static PyObject *
 FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     FSDPUnit *root = (FSDPUnit *)op;
     PyObject *units = Py_XNewRef(root->units);
     int result = 0;
     const Py_ssize_t n = units == NULL ? 0 : PyList_GET_SIZE(units);
-    fsdp_drop_prefetches(root); /* shards may change from here on */
-    result = fsdp_check_all_unused(root);
+    drop_prefetches(root); /* shards may change from here on */
+    result = check_all_unused(root);
     for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
         result = finish_unit((FSDPUnit *)PyList_GET_ITEM(units, i));
     }
@@ -849,7 +1020,17 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_CLEAR(root->in_use);
     root->queued = root->several_threads = false;
     if (root->return_memory) {
-        fsdp_discard_cache(root);
+        discard_cache(root);
     }
     Py_RETURN_NONE;
 }
+
+#define METHOD(name, flags)                                                            \
+    {#name, (PyCFunction)(void (*)(void))FSDPUnit_##name, flags, FSDPUnit_##name##_doc}
+
+PyMethodDef FSDPUnit_fsdp_passes_methods[] = {
+    METHOD(finish, METH_NOARGS),      METHOD(forget_root, METH_NOARGS),
+    METHOD(forward, METH_VARARGS),    METHOD(input_done, METH_O),
+    METHOD(recover, METH_NOARGS),     METHOD(set_units, METH_O),
+    METHOD(take_grad, METH_FASTCALL), {NULL, NULL, 0, NULL},
+};

@@ -179,15 +179,53 @@ make_groups(FSDPUnit *self, PyObject *plugin, PyObject *groups, int world_size)
     return result;
 }
 
+static PyObject *
+new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int watched)
+{
+    const ctpy_state *state = fsdp_state_borrow(self);
+    PyObject *args = Py_BuildValue("(n)", (Py_ssize_t)bytes);
+    PyObject *kwargs = Py_BuildValue("{s:i,s:O}", "watched", watched, "plugin", plugin);
+    PyObject *memory =
+        args == NULL || kwargs == NULL
+            ? NULL
+            : PyObject_Call((PyObject *)state->MappedMemory, args, kwargs);
+    Py_XDECREF(kwargs);
+    Py_XDECREF(args);
+    return memory;
+}
+
+/* New host memory is zero; device memory is undefined. */
+static PyObject *
+new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes)
+{
+    ct_error err;
+    PyObject *memory = new_memory(self, plugin, bytes, 0);
+    if (memory == NULL || fsdp_use_stream(self) < 0) {
+        Py_XDECREF(memory);
+        return NULL;
+    }
+    ct_mapping *pages = &((MappedMemory *)memory)->pages;
+    const ct_span all = {pages->data, pages->bytes, CT_U8};
+    pages->stream = self->core.stream;
+    ct_status status = ct_mapping_obtain(pages, pages->bytes, NULL, &err);
+    if (status == CT_OK && pages->ops != NULL) {
+        status = self->core.device->zero(self->core.stream, &all, 1, &err);
+    }
+    if (status != CT_OK) {
+        Py_DECREF(memory);
+        return ctpy_raise(&err);
+    }
+    return memory;
+}
+
 static int
 map_memory(FSDPUnit *self, PyObject *plugin, ct_dtype compute, int watched,
            int poisoned)
 {
     const size_t full = ct_fsdp_full_bytes(&self->core, compute);
     const size_t grads = ct_fsdp_grad_bytes(&self->core);
-    self->full = fsdp_new_memory(self, plugin, full, watched);
-    self->grads =
-        self->full == NULL ? NULL : fsdp_new_memory(self, plugin, grads, watched);
+    self->full = new_memory(self, plugin, full, watched);
+    self->grads = self->full == NULL ? NULL : new_memory(self, plugin, grads, watched);
     if (self->grads == NULL) {
         return -1;
     }
@@ -249,7 +287,7 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     }
     if (config.reduce_bits != 0 && feedback) { /* kept between updates */
-        self->residual = fsdp_new_zeros(self, plugin, ct_fsdp_grad_bytes(&self->core));
+        self->residual = new_zeros(self, plugin, ct_fsdp_grad_bytes(&self->core));
         if (self->residual == NULL) {
             return -1;
         }
@@ -499,6 +537,30 @@ static PyMemberDef FSDPUnit_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+/* ---- by hand --------------------------------------------------------------------- */
+
+static const char FSDPUnit_gather_doc[] =
+    "gather($self, /)\n--\n\n"
+    "Bring the unit's parameters together from all ranks. Collective.\n\n"
+    "Raises what the communicator does; then nothing is gathered.";
+
+static PyObject *
+FSDPUnit_gather(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    return fsdp_gather((FSDPUnit *)op) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static const char FSDPUnit_release_doc[] =
+    "release($self, /)\n--\n\n"
+    "Release the memory of the gathered parameters, which then read as zeros.";
+
+static PyObject *
+FSDPUnit_release(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    fsdp_release((FSDPUnit *)op);
+    Py_RETURN_NONE;
+}
+
 /* ---- clipping -------------------------------------------------------------------- */
 
 typedef struct clip_job {
@@ -684,22 +746,12 @@ FSDPUnit_clip(PyObject *op, PyObject *args)
 
 /* ---- the type -------------------------------------------------------------------- */
 
-#define METHOD(name, flags)                                                            \
-    {#name, (PyCFunction)(void (*)(void))FSDPUnit_##name, flags, FSDPUnit_##name##_doc}
-
 static PyMethodDef FSDPUnit_methods[] = {
-    {"add_parameter", FSDPUnit_add_parameter, METH_VARARGS, add_parameter_doc},
-    METHOD(clip, METH_VARARGS),
-    METHOD(finish, METH_NOARGS),
-    METHOD(forget_root, METH_NOARGS),
-    METHOD(forward, METH_VARARGS),
-    METHOD(gather, METH_NOARGS),
-    METHOD(input_done, METH_O),
-    METHOD(recover, METH_NOARGS),
-    METHOD(release, METH_NOARGS),
-    METHOD(set_units, METH_O),
-    METHOD(take_grad, METH_FASTCALL),
-    {NULL,            NULL,                   0,            NULL             },
+    {"add_parameter", FSDPUnit_add_parameter, METH_VARARGS, add_parameter_doc   },
+    {"clip",          FSDPUnit_clip,          METH_VARARGS, FSDPUnit_clip_doc   },
+    {"gather",        FSDPUnit_gather,        METH_NOARGS,  FSDPUnit_gather_doc },
+    {"release",       FSDPUnit_release,       METH_NOARGS,  FSDPUnit_release_doc},
+    {NULL,            NULL,                   0,            NULL                },
 };
 
 static PyType_Slot FSDPUnit_slots[] = {

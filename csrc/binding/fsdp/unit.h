@@ -75,63 +75,43 @@ fsdp_count_units(const FSDPUnit *root)
     return root->units == NULL ? 0 : PyList_GET_SIZE(root->units);
 }
 
-/* binding/fsdp/collectives.c */
+static inline ctpy_state *
+fsdp_state_borrow(FSDPUnit *self)
+{
+    return ctpy_state_borrow((PyObject *)self);
+}
 
-ctpy_state *fsdp_state_borrow(FSDPUnit *self);
-FSDPUnit *fsdp_root_borrow(FSDPUnit *self); /* the unit itself without a root */
-/* 0 if the unit's state is among `states` (bits 1 << state); else -1 with the
- * ValueError of assert_state. */
-int fsdp_expect(FSDPUnit *self, unsigned states);
+/* The unit itself where it has no root. */
+static inline FSDPUnit *
+fsdp_root_borrow(FSDPUnit *self)
+{
+    return self->root == NULL ? self : (FSDPUnit *)self->root;
+}
+
+static inline void
+fsdp_order_forget(fsdp_order *order)
+{
+    Py_CLEAR(order->before);
+    Py_CLEAR(order->now);
+}
+
+/* binding/fsdp/collectives.c */
 
 /* A tensor in the memory of the unit's device, or with of_shard in host memory if
  * shards are offloaded; -1 with an exception that names `what`. */
 int fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
                    bool of_shard, ct_span *span);
 int fsdp_use_stream(FSDPUnit *self); /* sets the core's stream to torch's current */
-PyObject *fsdp_new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int watched);
-PyObject *fsdp_new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes);
 
-/* -1 with a RuntimeError that names the unit, or any unit of the root, whose parameters
- * have been used since their release: results computed from them are wrong. */
+/* -1 with a RuntimeError that names the unit if its parameters have been used since
+ * their release: results computed from them are wrong. */
 int fsdp_check_unused(FSDPUnit *self);
-int fsdp_check_all_unused(FSDPUnit *root);
 
 int fsdp_gather(FSDPUnit *self);
+int fsdp_begin_gather(FSDPUnit *self);   /* a prefetch, which fsdp_gather() ends */
+void fsdp_drop_prefetch(FSDPUnit *self); /* keeps the exception */
 void fsdp_release(FSDPUnit *self);
 int fsdp_reduce(FSDPUnit *self);
-bool fsdp_has_grads(const FSDPUnit *self);
 void fsdp_drop_grads(FSDPUnit *self);
-void fsdp_discard_cache(FSDPUnit *root); /* waits for a device, without the GIL */
-/* Frees cached blocks and malloc's free pages before a peak of memory. */
-void fsdp_return_memory(FSDPUnit *root);
-/* Frees malloc's pages if the process is nearly as large as at the backward's start. */
-void fsdp_return_growth(FSDPUnit *root);
-
-void fsdp_order_begin(fsdp_order *order); /* of a pass */
-void fsdp_order_forget(fsdp_order *order);
-/* Notes that the pass has reached this unit. Drops prefetches of other units. */
-int fsdp_order_reach(FSDPUnit *self, fsdp_order *order);
-/* Prefetches the unit that came next in the last pass, if both passes agree so far and
- * no other prefetch is under way. Collective. 0, or -1 with no prefetch begun. */
-int fsdp_prefetch(FSDPUnit *self, const fsdp_order *order);
-void fsdp_drop_prefetch(FSDPUnit *self); /* keeps the exception */
-void fsdp_drop_prefetches(FSDPUnit *root);
-
-PyObject *FSDPUnit_gather(PyObject *op, PyObject *unused);
-PyObject *FSDPUnit_release(PyObject *op, PyObject *unused);
-extern const char FSDPUnit_gather_doc[], FSDPUnit_release_doc[];
-
-/* binding/fsdp/passes.c */
-
-PyObject *FSDPUnit_forward(PyObject *op, PyObject *args);
-PyObject *FSDPUnit_set_units(PyObject *op, PyObject *units);
-PyObject *FSDPUnit_forget_root(PyObject *op, PyObject *unused);
-PyObject *FSDPUnit_recover(PyObject *op, PyObject *unused);
-PyObject *FSDPUnit_take_grad(PyObject *op, PyObject *const *args, Py_ssize_t n);
-PyObject *FSDPUnit_input_done(PyObject *op, PyObject *grad);
-PyObject *FSDPUnit_finish(PyObject *op, PyObject *unused);
-extern const char FSDPUnit_forward_doc[], FSDPUnit_set_units_doc[],
-    FSDPUnit_forget_root_doc[], FSDPUnit_recover_doc[], FSDPUnit_take_grad_doc[],
-    FSDPUnit_input_done_doc[], FSDPUnit_finish_doc[];
 
 #endif
