@@ -179,7 +179,7 @@ AREAS = {
     ),
     "bmuf": Area(
         {
-            core("bmuf/bmuf", "bmuf/quantized"):
+            core("bmuf/bmuf"):
                 "core/bmuf/test_bmuf.c python/bmuf/test_bmuf_ranks.py",
             binding("bmuf/bmuf") + " " +
             "ctrainer/bmuf.py":
@@ -406,7 +406,7 @@ AREAS = {
                 "core/comm/test_hierarchical.c",
             core("base/pool"):
                 "core/base/test_pool.c",
-            core("ddp/reducer", "ddp/bucket"):
+            core("ddp/reducer"):
                 "core/ddp/test_reducer.c core/ddp/test_codecs.c",
             binding("comm/communicator"):
                 "binding/test_communicator.py "

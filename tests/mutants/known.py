@@ -145,7 +145,7 @@ EQUIVALENT = (
         "what is asked is whether an interval divides it, whatever the sign",
     ),
     (
-        "csrc/core/bmuf/quantized.c",
+        "csrc/core/bmuf/bmuf.c",
         "for (int rank = 0; status == CT_OK && rank < ranks; rank++) {",
         "for (int rank = 0; status == CT_OK && rank <= ranks; rank++) {",
         "the part behind the last rank's is empty: nothing is coded or decoded",

@@ -44,7 +44,17 @@ typedef enum ct_bmuf_event {
     CT_BMUF_WARMUP_END, /* all ranks take rank 0's model; never with warmup 0 */
     CT_BMUF_BLOCK_END
 } ct_bmuf_event;
-ct_bmuf_event ct_bmuf_after(const ct_bmuf_config *config, int64_t num_updates);
+
+static inline ct_bmuf_event
+ct_bmuf_after(const ct_bmuf_config *config, int64_t num_updates)
+{
+    if (num_updates == config->warmup) {
+        return CT_BMUF_WARMUP_END;
+    }
+    return num_updates > config->warmup && num_updates % config->sync_iter == 0
+               ? CT_BMUF_BLOCK_END
+               : CT_BMUF_NOTHING;
+}
 
 /* A parameter in its most precise form, and the copy that the model computes with;
  * copy.data may be NULL. */

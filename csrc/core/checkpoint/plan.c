@@ -136,7 +136,7 @@ apply_patch(const ct_plan *plan, const ct_patch *patch)
 
 /* Fills in the patches; needs the checksums of all pieces but the plan's own. */
 static void
-ct_plan_fill_in(ct_plan *plan)
+fill_in(ct_plan *plan)
 {
     for (size_t i = 0; i < plan->n_patches; i++) {
         apply_patch(plan, &plan->patches[i]);
@@ -151,40 +151,7 @@ ct_plan_fill_in(ct_plan *plan)
     }
 }
 
-/* Borrowed pieces first: patches go by their checksums and change owned ones. */
-void
-ct_plan_seal(ct_plan *plan)
-{
-    for (size_t i = 0; i < plan->n_pieces; i++) {
-        ct_plan_piece *piece = &plan->pieces[i];
-        if (piece->owned == NULL) {
-            piece->crc32c = ct_crc32c(0, piece->data, piece->n);
-        }
-        if (piece->zipped) {
-            piece->crc32 = ct_crc32(0, piece->data, piece->n);
-        }
-    }
-    ct_plan_fill_in(plan);
-}
-
-ct_status
-ct_plan_write(const ct_plan *plan, const char *path, ct_error *err)
-{
-    ct_piece *pieces = ct_calloc(plan->n_pieces + 1, sizeof *pieces);
-    if (pieces == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory to write %s", path);
-    }
-    for (size_t i = 0; i < plan->n_pieces; i++) {
-        pieces[i] = (ct_piece){plan->pieces[i].data, plan->pieces[i].n};
-    }
-    ct_status status = unlink(path) < 0 && errno != ENOENT
-                           ? ct_fail_io(err, errno, "replace", path)
-                           : ct_write_file(path, pieces, plan->n_pieces, err);
-    ct_free(pieces);
-    return status;
-}
-
-/* ---- streaming -------------------------------------------------------------------
+/* ---- writing ---------------------------------------------------------------------
  *
  * Each block is read, summed and written before the next, so that a file made of
  * other files may be larger than memory. */
@@ -324,17 +291,17 @@ put_plan(stream *s, ct_plan *plan, ct_error *err)
         status = put_piece(s, &plan->pieces[i], err);
     }
     if (status == CT_OK) {
-        ct_plan_fill_in(plan);
-        status = put_patched(s, plan, err);
+        fill_in(plan);
+        status = plan->n_patches == 0 ? CT_OK : put_patched(s, plan, err);
     }
     close_source(s);
     ct_free(s->block);
     return status;
 }
 
-/* Replaces the file at path and syncs it to the disk. */
+/* Replaces the content of the file at path. */
 static ct_status
-stream_to(ct_plan *plan, const char *path, ct_error *err)
+write_to(ct_plan *plan, const char *path, ct_error *err)
 {
     stream s = {.path = path, .source = -1};
     s.fd = open(path, O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0666);
@@ -345,7 +312,14 @@ stream_to(ct_plan *plan, const char *path, ct_error *err)
     if (close(s.fd) < 0 && status == CT_OK) { /* NFS reports a full disk only here */
         status = ct_fail_io(err, errno, "write", path);
     }
-    return status == CT_OK ? ct_sync_file(path, err) : status;
+    return status;
+}
+
+ct_status
+ct_plan_write(ct_plan *plan, const char *path, ct_error *err)
+{
+    return unlink(path) < 0 && errno != ENOENT ? ct_fail_io(err, errno, "replace", path)
+                                               : write_to(plan, path, err);
 }
 
 static ct_status
@@ -368,7 +342,10 @@ ct_plan_publish(ct_plan *plan, const char *path, ct_error *err)
         return ct_fail(err, CT_ENOMEM, "no memory to write %s", path);
     }
     (void)snprintf(beside, n, "%s%s", path, suffix);
-    ct_status status = stream_to(plan, beside, err);
+    ct_status status = write_to(plan, beside, err);
+    if (status == CT_OK) {
+        status = ct_sync_file(beside, err);
+    }
     if (status == CT_OK && rename(beside, path) < 0) {
         status = ct_fail_io(err, errno, "write", path);
     }

@@ -1,8 +1,8 @@
 /* The content of a file: its bytes in order, and checksums that are computed later.
  *
  * A plan is made while training waits, so no tensor is read for it; the writer's
- * thread seals and writes the plan. A plan with excerpts of other files, such as
- * shards, is streamed through a single block of memory. */
+ * thread writes the plan, and excerpts of other files, such as shards, pass through a
+ * single block of memory. */
 #ifndef CORE_CHECKPOINT_PLAN_H
 #define CORE_CHECKPOINT_PLAN_H
 
@@ -30,7 +30,7 @@ typedef struct ct_plan_piece {
     const ct_excerpt *excerpts;
     size_t n_excerpts;
     bool zipped;     /* a CT_PATCH_CRC32 asks for crc32 */
-    uint32_t crc32c; /* of the bytes, once sealed or streamed */
+    uint32_t crc32c; /* of the bytes, once written */
     uint32_t crc32;
 } ct_plan_piece;
 
@@ -55,7 +55,7 @@ typedef struct ct_plan {
     ct_patch *patches;
     size_t n_patches, patches_capacity;
     uint64_t bytes;  /* the whole file */
-    uint32_t crc32c; /* the whole file, once sealed or streamed */
+    uint32_t crc32c; /* the whole file, once written */
 } ct_plan;
 
 void ct_plan_fini(ct_plan *plan);
@@ -71,26 +71,20 @@ CT_NODISCARD ct_status ct_plan_add_buf(ct_plan *plan, ct_buf *buf, ct_error *err
 CT_NODISCARD ct_status ct_plan_add_data(ct_plan *plan, const void *data, size_t n,
                                         ct_error *err);
 
-/* Appends excerpts[0..n), borrowed until the plan is streamed. Such a plan can be
- * streamed only. */
+/* Appends excerpts[0..n), borrowed until the plan is written. */
 CT_NODISCARD ct_status ct_plan_add_excerpts(ct_plan *plan, const ct_excerpt *excerpts,
                                             size_t n, ct_error *err);
 
 /* All pieces of the patch have been added before. */
 CT_NODISCARD ct_status ct_plan_add_patch(ct_plan *plan, ct_patch patch, ct_error *err);
 
-/* Fills in all patches and the checksum of the file: a pass over the data, and a
- * second pass for ZIP's checksum. */
-void ct_plan_seal(ct_plan *plan);
+/* Fills in all patches and the checksum of the file, and writes the plan to path in
+ * place of a file that is there. CT_EINVAL where an excerpt's file ends too soon. */
+CT_NODISCARD ct_status ct_plan_write(ct_plan *plan, const char *path, ct_error *err);
 
-/* Seals and writes in one pass, to a temporary file beside path that is synced and
- * renamed, so that path is never half a file. CT_EINVAL where an excerpt's file ends
- * too soon. */
+/* The same, to a temporary file beside path that is synced and renamed, so that path is
+ * never half a file. */
 CT_NODISCARD ct_status ct_plan_publish(ct_plan *plan, const char *path, ct_error *err);
-
-/* Writes a sealed plan to path, replacing a file that is there. */
-CT_NODISCARD ct_status ct_plan_write(const ct_plan *plan, const char *path,
-                                     ct_error *err);
 
 CT_END_DECLS
 

@@ -312,7 +312,6 @@ fileset_write_one(fileset *set, size_t index, const char *folder, ct_error *err)
         return ct_fail(err, CT_ENOMEM, "no memory for the path of %s", f->plan.name);
     }
     ct_status status = make_parent(path, f->plan.name, err);
-    ct_plan_seal(&f->plan);
     if (status == CT_OK) {
         status = ct_plan_write(&f->plan, path, err);
     }

@@ -17,9 +17,59 @@
 #define CT_REDUCER_H
 
 #include "core/comm/comm.h"
-#include "core/ddp/bucket.h"
 #include "core/device/device.h"
 
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* ---- the plan of buckets ---------------------------------------------------------
+ *
+ * Gradients arrive about in the reverse order of the parameters, so buckets are filled
+ * in that order, each up to the parameter that reaches the limit. Every bucket has one
+ * dtype. The first bucket of a dtype is small, so that the exchange begins early. The
+ * rules are those of Li et al., "PyTorch Distributed: Experiences on
+ * Accelerating Data Parallel Training", 2020, section 3.2.3. The plan depends on
+ * lengths, dtypes, owners and limits alone: ranks with the same parameters have the
+ * same plan.
+ *
+ * A parameter may have an owner, the one rank that gets its average (Rajbhandari et
+ * al., "ZeRO", 2020, stage 2). Each owner has one bucket of each dtype, because a
+ * bucket keeps its memory when the gradients in it are no longer needed: gradients that
+ * do not fit are exchanged in place. */
+typedef struct ct_bucket_limits {
+    size_t first_bytes; /* of the first bucket of each dtype */
+    size_t cap_bytes;   /* of the others */
+    size_t alone_bytes; /* a longer parameter has a bucket to itself; 0: no limit */
+} ct_bucket_limits;
+
+/* The ranks that get the averages. */
+typedef struct ct_owners {
+    const int *of; /* by parameter: a rank or CT_EVERY_RANK; NULL: every rank for all */
+    int world_size;
+} ct_owners;
+
+enum {
+    CT_EVERY_RANK = -1
+};
+
+typedef struct ct_bucket {
+    ct_dtype dtype;
+    size_t first, n_params; /* plan->order[first .. first + n_params) */
+    size_t n;               /* elements */
+    int owner;              /* a rank or CT_EVERY_RANK */
+    bool alone;             /* of one parameter: can be exchanged in place */
+} ct_bucket;
+
+typedef struct ct_bucket_plan {
+    ct_bucket *buckets; /* in the order of their first parameters' arrival */
+    size_t n_buckets, n_params;
+    uint32_t *order;     /* parameters, bucket by bucket */
+    uint32_t *bucket_of; /* by parameter */
+    size_t *offset;      /* by parameter: elements before it in the bucket */
+} ct_bucket_plan;
+
+/* ---- the exchange ---------------------------------------------------------------- */
 typedef struct ct_reducer_param {
     ct_span place; /* in the bucket's memory; the gradient itself for a bucket of one */
     ct_span grad;  /* announced in this cycle; .data NULL before */
@@ -57,7 +107,8 @@ typedef struct ct_reducer {
     ct_label label;   /* of the bucket that is exchanged; counts buckets */
 } ct_reducer;
 
-/* Plans for the parameters' lengths and dtypes; ct_reducer_set_memory sets the memory
+/* Plans for the parameters' lengths and dtypes, fewer than 2^32; CT_EINVAL for an owner
+ * that is no rank. ct_reducer_set_memory sets the memory
  * of buckets that are not alone. On failure there is nothing to release. */
 CT_NODISCARD ct_status ct_reducer_init(ct_reducer *r, const ct_device *device,
                                        void *stream, const ct_span *params,
@@ -71,7 +122,12 @@ void ct_reducer_set_memory(ct_reducer *r, size_t bucket, void *memory);
 void ct_reducer_begin(ct_reducer *r);
 
 /* Whether a parameter has had all announcements of this cycle. */
-bool ct_reducer_is_complete(const ct_reducer *r, size_t param);
+static inline bool
+ct_reducer_is_complete(const ct_reducer *r, size_t param)
+{
+    const ct_reducer_param *p = &r->params[param];
+    return !r->learning && p->seen > 0 && p->seen >= p->expected;
+}
 
 /* Announces a gradient of the parameter's length and dtype. The gradient is copied into
  * the bucket, unless already there or alone in the bucket; the parameter must not be

@@ -62,18 +62,6 @@ ct_fsdp_fini(ct_fsdp *unit)
     *unit = (ct_fsdp){.groups = NULL};
 }
 
-size_t
-ct_fsdp_full_bytes(const ct_fsdp *unit, ct_dtype compute)
-{
-    return unit->groups[unit->n_groups].at * ct_dtype_size(compute);
-}
-
-size_t
-ct_fsdp_grad_bytes(const ct_fsdp *unit)
-{
-    return unit->groups[unit->n_groups].grad_at * ct_dtype_size(CT_F32);
-}
-
 static ct_span
 full_of(const ct_fsdp *unit, const ct_fsdp_group *g)
 {

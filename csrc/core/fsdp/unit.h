@@ -83,8 +83,17 @@ CT_NODISCARD ct_status ct_fsdp_init(ct_fsdp *unit, const ct_device *device,
 void ct_fsdp_fini(ct_fsdp *unit);
 
 /* The bytes that full and grads need, for any dtypes of the configuration. */
-size_t ct_fsdp_full_bytes(const ct_fsdp *unit, ct_dtype compute);
-size_t ct_fsdp_grad_bytes(const ct_fsdp *unit);
+static inline size_t
+ct_fsdp_full_bytes(const ct_fsdp *unit, ct_dtype compute)
+{
+    return unit->groups[unit->n_groups].at * ct_dtype_size(compute);
+}
+
+static inline size_t
+ct_fsdp_grad_bytes(const ct_fsdp *unit)
+{
+    return unit->groups[unit->n_groups].grad_at * ct_dtype_size(CT_F32);
+}
 
 /* Gathers every group from shards[i], n / world_size elements of F32 each. A gathered
  * unit is left alone; a prefetch is ended, and its shards are not read again.

@@ -76,7 +76,7 @@ test_excerpts_and_zeros_become_one_tensor_with_its_checksum(void)
 }
 
 static void
-test_a_published_plan_is_the_file_that_sealing_and_writing_makes(void)
+test_a_published_plan_is_the_file_that_writing_makes(void)
 {
     static unsigned char a[SOURCE_BYTES + 4096], b[sizeof a];
     const ct_zip_record records[] = {
@@ -84,18 +84,17 @@ test_a_published_plan_is_the_file_that_sealing_and_writing_makes(void)
         {.name = "a/data/1"},
         {.name = "a/version", .data = "3\n", .bytes = 2},
     };
-    ct_plan sealed = {0}, streamed = {0};
+    ct_plan written = {0}, published = {0};
     ct_error err;
-    CHECK(ct_zip_plan(&sealed, records, 3, &err) == CT_OK);
-    CHECK(ct_zip_plan(&streamed, records, 3, &err) == CT_OK);
-    ct_plan_seal(&sealed);
-    CHECK(ct_plan_write(&sealed, other, &err) == CT_OK);
-    CHECK(ct_plan_publish(&streamed, path, &err) == CT_OK);
+    CHECK(ct_zip_plan(&written, records, 3, &err) == CT_OK);
+    CHECK(ct_zip_plan(&published, records, 3, &err) == CT_OK);
+    CHECK(ct_plan_write(&written, other, &err) == CT_OK);
+    CHECK(ct_plan_publish(&published, path, &err) == CT_OK);
     size_t n = slurp(other, a, sizeof a);
     CHECK(slurp(path, b, sizeof b) == n && memcmp(a, b, n) == 0);
-    CHECK(sealed.crc32c == streamed.crc32c);
-    ct_plan_fini(&streamed);
-    ct_plan_fini(&sealed);
+    CHECK(written.crc32c == published.crc32c);
+    ct_plan_fini(&published);
+    ct_plan_fini(&written);
 }
 
 /* The path has to hold what it held, and nothing may lie beside it. */
@@ -193,7 +192,7 @@ main(void)
     ct_piece piece = {source_bytes, SOURCE_BYTES};
     CHECK(ct_write_file(source, &piece, 1, NULL) == CT_OK);
     test_excerpts_and_zeros_become_one_tensor_with_its_checksum();
-    test_a_published_plan_is_the_file_that_sealing_and_writing_makes();
+    test_a_published_plan_is_the_file_that_writing_makes();
     test_a_source_that_ends_too_soon_or_is_gone_leaves_the_file_alone();
     test_a_full_disk_leaves_the_file_alone();
     test_every_allocation_may_fail();

@@ -31,16 +31,17 @@ test_buckets_take_parameters_in_reverse_up_to_their_limits(void)
         {.n = 2},
         {.n = 2}
     };
-    ct_bucket_plan plan;
-    CHECK(ct_bucket_plan_init(&plan, params, 6, &small, &for_all, NULL) == CT_OK);
-    CHECK(plan.n_buckets == 4);
-    CHECK(plan.buckets[0].n == 4 && plan.buckets[0].n_params == 2);
-    CHECK(plan.buckets[1].n == 3 && plan.buckets[1].dtype == CT_F64);
-    CHECK(plan.buckets[2].n == 16 && plan.buckets[3].n == 10);
-    CHECK(plan.order[0] == 5 && plan.order[1] == 4 && plan.order[2] == 3);
-    CHECK(plan.order[3] == 2 && plan.order[4] == 1 && plan.order[5] == 0);
-    CHECK(plan.offset[4] == 2 && plan.offset[1] == 8);
-    ct_bucket_plan_fini(&plan);
+    ct_reducer r;
+    CHECK(ct_reducer_init(&r, &ct_device_cpu, NULL, params, 6, &small, &for_all,
+                          NULL) == CT_OK);
+    CHECK(r.plan.n_buckets == 4);
+    CHECK(r.plan.buckets[0].n == 4 && r.plan.buckets[0].n_params == 2);
+    CHECK(r.plan.buckets[1].n == 3 && r.plan.buckets[1].dtype == CT_F64);
+    CHECK(r.plan.buckets[2].n == 16 && r.plan.buckets[3].n == 10);
+    CHECK(r.plan.order[0] == 5 && r.plan.order[1] == 4 && r.plan.order[2] == 3);
+    CHECK(r.plan.order[3] == 2 && r.plan.order[4] == 1 && r.plan.order[5] == 0);
+    CHECK(r.plan.offset[4] == 2 && r.plan.offset[1] == 8);
+    ct_reducer_fini(&r);
 }
 
 static void
@@ -49,11 +50,13 @@ test_long_parameters_are_alone(void)
     const ct_span params[] = {{.n = 1}, {.n = 25}, {.n = 1}};
     const ct_bucket_limits limits = {
         .first_bytes = 64, .cap_bytes = 64, .alone_bytes = 100};
-    ct_bucket_plan plan;
-    CHECK(ct_bucket_plan_init(&plan, params, 3, &limits, &for_all, NULL) == CT_OK);
-    CHECK(plan.n_buckets == 2 && plan.buckets[0].n == 2 && plan.buckets[1].alone);
-    CHECK(plan.bucket_of[0] == 0 && plan.bucket_of[1] == 1 && plan.bucket_of[2] == 0);
-    ct_bucket_plan_fini(&plan);
+    ct_reducer r;
+    CHECK(ct_reducer_init(&r, &ct_device_cpu, NULL, params, 3, &limits, &for_all,
+                          NULL) == CT_OK);
+    CHECK(r.plan.n_buckets == 2 && r.plan.buckets[0].n == 2 && r.plan.buckets[1].alone);
+    CHECK(r.plan.bucket_of[0] == 0 && r.plan.bucket_of[1] == 1 &&
+          r.plan.bucket_of[2] == 0);
+    ct_reducer_fini(&r);
 }
 
 static void
@@ -70,17 +73,18 @@ test_every_owner_has_one_bucket_of_a_dtype(void)
         {.n = 2, .dtype = CT_F64}
     };
     const ct_owners of_two = {owners, 2};
-    ct_bucket_plan plan;
-    CHECK(ct_bucket_plan_init(&plan, params, 7, &small, &of_two, NULL) == CT_OK);
-    CHECK(plan.n_buckets == 5);
-    CHECK(plan.buckets[0].dtype == CT_F64 && plan.buckets[0].owner == 0);
-    CHECK(plan.buckets[1].owner == 1 && plan.buckets[1].n == 8);
-    CHECK(plan.buckets[2].owner == 0 && plan.buckets[2].n == 12);
-    CHECK(plan.buckets[3].owner == CT_EVERY_RANK && plan.buckets[3].n == 1);
-    CHECK(plan.bucket_of[2] == 2 && plan.bucket_of[1] == 1);
-    CHECK(plan.bucket_of[0] == 4 && plan.buckets[4].alone);
-    CHECK(plan.buckets[4].owner == 0);
-    ct_bucket_plan_fini(&plan);
+    ct_reducer r;
+    CHECK(ct_reducer_init(&r, &ct_device_cpu, NULL, params, 7, &small, &of_two, NULL) ==
+          CT_OK);
+    CHECK(r.plan.n_buckets == 5);
+    CHECK(r.plan.buckets[0].dtype == CT_F64 && r.plan.buckets[0].owner == 0);
+    CHECK(r.plan.buckets[1].owner == 1 && r.plan.buckets[1].n == 8);
+    CHECK(r.plan.buckets[2].owner == 0 && r.plan.buckets[2].n == 12);
+    CHECK(r.plan.buckets[3].owner == CT_EVERY_RANK && r.plan.buckets[3].n == 1);
+    CHECK(r.plan.bucket_of[2] == 2 && r.plan.bucket_of[1] == 1);
+    CHECK(r.plan.bucket_of[0] == 4 && r.plan.buckets[4].alone);
+    CHECK(r.plan.buckets[4].owner == 0);
+    ct_reducer_fini(&r);
 }
 
 static void
@@ -89,9 +93,10 @@ test_an_owner_is_a_rank(void)
     const int owners[] = {0, 2};
     const ct_span params[] = {{.n = 8}, {.n = 4}};
     const ct_owners of_two = {owners, 2};
-    ct_bucket_plan plan;
+    ct_reducer r;
     ct_error err;
-    CHECK(ct_bucket_plan_init(&plan, params, 2, &small, &of_two, &err) == CT_EINVAL);
+    CHECK(ct_reducer_init(&r, &ct_device_cpu, NULL, params, 2, &small, &of_two, &err) ==
+          CT_EINVAL);
     CHECK(strstr(err.message, "owner of parameter 1 is 2; expected a rank of 2"));
 }
 
