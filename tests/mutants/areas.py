@@ -179,7 +179,7 @@ AREAS = {
     ),
     "bmuf": Area(
         {
-            core("bmuf/bmuf"):
+            core("bmuf/bmuf") + " csrc/core/bmuf/bmuf.h":
                 "core/bmuf/test_bmuf.c python/bmuf/test_bmuf_ranks.py",
             binding("bmuf/bmuf") + " " +
             "ctrainer/bmuf.py":
@@ -406,7 +406,7 @@ AREAS = {
                 "core/comm/test_hierarchical.c",
             core("base/pool"):
                 "core/base/test_pool.c",
-            core("ddp/reducer"):
+            core("ddp/reducer") + " csrc/core/ddp/reducer.h":
                 "core/ddp/test_reducer.c core/ddp/test_codecs.c",
             binding("comm/communicator"):
                 "binding/test_communicator.py "
