@@ -35,9 +35,9 @@ from ctrainer.enums import (
 _LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
 
-def arg(default: Any, text: str, *, kw_only: bool = False, **metadata: Any) -> Any:
+def arg(default: Any, text: str, **metadata: Any) -> Any:
     """A field with the help of a command line; metadata goes to argparse."""
-    return field(default=default, kw_only=kw_only, metadata={"help": text, **metadata})
+    return field(default=default, metadata={"help": text, **metadata})
 
 
 def read_field(spec: Field[Any], hint: Any, value: Any) -> Any:

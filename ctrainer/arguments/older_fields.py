@@ -150,78 +150,58 @@ ALIASES = {
 }
 
 
-@dataclass(init=False, repr=False, eq=False)
+@dataclass(init=False, repr=False, eq=False, kw_only=True)
 class OlderFields(CurrentFields):
     """Arguments of transformers 4.5 to 4.57 that 5.17 does not have."""
 
     evaluation_strategy: IntervalStrategy | str = arg(
-        "no", "eval_strategy before 4.41.", kw_only=True
+        "no", "eval_strategy before 4.41."
     )
     overwrite_output_dir: bool = arg(
-        False, "For scripts: train although output_dir has content.", kw_only=True
+        False, "For scripts: train although output_dir has content."
     )
     per_gpu_train_batch_size: Count | None = arg(
-        None, "per_device_train_batch_size before 3.0.", kw_only=True
+        None, "per_device_train_batch_size before 3.0."
     )
     per_gpu_eval_batch_size: Count | None = arg(
-        None, "per_device_eval_batch_size before 3.0.", kw_only=True
+        None, "per_device_eval_batch_size before 3.0."
     )
     warmup_ratio: Annotated[float, Range("[0, 1]")] = arg(
-        0.0, "Fraction of the run with warm-up.", kw_only=True
+        0.0, "Fraction of the run with warm-up."
     )
-    logging_dir: str | None = arg(None, "Folder of TensorBoard's files.", kw_only=True)
-    save_safetensors: bool = arg(True, "Weights as safetensors.", kw_only=True)
-    no_cuda: bool = arg(False, "use_cpu before 4.32.", kw_only=True)
-    use_mps_device: bool = arg(False, "Train on Apple's GPU.", kw_only=True)
-    jit_mode_eval: bool = arg(False, "Evaluate a traced model.", kw_only=True)
-    fp16_opt_level: str = arg("O1", "Level of apex's mixed precision.", kw_only=True)
+    logging_dir: str | None = arg(None, "Folder of TensorBoard's files.")
+    save_safetensors: bool = arg(True, "Weights as safetensors.")
+    no_cuda: bool = arg(False, "use_cpu before 4.32.")
+    use_mps_device: bool = arg(False, "Train on Apple's GPU.")
+    jit_mode_eval: bool = arg(False, "Evaluate a traced model.")
+    fp16_opt_level: str = arg("O1", "Level of apex's mixed precision.")
     half_precision_backend: str = arg(
         "auto",
         "Library of mixed precision.",
-        kw_only=True,
         choices=["auto", "apex", "cpu_amp", "cuda_amp", "amp"],
     )
     fp16_backend: str = arg(
-        "auto",
-        "half_precision_backend before 4.13.",
-        kw_only=True,
-        choices=["auto", "apex", "amp"],
+        "auto", "half_precision_backend before 4.13.", choices=["auto", "apex", "amp"]
     )
-    tpu_num_cores: int | None = arg(None, "Cores of a TPU.", kw_only=True)
-    tpu_metrics_debug: bool = arg(False, "Metrics of a TPU.", kw_only=True)
-    past_index: int = arg(
-        -1, "Index of the output to pass to the next batch as mems.", kw_only=True
-    )
-    fsdp_min_num_params: Natural = arg(0, "In fsdp_config since 4.26.", kw_only=True)
+    tpu_num_cores: int | None = arg(None, "Cores of a TPU.")
+    tpu_metrics_debug: bool = arg(False, "Metrics of a TPU.")
+    past_index: int = arg(-1, "Index of the output to pass to the next batch as mems.")
+    fsdp_min_num_params: Natural = arg(0, "In fsdp_config since 4.26.")
     fsdp_transformer_layer_cls_to_wrap: str | None = arg(
-        None, "In fsdp_config since 4.26.", kw_only=True
+        None, "In fsdp_config since 4.26."
     )
-    adafactor: bool = arg(False, "optim='adafactor' before 4.16.", kw_only=True)
-    group_by_length: bool = arg(
-        False, "Batches of rows of similar length.", kw_only=True
-    )
-    use_legacy_prediction_loop: bool = arg(
-        False, "Evaluate by prediction_loop.", kw_only=True
-    )
-    include_inputs_for_metrics: bool = arg(
-        False, "Pass the inputs to compute_metrics.", kw_only=True
-    )
-    push_to_hub_model_id: str | None = arg(
-        None, "hub_model_id before 4.13.", kw_only=True
-    )
-    push_to_hub_organization: str | None = arg(
-        None, "Part of hub_model_id since 4.13.", kw_only=True
-    )
-    push_to_hub_token: str | None = arg(None, "hub_token before 4.13.", kw_only=True)
-    mp_parameters: str = arg("", "Of SageMaker's launcher.", kw_only=True)
-    torchdynamo: str | None = arg(
-        None, "torch_compile_backend before 4.26.", kw_only=True
-    )
-    ray_scope: str | None = arg("last", "Of a search with Ray.", kw_only=True)
-    include_tokens_per_second: bool = arg(
-        False, "Tokens per second among the metrics.", kw_only=True
-    )
-    sharded_ddp: str = arg("", "Of fairscale.", kw_only=True)
+    adafactor: bool = arg(False, "optim='adafactor' before 4.16.")
+    group_by_length: bool = arg(False, "Batches of rows of similar length.")
+    use_legacy_prediction_loop: bool = arg(False, "Evaluate by prediction_loop.")
+    include_inputs_for_metrics: bool = arg(False, "Pass the inputs to compute_metrics.")
+    push_to_hub_model_id: str | None = arg(None, "hub_model_id before 4.13.")
+    push_to_hub_organization: str | None = arg(None, "Part of hub_model_id since 4.13.")
+    push_to_hub_token: str | None = arg(None, "hub_token before 4.13.")
+    mp_parameters: str = arg("", "Of SageMaker's launcher.")
+    torchdynamo: str | None = arg(None, "torch_compile_backend before 4.26.")
+    ray_scope: str | None = arg("last", "Of a search with Ray.")
+    include_tokens_per_second: bool = arg(False, "Tokens per second among the metrics.")
+    sharded_ddp: str = arg("", "Of fairscale.")
     _n_gpu: int = field(init=False, repr=False, default=-1)
 
 
@@ -238,7 +218,7 @@ def take_shadowed(args: Any) -> None:
             alias.__set__(args, vars(args)[name])
 
 
-@dataclass(init=False, repr=False, eq=False)
+@dataclass(init=False, repr=False, eq=False, kw_only=True)
 class OwnFields(OlderFields):
     """Arguments that transformers does not have."""
 
@@ -246,152 +226,119 @@ class OwnFields(OlderFields):
         "skip",
         "For updates whose gradients are NaN or Inf: skip them, stop with an error, or "
         "keep them.",
-        kw_only=True,
     )
     loss_scaler: dict[str, Any] | str | None = arg(
         None,
         "Loss scaler of fp16: 'torch', 'fairseq', 'deepspeed' or 'static'; with "
         "options, a dict of 'preset' and these options, or its JSON. None: 'torch'.",
-        kw_only=True,
     )
     master_weights: bool = arg(
-        False,
-        "Update float32 copies of bfloat16 and float16 parameters.",
-        kw_only=True,
+        False, "Update float32 copies of bfloat16 and float16 parameters."
     )
     stochastic_rounding: bool = arg(
         False,
         "Update bfloat16 parameters with stochastic rounding, without float32 copies.",
-        kw_only=True,
     )
     ema_decay: Annotated[float, Range("[0, 1]")] | None = arg(
         None,
         "Decay of an exponential moving average of the weights: the factor of the old "
         "average at each update; None: no average.",
-        kw_only=True,
     )
     ema_start_update: Natural = arg(
-        0, "Before this update the average is a copy of the weights.", kw_only=True
+        0, "Before this update the average is a copy of the weights."
     )
-    ema_update_freq: Count = arg(1, "Average one update in this many.", kw_only=True)
-    ema_fp32: bool = arg(
-        False, "Keep the average of bf16 and fp16 weights in float32.", kw_only=True
-    )
+    ema_update_freq: Count = arg(1, "Average one update in this many.")
+    ema_fp32: bool = arg(False, "Keep the average of bf16 and fp16 weights in float32.")
     swa_start_update: Natural | None = arg(
         None,
         "Keep an equal average of the weights from this update on; None: no average.",
-        kw_only=True,
     )
-    swa_update_freq: Count = arg(
-        1, "Add one update in this many to the equal average.", kw_only=True
-    )
-    average_in_eval: bool = arg(
-        True, "Evaluate and predict with the averaged weights.", kw_only=True
-    )
+    swa_update_freq: Count = arg(1, "Add one update in this many to the equal average.")
+    average_in_eval: bool = arg(True, "Evaluate and predict with the averaged weights.")
     grad_norm_type: Annotated[float, Range("(0, inf]")] = arg(
         2.0,
         "p of the gradient norm, for max_grad_norm and in the log: > 0, or inf for the "
         "largest element.",
-        kw_only=True,
     )
     max_grad_value: Annotated[float, Range("(0, inf]")] | None = arg(
         None,
         "After clipping by norm, each element of a gradient is clipped to "
         "[-max_grad_value, max_grad_value]; None: not clipped.",
-        kw_only=True,
     )
     clip_by_group: bool = arg(
         False,
         "Clip each parameter group by its own norm. A group with a 'max_grad_norm' of "
         "its own is clipped to that norm in any case.",
-        kw_only=True,
     )
     log_layer_grad_norms: bool = arg(
         False,
         "Log the norm of each parameter's gradient as grad_norm/NAME, of the type "
         "grad_norm_type, before clipping.",
-        kw_only=True,
     )
     layer_grad_norm_depth: Count | None = arg(
         None,
         "With log_layer_grad_norms: one norm for all parameters whose names have this "
         "many first parts in common; None: one for each parameter.",
-        kw_only=True,
     )
     use_bmuf: bool = arg(
         False,
         "On several ranks: each runs local steps, and all synchronize at the ends "
         "of blocks of updates, as with fairseq's --use-bmuf.",
-        kw_only=True,
     )
     use_diloco: bool = arg(
-        False, "Like use_bmuf with DiLoCo's outer step between blocks.", kw_only=True
+        False, "Like use_bmuf with DiLoCo's outer step between blocks."
     )
     global_sync_iter: Count | None = arg(
-        None, "Updates in a block; None: 50, or DiLoCo's 500.", kw_only=True
+        None, "Updates in a block; None: 50, or DiLoCo's 500."
     )
     block_lr: NotNegative | None = arg(
-        None, "Learning rate of blocks; None: 1, or DiLoCo's 0.7.", kw_only=True
+        None, "Learning rate of blocks; None: 1, or DiLoCo's 0.7."
     )
     block_momentum: NotNegative | None = arg(
         None,
         "Block momentum, 0: the models are averaged; None: 0.875, or DiLoCo's 0.9.",
-        kw_only=True,
     )
     warmup_iterations: Natural | None = arg(
         None,
         "Updates after which all ranks take the first rank's model; None: 500, or "
         "DiLoCo's 0, never.",
-        kw_only=True,
     )
-    use_nbm: bool = arg(
-        False, "Nesterov's block momentum, as in fairseq.", kw_only=True
-    )
+    use_nbm: bool = arg(False, "Nesterov's block momentum, as in fairseq.")
     average_sync: bool = arg(
         False,
         "Average Adam's moments when ranks synchronize; without it the moments are "
         "reset after the warm-up.",
-        kw_only=True,
     )
     delta_bits: Literal[32, 8, 4] = arg(
         32,
         "Bits of a block's parameter deltas: 32, or quantized to 8 or 4 with an "
         "error-feedback residual.",
-        kw_only=True,
     )
     overlap_steps: Natural = arg(
-        0,
-        "Updates that run while the parameter deltas of the last block are summed.",
-        kw_only=True,
+        0, "Updates that run while the parameter deltas of the last block are summed."
     )
     malloc_tuning: bool = arg(
         True,
         "On the CPU, set glibc to keep large blocks instead of mapping them anew each "
         "step. Applies to the whole process.",
-        kw_only=True,
     )
     dataloader_seed_by_place: bool = arg(
         True,
         "Rows and collators draw random numbers by the seed, the epoch and the batch's "
         "number in the epoch: the same after a resume and for any number of workers. "
         "False: workers are seeded as in torch.",
-        kw_only=True,
     )
-    async_save: bool = arg(
-        True, "Write checkpoints in the background, from a copy.", kw_only=True
-    )
+    async_save: bool = arg(True, "Write checkpoints in the background, from a copy.")
     save_on_signal: bool = arg(
-        True, "On SIGTERM or Ctrl-C save a checkpoint before the end.", kw_only=True
+        True, "On SIGTERM or Ctrl-C save a checkpoint before the end."
     )
     eval_loss_by_token: bool = arg(
         False,
         "Also report eval_loss_by_token, the mean over targets; eval_loss is the mean "
         "over rows and so depends on the batch size.",
-        kw_only=True,
     )
     eval_spill_bytes: Natural | None = arg(
         None,
         "Size of predictions in bytes from which on they are written to a temporary "
         "file; None: they stay in memory.",
-        kw_only=True,
     )

@@ -258,26 +258,14 @@ def _rejection(key: str, name: str, known: list[str]) -> str:
     return f"optim_args has {key!r}, which optim={name!r} does not have; {hint}"
 
 
-def parse_options(text: str | None) -> dict[str, Any]:
-    """`optim_args`, "name=value,name=value": numbers and booleans as such."""
-    options: dict[str, Any] = {}
+def parse_options(text: str | None) -> dict[str, str]:
+    """The words of `optim_args`, "name=value,name=value"."""
+    options: dict[str, str] = {}
     for item in filter(None, (text or "").replace(" ", "").split(",")):
         name, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"optim_args must be name=value pairs, got {item!r}")
         if name in options:
             raise ValueError(f"optim_args has {name!r} twice; set it once")
-        options[name] = _value(value)
+        options[name] = value
     return options
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return int(text)
-    except ValueError:
-        try:
-            return float(text)
-        except ValueError:
-            return text

@@ -213,9 +213,9 @@ class Reader:
             return self.choice(value, kind, where)
         if get_origin(kind) in (Union, UnionType):
             return self.union(value, kind, where)
-        convert = _CONVERTERS.get(_bare(kind))
-        if convert is not None:
-            return convert(self, value, kind, where)
+        if _bare(kind) in _KINDS:
+            method, _ = _KINDS[_bare(kind)]
+            return getattr(self, method)(value, kind, where)
         if not isinstance(kind, type):
             raise TypeError(f"{where} is annotated {kind}, which cannot be checked")
         if not isinstance(value, kind):
@@ -326,23 +326,15 @@ def _number(text: str) -> float:
     raise Mismatch
 
 
-_CONVERTERS: dict[Any, Callable[[Any, Any, Any, str], Any]] = {
-    bool: lambda reader, *rest: reader.truth(*rest),
-    int: lambda reader, *rest: reader.whole(*rest),
-    float: lambda reader, *rest: reader.number(*rest),
-    str: lambda reader, *rest: reader.text(*rest),
-    list: lambda reader, *rest: reader.sequence(*rest),
-    tuple: lambda reader, *rest: reader.pieces(*rest),
-    dict: lambda reader, *rest: reader.mapping(*rest),
-}
-_WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    tuple: "a list",
-    dict: "a dict",
+# The reader's method for a type, and the type in words.
+_KINDS = {
+    bool: ("truth", "true or false"),
+    int: ("whole", "a whole number"),
+    float: ("number", "a number"),
+    str: ("text", "text"),
+    list: ("sequence", "a list"),
+    tuple: ("pieces", "a list"),
+    dict: ("mapping", "a dict"),
 }
 
 
@@ -370,9 +362,9 @@ def describe(hint: Any) -> str:
         return " or ".join(map(describe, get_args(kind)))
     if kind is Any:
         return "anything"
-    word = _WORDS.get(_bare(kind))
-    if word is None:
+    if _bare(kind) not in _KINDS:
         return f"a {getattr(kind, '__name__', kind)}"
+    _, word = _KINDS[_bare(kind)]
     args = [arg for arg in get_args(kind) if arg not in (Any, ...)]
     if word != "a list" or not args:
         return word

@@ -1,9 +1,9 @@
 """The status of each training argument: the one table, from which docs/arguments.md
 is made and by which every TrainingArguments, ours or transformers', is checked.
 
-Nothing is silently ignored: an argument is supported; or supported for some values and
-rejected for others; or rejected when set; or without effect, which the documentation
-lists.
+Nothing is silently ignored: an argument is supported, unless it is in one of the tables
+below: supported for some values and rejected for others; or rejected when set; or
+without effect, which the documentation lists.
 """
 
 from __future__ import annotations
@@ -16,42 +16,6 @@ from typing import Any
 
 from ctrainer.arguments import accelerator, fsdp, optimizers
 from ctrainer.arguments.settings import nearest, read
-
-SUPPORTED = frozenset(
-    """
-    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate
-    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim_args optim_target_modules
-    weight_decay adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps
-    max_grad_norm
-    label_smoothing_factor bf16 fp16 bf16_full_eval fp16_full_eval tf32
-    gradient_checkpointing gradient_checkpointing_kwargs torch_compile
-    torch_compile_backend torch_compile_mode use_cache neftune_noise_alpha
-    torch_empty_cache_steps logging_strategy logging_steps logging_first_step
-    logging_nan_inf_filter log_level disable_tqdm report_to eval_strategy eval_steps
-    eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start
-    eval_do_concat_batches eval_accumulation_steps include_for_metrics
-    batch_eval_metrics save_only_model save_strategy save_steps save_total_limit
-    enable_jit_checkpoint load_best_model_at_end metric_for_best_model greater_is_better
-    ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed
-    data_seed use_cpu dataloader_drop_last dataloader_num_workers dataloader_pin_memory
-    dataloader_persistent_workers dataloader_prefetch_factor
-    dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
-    label_names length_column_name skip_memory_metrics past_index logging_dir
-    loss_scaler master_weights stochastic_rounding ema_decay ema_start_update
-    ema_update_freq ema_fp32 swa_start_update swa_update_freq average_in_eval
-    nonfinite_policy grad_norm_type max_grad_value layer_grad_norm_depth
-    clip_by_group log_layer_grad_norms
-    use_bmuf use_diloco global_sync_iter block_lr block_momentum warmup_iterations
-    use_nbm average_sync delta_bits overlap_steps
-    dataloader_seed_by_place
-    malloc_tuning async_save save_on_signal eval_loss_by_token eval_spill_bytes
-    use_legacy_prediction_loop predict_with_generate generation_max_length
-    generation_num_beams generation_config average_tokens_across_devices
-    log_on_each_node log_level_replica save_on_each_node ddp_timeout
-    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
-    fsdp fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap
-    """.split()
-)
 
 _SCRIPTS = "for the script that makes the trainer; the trainer does not read it"
 _TRACKERS = "passed on to the trackers of report_to"
@@ -224,8 +188,6 @@ def check_environment() -> None:
 
 def status_of(name: str) -> tuple[str, str]:
     """The status of the argument, and a note on it."""
-    if name in SUPPORTED:
-        return "supported", ""
     if name in LIMITED:
         limit = LIMITED[name]
         if not limit.instead:
@@ -235,4 +197,4 @@ def status_of(name: str) -> tuple[str, str]:
         return "rejected when set", REJECTED[name]
     if name in WITHOUT_EFFECT:
         return "no effect, with a warning", WITHOUT_EFFECT[name]
-    return "no effect", RECORDED[name]
+    return ("no effect", RECORDED[name]) if name in RECORDED else ("supported", "")

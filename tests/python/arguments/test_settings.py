@@ -702,7 +702,7 @@ class TestOnce:
             TrainingArguments("o", accelerator_config=file)
 
     def test_optim_args(self) -> None:
-        assert parse_options("a=1,b=2") == {"a": 1, "b": 2}
+        assert parse_options("a=1,b=2") == {"a": "1", "b": "2"}
         with pytest.raises(ValueError, match="optim_args has 'a' twice"):
             parse_options("a=1,a=2")
 

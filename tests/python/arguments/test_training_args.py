@@ -220,9 +220,8 @@ class TestAgainstTransformers:
 
 
 class TestTable:
-    def test_every_field_has_exactly_one_status(self) -> None:
+    def test_no_field_has_two_statuses(self) -> None:
         groups = [
-            table.SUPPORTED,
             table.RECORDED,
             table.WITHOUT_EFFECT,
             table.REJECTED,
@@ -231,7 +230,7 @@ class TestTable:
         names = [name for group in groups for name in group]
         assert len(names) == len(set(names))
         fields = {f.name for f in dataclasses.fields(Seq2SeqTrainingArguments)}
-        assert set(names) | set(ALIASES) == fields
+        assert set(names) | set(ALIASES) <= fields
         assert not set(names) & set(ALIASES)
 
     @pytest.mark.parametrize("name", table.REJECTED)
@@ -330,10 +329,12 @@ class TestTable:
         at_home = {"enable_jit_checkpoint", "accelerator_config"}
         at_home |= {"half_precision_backend", "fp16_backend"}
         pattern = r"(args|self)\.{0}\b|str_{0}\b|[\"']{0}[\"']"
+        idle = table.RECORDED | table.WITHOUT_EFFECT | table.REJECTED
         unread = [
-            name
-            for name in {*table.SUPPORTED, *table.LIMITED} - at_home
-            if not re.search(pattern.format(name), text)
+            f.name
+            for f in dataclasses.fields(Seq2SeqTrainingArguments)
+            if f.name not in {*idle, *ALIASES, *at_home}
+            and not re.search(pattern.format(f.name), text)
         ]
         assert sorted(unread) == []
 
