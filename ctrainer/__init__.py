@@ -4,30 +4,37 @@ Names are imported on first use, so that `import ctrainer` needs neither torch n
 transformers.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ctrainer.runtime.lazy import on_first_use
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ctrainer._C import Communicator, LossScaler
-    from ctrainer.average import EMA, SWA
-    from ctrainer.bmuf import BMUF
-    from ctrainer.callbacks import (
-        DefaultFlowCallback,
-        EarlyStoppingCallback,
-        PrinterCallback,
-        TrainerCallback,
+    from ctrainer._C import Communicator as Communicator
+    from ctrainer._C import LossScaler as LossScaler
+    from ctrainer.average import EMA as EMA
+    from ctrainer.average import SWA as SWA
+    from ctrainer.bmuf import BMUF as BMUF
+    from ctrainer.callbacks import DefaultFlowCallback as DefaultFlowCallback
+    from ctrainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
+    from ctrainer.callbacks import PrinterCallback as PrinterCallback
+    from ctrainer.callbacks import TrainerCallback as TrainerCallback
+    from ctrainer.comm.data_parallel import DataParallel as DataParallel
+    from ctrainer.display.plotting import plot as plot
+    from ctrainer.display.progress import ProgressCallback as ProgressCallback
+    from ctrainer.enums import IntervalStrategy as IntervalStrategy
+    from ctrainer.enums import SchedulerType as SchedulerType
+    from ctrainer.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
+    from ctrainer.trainer import Trainer as Trainer
+    from ctrainer.trainer_state import TrainerControl as TrainerControl
+    from ctrainer.trainer_state import TrainerState as TrainerState
+    from ctrainer.trainer_utils import EvalPrediction as EvalPrediction
+    from ctrainer.trainer_utils import set_seed as set_seed
+    from ctrainer.training_args import (
+        Seq2SeqTrainingArguments as Seq2SeqTrainingArguments,
     )
-    from ctrainer.comm.data_parallel import DataParallel
-    from ctrainer.display.plotting import plot
-    from ctrainer.display.progress import ProgressCallback
-    from ctrainer.enums import IntervalStrategy, SchedulerType
-    from ctrainer.seq2seq import Seq2SeqTrainer
-    from ctrainer.trainer import Trainer
-    from ctrainer.trainer_state import TrainerControl, TrainerState
-    from ctrainer.trainer_utils import EvalPrediction, set_seed
-    from ctrainer.training_args import Seq2SeqTrainingArguments, TrainingArguments
+    from ctrainer.training_args import TrainingArguments as TrainingArguments
 
 _HOMES = {
     "BMUF": "bmuf",
@@ -62,42 +69,5 @@ _MODULES = {
     "comm",
 }
 
-__all__ = [
-    "BMUF",
-    "EMA",
-    "SWA",
-    "Communicator",
-    "DataParallel",
-    "DefaultFlowCallback",
-    "EarlyStoppingCallback",
-    "EvalPrediction",
-    "IntervalStrategy",
-    "LossScaler",
-    "PrinterCallback",
-    "ProgressCallback",
-    "SchedulerType",
-    "Seq2SeqTrainer",
-    "Seq2SeqTrainingArguments",
-    "Trainer",
-    "TrainerCallback",
-    "TrainerControl",
-    "TrainerState",
-    "TrainingArguments",
-    "plot",
-    "set_seed",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(f"ctrainer.{_HOMES[name]}"), name)
-    elif name in _MODULES:
-        value = import_module(f"ctrainer.{name}")
-    else:
-        raise AttributeError(f"module 'ctrainer' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+__all__ = sorted(_HOMES)
+__getattr__, __dir__ = on_first_use(__name__, _HOMES, _MODULES)

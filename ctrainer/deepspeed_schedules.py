@@ -44,20 +44,28 @@ def _knows_its_options(init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
+# Options that may be one number for all groups, or one for each.
+_PER_GROUP = {
+    "lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr", "cycle_min_mom",
+    "cycle_max_mom", "warmup_min_lr", "warmup_max_lr",
+}  # fmt: skip
+
+
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor, of its locals()."""
+    return {k: v for k, v in arguments.items() if k not in ("self", "__class__")}
+
+
 class _Scheduler:
     """A rate for each group, which the number of batches decides."""
 
     _name: ClassVar[str]
 
     def __init__(
-        self,
-        optimizer: Any,
-        per_group: Mapping[str, PerGroup],
-        shared: Mapping[str, Any],
-        last_batch_iteration: int,
+        self, optimizer: Any, last_batch_iteration: int, **options: Any
     ) -> None:
         self.optimizer = _unwrapped(optimizer)
-        self._schedules = _schedules(self._name, per_group, shared, self.optimizer)
+        self._schedules = _schedules(self._name, options, self.optimizer)
         self.last_batch_iteration = last_batch_iteration
         self._last_lr = _own_rates(self.optimizer)
         if last_batch_iteration == -1:
@@ -112,14 +120,12 @@ class _AfterWarmup(_Scheduler):
         super().step(last_batch_iteration)
 
 
-def _schedules(
-    name: str, per_group: Mapping[str, PerGroup], shared: Mapping[str, Any], of: Any
-) -> list[Schedule]:
+def _schedules(name: str, options: Mapping[str, Any], of: Any) -> list[Schedule]:
     """A formula for each group of the optimizer."""
     groups = len(of.param_groups)
-    lists = {key: _each(key, value, groups) for key, value in per_group.items()}
+    lists = {k: _each(k, options[k], groups) for k in options.keys() & _PER_GROUP}
     own = ({key: values[g] for key, values in lists.items()} for g in range(groups))
-    return [Schedule(f"deepspeed.{name}", {**shared, **options}) for options in own]
+    return [Schedule(f"deepspeed.{name}", {**options, **group}) for group in own]
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -183,13 +189,7 @@ class LRRangeTest(_Scheduler):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        shared = {
-            "lr_range_test_step_size": lr_range_test_step_size,
-            "lr_range_test_step_rate": lr_range_test_step_rate,
-            "lr_range_test_staircase": lr_range_test_staircase,
-        }
-        least = {"lr_range_test_min_lr": lr_range_test_min_lr}
-        super().__init__(optimizer, least, shared, last_batch_iteration)
+        super().__init__(**_given(locals()))
 
 
 class OneCycle(_Scheduler):
@@ -229,6 +229,12 @@ class OneCycle(_Scheduler):
 
     _name = "OneCycle"
     _BETA2 = 0.99
+    _CYCLE = (
+        "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count",
+        "cycle_second_stair_count", "decay_step_size",
+    )  # fmt: skip
+    _OF_RATE = ("cycle_min_lr", "cycle_max_lr", "decay_lr_rate")
+    _OF_MOMENTUM = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
 
     @_knows_its_options
     def __init__(
@@ -248,21 +254,12 @@ class OneCycle(_Scheduler):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        cycle = {
-            "cycle_first_step_size": cycle_first_step_size,
-            "cycle_second_step_size": cycle_second_step_size,
-            "cycle_first_stair_count": cycle_first_stair_count,
-            "cycle_second_stair_count": cycle_second_stair_count,
-            "decay_step_size": decay_step_size,
-        }
-        rates = {"cycle_min_lr": cycle_min_lr, "cycle_max_lr": cycle_max_lr}
-        momenta = {"cycle_min_mom": cycle_min_mom, "cycle_max_mom": cycle_max_mom}
-        of = _unwrapped(optimizer)
-        decay = {**cycle, "decay_mom_rate": decay_mom_rate}
-        self._momenta = _schedules("OneCycle.momentum", momenta, decay, of)
+        of, options = _unwrapped(optimizer), _given(locals())
+        momenta = {n: options[n] for n in (*self._CYCLE, *self._OF_MOMENTUM)}
+        rates = {n: options[n] for n in (*self._CYCLE, *self._OF_RATE)}
+        self._momenta = _schedules("OneCycle.momentum", momenta, of)
         self.cycle_momentum = cycle_momentum and _has_betas(of)
-        shared = {**cycle, "decay_lr_rate": decay_lr_rate}
-        super().__init__(of, rates, shared, last_batch_iteration)
+        super().__init__(of, last_batch_iteration, **rates)
         if self.cycle_momentum and last_batch_iteration == -1:
             least = _each("cycle_min_mom", cycle_min_mom, len(of.param_groups))
             self._write_momenta([(momentum, self._BETA2) for momentum in least])
@@ -325,17 +322,9 @@ class WarmupLR(_AfterWarmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        most = _own_rates(optimizer) if warmup_max_lr is None else warmup_max_lr
-        ends = {"warmup_min_lr": warmup_min_lr, "warmup_max_lr": most}
-        shared = {
-            "warmup_num_steps": warmup_num_steps,
-            "warmup_type": warmup_type,
-            **self._more(),
-        }
-        super().__init__(optimizer, ends, shared, last_batch_iteration)
-
-    def _more(self) -> dict[str, Any]:
-        return {}
+        if warmup_max_lr is None:
+            warmup_max_lr = _own_rates(optimizer)
+        super().__init__(**_given(locals()))
 
 
 class WarmupDecayLR(WarmupLR):
@@ -366,14 +355,10 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         _warn_of_length(total_num_steps, warmup_num_steps)
+        if warmup_max_lr is None:
+            warmup_max_lr = _own_rates(optimizer)
         self.total_num_steps = total_num_steps
-        super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type,
-            last_batch_iteration,
-        )  # fmt: skip
-
-    def _more(self) -> dict[str, Any]:
-        return {"total_num_steps": self.total_num_steps}
+        _Scheduler.__init__(self, **_given(locals()))
 
 
 class WarmupCosineLR(_AfterWarmup):
@@ -413,15 +398,7 @@ class WarmupCosineLR(_AfterWarmup):
         last_batch_iteration: int = -1,
     ) -> None:
         _warn_of_length(total_num_steps, warmup_num_steps)
-        shared = {
-            "total_num_steps": total_num_steps,
-            "warmup_min_ratio": warmup_min_ratio,
-            "warmup_num_steps": warmup_num_steps,
-            "cos_min_ratio": cos_min_ratio,
-            "warmup_type": warmup_type,
-        }
-        own = {"lr": _own_rates(optimizer)}
-        super().__init__(optimizer, own, shared, last_batch_iteration)
+        super().__init__(lr=_own_rates(optimizer), **_given(locals()))
 
 
 def _warn_of_length(total: int, warmup: int) -> None:
@@ -431,9 +408,6 @@ def _warn_of_length(total: int, warmup: int) -> None:
 
 
 SCHEDULES = {
-    "LRRangeTest": LRRangeTest,
-    "OneCycle": OneCycle,
-    "WarmupLR": WarmupLR,
-    "WarmupDecayLR": WarmupDecayLR,
-    "WarmupCosineLR": WarmupCosineLR,
+    cls.__name__: cls
+    for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }

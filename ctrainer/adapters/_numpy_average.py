@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ctrainer.adapters._numpy_model import named_parameters
+from ctrainer.adapters.parameters import named_parameters
 
 Array = np.ndarray[Any, Any]
 

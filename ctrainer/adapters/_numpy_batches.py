@@ -196,12 +196,3 @@ class LoaderReader(reading.Reader):
         self._last = reading.batch_digest(batch)
         self.place += 1
         return batch
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the loader, its sampler and its data set which epoch comes."""
-    parts = (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None))
-    for part in parts:
-        tell = getattr(part, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)

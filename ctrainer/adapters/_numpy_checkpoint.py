@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ctrainer import _C
-from ctrainer.adapters._numpy_model import named_parameters
+from ctrainer.adapters.parameters import named_parameters
 from ctrainer.checkpoint import Sink, read_safetensors
 from ctrainer.checkpoint.files import expected_of, is_there, naming, parse_json
 

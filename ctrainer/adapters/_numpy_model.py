@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -144,13 +144,3 @@ class ItemCount:
         return self._read()
 
     __index__ = __int__
-
-
-def named_parameters(model: Any) -> Iterator[tuple[str, Parameter]]:
-    """The model's parameters, named by its named_parameters() or by their numbers."""
-    named = getattr(model, "named_parameters", None)
-    if callable(named):
-        yield from named()
-    else:
-        pairs: Iterable[Any] = enumerate(model.parameters())
-        yield from ((str(i), parameter) for i, parameter in pairs)

@@ -199,6 +199,12 @@ class Optimizer:
         raise NotImplementedError
 
 
+def _options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group, of a constructor's locals()."""
+    others = ("self", "__class__", "params")
+    return {name: v for name, v in arguments.items() if name not in others}
+
+
 def _counted(parameter: Parameter, *names: str) -> dict[str, Any]:
     """Return a count of steps, and zeros like the parameter by those names."""
     zeros = {name: np.zeros_like(parameter.data) for name in names}
@@ -230,9 +236,7 @@ class AdamW(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        more = {"amsgrad": amsgrad, "maximize": maximize}
-        super().__init__(params, {**options, **more})
+        super().__init__(params, _options(locals()))
 
     def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
         names = ["exp_avg", "exp_avg_sq"]
@@ -259,9 +263,7 @@ class Adam(AdamW):
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize
-        )
+        super().__init__(params, **_options(locals()))
 
 
 class Adagrad(Optimizer):
@@ -291,9 +293,7 @@ class Adagrad(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        options = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay}
-        more = {"initial_accumulator_value": initial_accumulator_value, "eps": eps}
-        super().__init__(params, {**options, **more, "maximize": maximize})
+        super().__init__(params, _options(locals()))
 
     def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
         state = _counted(parameter, "sum")
@@ -324,9 +324,7 @@ class RMSprop(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        options = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}
-        more = {"momentum": momentum, "centered": centered, "maximize": maximize}
-        super().__init__(params, {**options, **more})
+        super().__init__(params, _options(locals()))
 
     def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
         names = ["square_avg"]
@@ -358,8 +356,7 @@ class Lion(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, {**options, "maximize": maximize})
+        super().__init__(params, _options(locals()))
 
     def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
         return {"exp_avg": np.zeros_like(parameter.data)}
@@ -381,9 +378,7 @@ class SGD(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        options = {"lr": lr, "momentum": momentum, "dampening": dampening}
-        more = {"weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(params, {**options, **more, "maximize": maximize})
+        super().__init__(params, _options(locals()))
 
     def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
         return {"momentum_buffer": np.zeros_like(parameter.data)}

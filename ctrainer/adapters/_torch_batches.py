@@ -28,17 +28,14 @@ class Seekable:
         raise NotImplementedError
 
 
-class SeededSampler(Sampler[int], Seekable):
-    """A permutation of the data set, new for each epoch: that of a generator seeded
-    with the run's seed plus the epoch. Source: accelerate's SeedableRandomSampler,
-    whose order it has."""
+class _EpochSampler(Sampler[int], Seekable):
+    """An order of num_samples rows that follows from a seed and the epoch."""
 
-    def __init__(self, dataset: Any, args: Any, num_samples: int | None = None) -> None:
+    def __init__(self, dataset: Any, seed: int, num_samples: int) -> None:
         self.data_source = dataset
-        seed = args.data_seed
-        self.seed = torch.initial_seed() if seed is None else seed
+        self.seed = seed
         self.epoch = 0
-        self.num_samples = len(dataset) if num_samples is None else num_samples
+        self.num_samples = num_samples
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -48,6 +45,18 @@ class SeededSampler(Sampler[int], Seekable):
 
     def __iter__(self) -> Iterator[int]:
         return self.after(0)
+
+
+class SeededSampler(_EpochSampler):
+    """A permutation of the data set, new for each epoch: that of a generator seeded
+    with the run's seed plus the epoch. Source: accelerate's SeedableRandomSampler,
+    whose order it has."""
+
+    def __init__(self, dataset: Any, args: Any, num_samples: int | None = None) -> None:
+        seed = torch.initial_seed() if args.data_seed is None else args.data_seed
+        super().__init__(
+            dataset, seed, len(dataset) if num_samples is None else num_samples
+        )
 
     def after(self, n: int, keep: int = 0) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -57,7 +66,7 @@ class SeededSampler(Sampler[int], Seekable):
         yield from _permuted(rows, sizes, generator, n, keep)
 
 
-class DrawnSampler(Sampler[int], Seekable):
+class DrawnSampler(_EpochSampler):
     """A RandomSampler's order by a generator of its own, whose seed is drawn from
     torch's when the sampler is made; ranks take over the first one's.
 
@@ -66,19 +75,7 @@ class DrawnSampler(Sampler[int], Seekable):
     """
 
     def __init__(self, dataset: Any, num_samples: int) -> None:
-        self.data_source = dataset
-        self.num_samples = num_samples
-        self.seed = _drawn_seed()
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        return self.after(0)
+        super().__init__(dataset, _drawn_seed(), num_samples)
 
     def after(self, n: int, keep: int = 0) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -232,22 +229,6 @@ def _seed_worker(workers: int, rank: int, worker: int) -> None:
     from ctrainer.trainer_utils import seed_worker
 
     seed_worker(worker, workers, rank)
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the loader, its samplers and its data set which epoch comes, as far as they
-    want to know."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for part in (
-        loader,
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        getattr(batch_sampler, "batch_sampler", None),
-        getattr(loader, "dataset", None),
-    ):
-        tell = getattr(part, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
 
 
 def after(sampler: Any, n: int, keep: int = 0) -> Iterator[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ctrainer import schedules
+from ctrainer.adapters.parameters import grads_of
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -26,21 +26,6 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
         if not isinstance(owner, nn.LayerNorm) and not _NO_DECAY.search(name.lower()):
             names.append(name)
     return names
-
-
-def optimizer_groups(
-    model: nn.Module, decay: list[str], weight_decay: float
-) -> list[dict[str, Any]]:
-    """Two groups, with and without weight decay, of the parameters that train."""
-    chosen = set(decay)
-    groups: tuple[list[Any], list[Any]] = ([], [])
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups[name not in chosen].append(parameter)
-    return [
-        {"params": groups[0], "weight_decay": weight_decay},
-        {"params": groups[1], "weight_decay": 0.0},
-    ]
 
 
 def devices_elsewhere(model: nn.Module) -> set[str]:
@@ -83,32 +68,16 @@ def package_optimizer_class(args: Any, model: Any) -> tuple[Any, dict[str, Any]]
     return Trainer.get_optimizer_cls_and_kwargs(args, model)
 
 
-def make_scheduler(
-    name: str, optimizer: Any, warmup: int, total: int, options: dict[str, Any]
-) -> Any:
-    return schedules.get_scheduler(name, optimizer, warmup, total, options)
-
-
 def is_metric_scheduler(scheduler: Any) -> bool:
     """Is it stepped with an evaluation's metric instead of once an update?"""
     greedy = getattr(sys.modules.get("transformers.optimization"), "GreedyLR", ())
     return isinstance(scheduler, (ReduceLROnPlateau, greedy))
 
 
-def stray_parameters(model: nn.Module, optimizer: Any) -> bool:
-    """Has the model a parameter that trains and is not the optimizer's?"""
-    known = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    return any(p.requires_grad and id(p) not in known for p in model.parameters())
-
-
-def _grads(group: dict[str, Any]) -> list[torch.Tensor]:
-    return [p.grad for p in group["params"] if p.grad is not None]
-
-
 def grad_norms(optimizer: Any, norm_type: float, by_group: bool) -> list[float]:
     """Norms of the optimizer's gradients on their devices, of each group or one of all;
     waits for them."""
-    lists = [_grads(group) for group in optimizer.param_groups]
+    lists = [grads_of(group) for group in optimizer.param_groups]
     if not by_group:
         lists = [list(itertools.chain.from_iterable(lists))]
     norms = [torch._foreach_norm(grads, norm_type) if grads else [] for grads in lists]
@@ -124,26 +93,17 @@ def grad_norms(optimizer: Any, norm_type: float, by_group: bool) -> list[float]:
 
 def layer_norms(optimizer: Any, norm_type: float) -> list[float]:
     """The norm of each of the optimizer's gradients, on its device; waits for them."""
-    grads = [grad for group in optimizer.param_groups for grad in _grads(group)]
+    grads = [grad for group in optimizer.param_groups for grad in grads_of(group)]
     wide = [grad.to(torch.float64) for grad in grads]
     norms = torch._foreach_norm(wide, norm_type) if wide else []
     return [norm.item() for norm in norms]
-
-
-def parameter_labels(model: nn.Module, depth: int | None) -> dict[Any, str]:
-    """The names of the model's parameters, or the first `depth` parts of them."""
-    return {p: _prefix(name, depth) for name, p in model.named_parameters()}
-
-
-def _prefix(name: str, depth: int | None) -> str:
-    return ".".join(name.split(".")[:depth])
 
 
 def clip_grads(optimizer: Any, factors: list[float], limit: float | None) -> None:
     """Multiply each group's gradients by its factor in place, and clip what is then
     further from 0 than limit."""
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
-        grads = _grads(group)
+        grads = grads_of(group)
         if grads and factor != 1.0:
             torch._foreach_mul_(grads, factor)
         if grads and limit is not None:

@@ -24,18 +24,25 @@ class _Autocast:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.context():
             outputs = self.forward(*args, **kwargs)
-        return _to_fp32(outputs)
+        return map_tensors(outputs, _to_fp32)
 
 
-def _to_fp32(data: Any) -> Any:
+def map_tensors(data: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """`data` with its tensors changed: a tensor, or a nest of mappings, lists and
+    tuples, of which new ones of the same types are made."""
     if isinstance(data, torch.Tensor):
-        half = data.dtype in (torch.float16, torch.bfloat16)
-        return data.float() if half else data
+        return change(data)
     if isinstance(data, Mapping):
-        return type(data)({k: _to_fp32(v) for k, v in data.items()})  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*map(_to_fp32, data))
-    return type(data)(map(_to_fp32, data)) if isinstance(data, tuple | list) else data
+        return type(data)({k: map_tensors(v, change) for k, v in data.items()})  # type: ignore[call-arg]
+    if not isinstance(data, tuple | list):
+        return data
+    items = [map_tensors(v, change) for v in data]
+    return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+
+
+def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.float() if half else tensor
 
 
 def enter_mixed_precision(model: Model, args: Args) -> bool:

@@ -91,13 +91,9 @@ def _arrive_in_stream(seed: int | None, epoch: int, rank: int, indices: Any) -> 
     info = get_worker_info()
     if seed is not None:
         worker = 0 if info is None else info.id
-        seed_all(_stream_word(seed, epoch, rank, worker, _Fetched.batches))
+        seed_all(place_word(seed, epoch, rank, worker, _Fetched.batches))
     _Fetched.batches += 1
     return indices
-
-
-def _stream_word(seed: int, epoch: int, rank: int, worker: int, place: int) -> int:
-    return place_word(seed, epoch, rank, worker, place)
 
 
 class _Sent:
@@ -211,13 +207,16 @@ class LoaderReader(reading.Reader):
 
     def _begin(self, state: dict[str, Any], skip: int) -> None:
         self.check(state, skip)
-        if skip and self.loader.num_workers > 1 and not _in_order(self.loader):
+        ordered = getattr(self.loader, "in_order", True)
+        if skip and self.loader.num_workers > 1 and not ordered:
             raise ValueError(
                 "dataloader_in_order=False gives batches as they come: which of them "
                 f"the run has seen is not known; {reading.ADVICE}"
             )
-        _set_generators(self.loader, state.get("generators"))
-        self._generators = _generators(self.loader)
+        owned, states = _owned(self.loader), state.get("generators") or ()
+        for generator, own in zip(owned, states, strict=False):
+            generator.set_state(own)
+        self._generators = [generator.get_state() for generator in owned]
 
     def _iterate(self, **changes: Any) -> Iterator[Any]:
         """iter(loader), which sees changed attributes."""
@@ -463,7 +462,7 @@ class StreamReader(LoaderReader):
                 yield _Sent(_arrive_in_stream, self.seed, self.epoch, rank, indices)
                 continue
             if self._draws is not None and self.seed is not None:
-                self._draws.begin(_stream_word(self.seed, self.epoch, rank, 0, at))
+                self._draws.begin(place_word(self.seed, self.epoch, rank, 0, at))
             yield indices
 
     def __next__(self) -> Any:
@@ -582,11 +581,12 @@ class DispatchedReader(reading.Reader):
         inner = state.get("inner") or {}
         before = torch.get_rng_state()
         beginning = []
-        batches = self._inner.start(epoch, 0, _generators_only(inner))
+        begun = {k: v for k, v in inner.items() if k == "generators"}
+        batches = self._inner.start(epoch, 0, begun)
         if skip:
             beginning = list(itertools.islice(batches, self.loader.together))
             torch.set_rng_state(before)
-            batches_of.set_epoch(self.loader.loader, epoch)
+            reading.set_epoch(self.loader.loader, epoch)
             place = inner.get("place", skip * self.loader.together)
             batches = self._inner.start(epoch, place, inner)
         self._batches = self.loader.scatter(batches, beginning)
@@ -605,10 +605,6 @@ class DispatchedReader(reading.Reader):
     def state(self) -> dict[str, Any]:
         state = {"kind": self.kind, "epoch": self.epoch, "place": self.place}
         return state if self._inner is None else {**state, "inner": self._inner.state()}
-
-
-def _generators_only(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in state.items() if k == "generators"}
 
 
 # ---- which reader ------------------------------------------------------------------
@@ -636,10 +632,6 @@ def _asks_as_torch(loader: DataLoader[Any]) -> bool:
     return own or type(loader).__module__.startswith("torchdata.")
 
 
-def _in_order(loader: Any) -> bool:
-    return bool(getattr(loader, "in_order", True))
-
-
 def _owned(loader: Any) -> list[torch.Generator]:
     """The generators that the loader and its parts have for themselves."""
     batch_sampler = getattr(loader, "batch_sampler", None)
@@ -653,12 +645,3 @@ def _owned(loader: Any) -> list[torch.Generator]:
     found = (getattr(part, "generator", None) for part in parts)
     kept = {id(g): g for g in found if isinstance(g, torch.Generator)}
     return list(kept.values())
-
-
-def _generators(loader: Any) -> list[torch.Tensor]:
-    return [generator.get_state() for generator in _owned(loader)]
-
-
-def _set_generators(loader: Any, states: list[torch.Tensor] | None) -> None:
-    for generator, state in zip(_owned(loader), states or (), strict=False):
-        generator.set_state(state)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,12 +19,7 @@ from ctrainer.adapters import _numpy_average as averages  # noqa: F401
 from ctrainer.adapters import _numpy_batches as batches
 from ctrainer.adapters import _numpy_checkpoint as checkpoints  # noqa: F401
 from ctrainer.adapters import _numpy_optim, reading
-from ctrainer.adapters._numpy_model import (
-    ItemCount,
-    Loss,
-    Parameter,
-    named_parameters,
-)
+from ctrainer.adapters._numpy_model import ItemCount, Loss, Parameter
 from ctrainer.adapters._numpy_optim import (
     SGD,
     Adagrad,
@@ -34,6 +28,14 @@ from ctrainer.adapters._numpy_optim import (
     Lion,
     Optimizer,
     RMSprop,
+)
+from ctrainer.adapters.generators import rng_state, set_rng_state  # noqa: F401
+from ctrainer.adapters.parameters import (
+    grads_of,
+    named_parameters,
+    optimizer_groups,  # noqa: F401
+    parameter_labels,  # noqa: F401
+    stray_parameters,  # noqa: F401
 )
 from ctrainer.arguments import accelerator
 
@@ -52,7 +54,9 @@ __all__ = [
 
 default_collator = batches.default_collator
 length_grouped_sampler = batches.LengthGroupedSampler
+make_scheduler = schedules.get_scheduler
 sequential_sampler = batches.SequentialSampler
+set_epoch = reading.set_epoch
 
 
 class Host:
@@ -171,23 +175,6 @@ def smoothed_loss(
     _reject("label_smoothing_factor")
 
 
-# Randomness
-
-
-def rng_state() -> dict[str, Any]:
-    """States of Python's and NumPy's generators, as a checkpoint keeps them."""
-    return {"python": random.getstate(), "numpy": np.random.get_state()}
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    random.setstate(_as_tuple(state["python"]))
-    np.random.set_state(state["numpy"])
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
-
-
 # Precision
 
 
@@ -224,21 +211,6 @@ def decay_parameter_names(model: Any) -> list[str]:
     return [name for name, p in named_parameters(model) if p.data.ndim > 1]
 
 
-def optimizer_groups(
-    model: Any, decay: list[str], weight_decay: float
-) -> list[dict[str, Any]]:
-    """Two groups, with and without weight decay, of the parameters that train."""
-    chosen = set(decay)
-    groups: tuple[list[Parameter], list[Parameter]] = ([], [])
-    for name, parameter in named_parameters(model):
-        if parameter.requires_grad:
-            groups[name not in chosen].append(parameter)
-    return [
-        {"params": groups[0], "weight_decay": weight_decay},
-        {"params": groups[1], "weight_decay": 0.0},
-    ]
-
-
 def devices_elsewhere(model: Any) -> set[str]:
     """The kinds of devices, other than the CPU, that have parameters of the model."""
     return set()
@@ -266,29 +238,13 @@ def _of_torch(name: Any) -> ValueError:
     )
 
 
-def make_scheduler(
-    name: str, optimizer: Any, warmup: int, total: int, options: dict[str, Any]
-) -> Any:
-    return schedules.get_scheduler(name, optimizer, warmup, total, options)
-
-
 def is_metric_scheduler(scheduler: Any) -> bool:
     return False
 
 
-def stray_parameters(model: Any, optimizer: Any) -> bool:
-    """Has the model a parameter that trains and is not the optimizer's?"""
-    known = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    return any(p.requires_grad and id(p) not in known for p in model.parameters())
-
-
-def _grads(group: dict[str, Any]) -> list[Any]:
-    return [p.grad for p in group["params"] if p.grad is not None]
-
-
 def grad_norms(optimizer: Any, norm_type: float, by_group: bool) -> list[float]:
     """Norms of the optimizer's gradients, of each group or one of all."""
-    lists = [_grads(group) for group in optimizer.param_groups]
+    lists = [grads_of(group) for group in optimizer.param_groups]
     if not by_group:
         lists = [[grad for grads in lists for grad in grads]]
     flat = [np.concatenate([np.zeros(1), *map(np.ravel, grads)]) for grads in lists]
@@ -297,20 +253,15 @@ def grad_norms(optimizer: Any, norm_type: float, by_group: bool) -> list[float]:
 
 def layer_norms(optimizer: Any, norm_type: float) -> list[float]:
     """The norm of each of the optimizer's gradients."""
-    grads = [grad for group in optimizer.param_groups for grad in _grads(group)]
+    grads = [grad for group in optimizer.param_groups for grad in grads_of(group)]
     return [float(np.linalg.norm(np.ravel(g).astype(float), norm_type)) for g in grads]
-
-
-def parameter_labels(model: Any, depth: int | None) -> dict[Any, str]:
-    """The names of the model's parameters, or the first `depth` parts of them."""
-    return {p: ".".join(name.split(".")[:depth]) for name, p in named_parameters(model)}
 
 
 def clip_grads(optimizer: Any, factors: list[float], limit: float | None) -> None:
     """Multiply each group's gradients by its factor in place, and clip what is then
     further from 0 than limit."""
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
-        for grad in _grads(group):
+        for grad in grads_of(group):
             grad *= factor
             if limit is not None:
                 np.clip(grad, -limit, limit, out=grad)
@@ -391,7 +342,3 @@ def reader(
     ours = isinstance(loader, batches.DataLoader)
     kind = batches.LoaderReader if ours else reading.Reader
     return kind(loader, seed, rank, world_size)
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    batches.set_epoch(loader, epoch)

@@ -198,6 +198,24 @@ class Reader:
         )  # fmt: skip
 
 
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the loader, its samplers and its data set which epoch comes, as far as they
+    want to know."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(batch_sampler, "batch_sampler", None),
+        getattr(loader, "dataset", None),
+    )
+    for part in {id(part): part for part in parts}.values():
+        tell = getattr(part, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
+
+
 def has_state(part: Any) -> bool:
     """Does it say where it is, and go there: state_dict() and load_state_dict()?
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from ctrainer import _C
+from ctrainer import _C, schedules
 from ctrainer.adapters import _torch_average as averages  # noqa: F401
 from ctrainer.adapters import _torch_batches as batches
 from ctrainer.adapters import _torch_checkpoint as checkpoints  # noqa: F401
 from ctrainer.adapters import _torch_optim as optimizers
 from ctrainer.adapters import _torch_precision as precision
 from ctrainer.adapters import _torch_ranks as ranks
-from ctrainer.adapters import reading
+from ctrainer.adapters import generators, parameters, reading
 from ctrainer.arguments import accelerator
 
 Args = Any
@@ -30,20 +28,21 @@ default_collator = batches.default_collator
 decay_parameter_names = optimizers.decay_parameter_names
 grad_norms = optimizers.grad_norms
 is_metric_scheduler = optimizers.is_metric_scheduler
-make_scheduler = optimizers.make_scheduler
+make_scheduler = schedules.get_scheduler
 devices_elsewhere = optimizers.devices_elsewhere
 optimizer_class = optimizers.optimizer_class
 package_optimizer_class = optimizers.package_optimizer_class
-optimizer_groups = optimizers.optimizer_groups
+optimizer_groups = parameters.optimizer_groups
 clip_grads = optimizers.clip_grads
 layer_norms = optimizers.layer_norms
-parameter_labels = optimizers.parameter_labels
-stray_parameters = optimizers.stray_parameters
+parameter_labels = parameters.parameter_labels
+stray_parameters = parameters.stray_parameters
 cast_model = precision.cast_model
 enter_mixed_precision = precision.enter_mixed_precision
 leave_mixed_precision = precision.leave_mixed_precision
 lossy_fp16_parameter = precision.lossy_fp16_parameter
 length_grouped_sampler = batches.LengthGroupedSampler
+set_epoch = reading.set_epoch
 share_order = ranks.share_order
 
 
@@ -62,15 +61,9 @@ def inputs_stay(args: Args) -> bool:
 def prepare_input(data: Any, device: Any) -> Any:
     """`data`, a tensor or a nest of mappings, lists and tuples, with its tensors on
     `device`. New containers of the same types; leaves that are no tensors as given."""
-    if isinstance(data, torch.Tensor):
-        return data.to(device=device, non_blocking=True)
-    if isinstance(data, Mapping):
-        return type(data)({k: prepare_input(v, device) for k, v in data.items()})  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(prepare_input(v, device) for v in data))
-    if isinstance(data, tuple | list):
-        return type(data)(prepare_input(v, device) for v in data)
-    return data
+    return precision.map_tensors(
+        data, lambda tensor: tensor.to(device=device, non_blocking=True)
+    )
 
 
 def move_model(model: Model, device: Any) -> None:
@@ -241,26 +234,17 @@ def smoothed_loss(
 
 def rng_state() -> dict[str, Any]:
     """States of Python's, NumPy's and torch's generators, as checkpoints keep them."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.get_rng_state(),
-    }
+    state = {**generators.rng_state(), "cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    random.setstate(_as_tuple(state["python"]))
-    np.random.set_state(state["numpy"])
+    generators.set_rng_state(state)
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
 
 
 def compile_model(model: Model, args: Args) -> Model:
@@ -393,7 +377,3 @@ def reader(
     from ctrainer.adapters import _torch_reading
 
     return _torch_reading.reader(loader, seed, rank, world_size)
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    batches.set_epoch(loader, epoch)

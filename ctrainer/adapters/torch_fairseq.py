@@ -313,22 +313,22 @@ class Stateful(Protocol):
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]: ...
 
 
+def _is_averaged(name: str, value: torch.Tensor) -> bool:
+    return value.is_floating_point() and "version" not in name
+
+
 def averaged_tensors(module: Stateful) -> tuple[list[str], list[torch.Tensor]]:
     """Names and tensors of a state_dict() that are averaged, each tensor once."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if value.is_floating_point() and "version" not in name:
+        if _is_averaged(name, value):
             found.setdefault(value.data_ptr(), (name, value))
     return [n for n, _ in found.values()], [v for _, v in found.values()]
 
 
 def floats_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What of a state_dict() is averaged."""
-    return {
-        name: value
-        for name, value in state.items()
-        if value.is_floating_point() and "version" not in name
-    }
+    return {name: value for name, value in state.items() if _is_averaged(name, value)}
 
 
 def tensors_named(module: Stateful, names: list[str]) -> list[torch.Tensor]:
@@ -350,7 +350,7 @@ def copy_others(
     for name, value in module.state_dict().items():
         if name in float32:
             value.copy_(float32[name])
-        elif not value.is_floating_point() or "version" in name:
+        elif not _is_averaged(name, value):
             value.copy_(others[name])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ctrainer.display.html import COLORS, curves
+from ctrainer.display.text import TIMINGS
 
 Points = list[tuple[float, float]]
 
@@ -14,10 +15,9 @@ Points = list[tuple[float, float]]
 def metric_curves(history: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
     """Evaluation metrics other than the loss and timings, by step."""
     found: dict[str, Points] = {}
-    timings = ("_loss", "_runtime", "_per_second", "_time")
     for entry in history:
         for name, value in entry.items():
-            if not name.startswith("eval_") or name.endswith(timings):
+            if not name.startswith("eval_") or name.endswith(("_loss", *TIMINGS)):
                 continue
             if isinstance(value, int | float):
                 point = (float(entry.get("step", 0)), float(value))

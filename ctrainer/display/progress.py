@@ -85,11 +85,13 @@ class Line:
             columns = int(os.environ.get("COLUMNS", "80"))
         return (columns or 80) - 1  # the last column would wrap on some terminals
 
-    def draw(self, progress: Progress) -> None:
-        text = render(
+    def text(self, progress: Progress) -> str:
+        return render(
             progress, self.width(), color=self.color, ascii_only=self.ascii_only
         )
-        self.stream.write(f"\r{text}\x1b[K")
+
+    def draw(self, progress: Progress) -> None:
+        self.stream.write(f"\r{self.text(progress)}\x1b[K")
         self.stream.flush()
 
     def finish(self, text: str) -> None:
@@ -312,18 +314,9 @@ class ProgressCallback(TrainerCallback):
         if not state.is_world_process_zero or self.mode in ("json", "notebook"):
             return
         if self.mode == "live":
-            self.line.finish(self._last_line())
+            self.line.finish(self.line.text(self.meter.progress))
         out = self.line.stream if self.mode == "live" else sys.stdout
         print("\n".join(summary(state.log_history, state.global_step)), file=out)
-
-    def _last_line(self) -> str:
-        line = self.line
-        return render(
-            self.meter.progress,
-            line.width(),
-            color=line.color,
-            ascii_only=line.ascii_only,
-        )
 
     def _may_draw(self) -> bool:
         return self.mode in _INTERVALS and time.monotonic() >= self.next_draw

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+TIMINGS = ("_runtime", "_per_second", "_time")  # ends of names of metrics
 SPARKS = "▁▂▃▄▅▆▇█"
 BAR_MIN, BAR_MAX, SPARK_WIDTH = 4, 24, 8
 _CYAN, _PLAIN = "\x1b[36m", "\x1b[0m"
@@ -166,8 +167,7 @@ def render(
 
 def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
     """eval 120  loss 1.683  accuracy 0.661  (3.1 s)"""
-    left_out = ("_runtime", "_per_second", "_time")
-    shown = {k: v for k, v in metrics.items() if not k.endswith(left_out)}
+    shown = {k: v for k, v in metrics.items() if not k.endswith(TIMINGS)}
     prefix = _common_prefix(metrics)
     parts = [f"{prefix or 'eval'} {step}"]
     for name, value in shown.items():
@@ -243,14 +243,12 @@ def evaluation_rows(history: Iterable[Mapping[str, Any]]) -> list[dict[str, str]
 
 
 def _metric_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
-    timings = ("_runtime", "_per_second", "_time")
-    return {
-        name.replace("eval_", "eval ", 1) if name == "eval_loss" else name[5:]: number(
-            v
-        )
+    numbers = {
+        name.removeprefix("eval_"): number(v)
         for name, v in metrics.items()
-        if isinstance(v, int | float) and not name.endswith(timings)
+        if isinstance(v, int | float) and not name.endswith(TIMINGS)
     }
+    return {"eval loss" if n == "loss" else n: text for n, text in numbers.items()}
 
 
 def columns_of(rows: Iterable[Mapping[str, str]]) -> list[str]:

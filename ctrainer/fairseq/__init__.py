@@ -4,26 +4,34 @@ Names are imported on first use: `import ctrainer.fairseq` loads neither torch n
 of the modules below.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ctrainer.runtime.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from ctrainer.fairseq._install import install, uninstall
-    from ctrainer.fairseq.aliases import install_fairseq_aliases
-    from ctrainer.fairseq.config import FairseqConfig, as_config, parse_training_args
-    from ctrainer.fairseq.data_utils import batch_by_size
+    from ctrainer.fairseq._install import install as install
+    from ctrainer.fairseq._install import uninstall as uninstall
+    from ctrainer.fairseq.aliases import (
+        install_fairseq_aliases as install_fairseq_aliases,
+    )
+    from ctrainer.fairseq.config import FairseqConfig as FairseqConfig
+    from ctrainer.fairseq.config import as_config as as_config
+    from ctrainer.fairseq.config import parse_training_args as parse_training_args
+    from ctrainer.fairseq.data_utils import batch_by_size as batch_by_size
     from ctrainer.fairseq.indexed_dataset import (
-        MMapIndexedDataset,
-        MMapIndexedDatasetBuilder,
+        MMapIndexedDataset as MMapIndexedDataset,
     )
-    from ctrainer.fairseq.iterators import (
-        CountingIterator,
-        EpochBatchIterator,
-        GroupedIterator,
+    from ctrainer.fairseq.indexed_dataset import (
+        MMapIndexedDatasetBuilder as MMapIndexedDatasetBuilder,
     )
-    from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
-    from ctrainer.fairseq.progress_bar import training_progress_bar
-    from ctrainer.fairseq.trainer import Trainer
+    from ctrainer.fairseq.iterators import CountingIterator as CountingIterator
+    from ctrainer.fairseq.iterators import EpochBatchIterator as EpochBatchIterator
+    from ctrainer.fairseq.iterators import GroupedIterator as GroupedIterator
+    from ctrainer.fairseq.lr_scheduler import build_lr_scheduler as build_lr_scheduler
+    from ctrainer.fairseq.progress_bar import (
+        training_progress_bar as training_progress_bar,
+    )
+    from ctrainer.fairseq.trainer import Trainer as Trainer
 
 _HOMES = {
     "CountingIterator": "iterators",
@@ -74,35 +82,5 @@ _MODULES = {
     "utils",
 }
 
-__all__ = [
-    "CountingIterator",
-    "EpochBatchIterator",
-    "FairseqConfig",
-    "GroupedIterator",
-    "MMapIndexedDataset",
-    "MMapIndexedDatasetBuilder",
-    "Trainer",
-    "as_config",
-    "batch_by_size",
-    "build_lr_scheduler",
-    "install",
-    "install_fairseq_aliases",
-    "parse_training_args",
-    "training_progress_bar",
-    "uninstall",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(f"ctrainer.fairseq.{_HOMES[name]}"), name)
-    elif name in _MODULES:
-        value = import_module(f"ctrainer.fairseq.{name}")
-    else:
-        raise AttributeError(f"module 'ctrainer.fairseq' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+__all__ = sorted(_HOMES)
+__getattr__, __dir__ = on_first_use(__name__, _HOMES, _MODULES)

@@ -253,7 +253,7 @@ AREAS = {
             "ctrainer/runtime/torch_process.py":
                 "parity/test_training.py python/trainer/test_trainer_utils.py",
             "ctrainer/adapters/_numpy_model.py ctrainer/adapters/_numpy_optim.py "
-            "ctrainer/adapters/numpy.py":
+            "ctrainer/adapters/numpy.py ctrainer/adapters/parameters.py":
                 "python/trainer/test_numpy_adapter.py "
                 "python/trainer/test_numpy_training.py",
         },
@@ -773,7 +773,8 @@ AREAS = {
 }  # fmt: skip
 
 NOT_DRAWN = {
-    "ctrainer/__init__.py ctrainer/fairseq/__init__.py ctrainer/fsdp/__init__.py":
+    "ctrainer/__init__.py ctrainer/fairseq/__init__.py ctrainer/fsdp/__init__.py "
+    "ctrainer/runtime/lazy.py":
         "names that are imported when they are asked for",
     "ctrainer/__main__.py": "the table of commands",
     "ctrainer/arguments/fields.py": "a table of fields and their defaults",
