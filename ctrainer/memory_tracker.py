@@ -6,6 +6,7 @@ Source: transformers 5.17, trainer_utils.py (names of the stages and of the metr
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import resource
 import sys
@@ -110,14 +111,11 @@ class TrainerMemoryTracker:
     def _report(self, stage: str, metrics: dict[str, Any]) -> None:
         stages = [stage] if self.init_reported else ["init", stage]
         self.init_reported = True
-        for name in stages:
-            for where, figures in (("cpu", self.cpu), ("gpu", self.gpu)):
-                for kind in ("alloc", "peaked"):
-                    if name in figures:
-                        metrics[f"{name}_mem_{where}_{kind}_delta"] = figures[name][
-                            kind
-                        ]
-        for where, figures in (("cpu", self.cpu), ("gpu", self.gpu)):
+        memories = (("cpu", self.cpu), ("gpu", self.gpu))
+        for name, (where, figures) in itertools.product(stages, memories):
+            for kind in ("alloc", "peaked") if name in figures else ():
+                metrics[f"{name}_mem_{where}_{kind}_delta"] = figures[name][kind]
+        for where, figures in memories:
             if stages[0] == "init" and "init" in figures:
                 metrics[f"before_init_mem_{where}"] = figures["init"]["begin"]
 

@@ -39,6 +39,10 @@ class Optimizer:
     """
 
     _kind: str
+    _counts = True  # the state has a number of steps
+    # Arrays of the state that are zeros like the parameter: "name", or "name if option"
+    # for groups with that option.
+    _moments: tuple[str, ...]
     _native_step = True  # step() is ours, so the trainer may call the engine itself
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -196,19 +200,20 @@ class Optimizer:
         self.state = state
 
     def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the state of a parameter before its first step. Called by the
+        engine."""
+        state = {"step": np.zeros((), np.float32)} if self._counts else {}
+        for moment in self._moments:
+            name, _, option = moment.partition(" if ")
+            if not option or group.get(option):
+                state[name] = np.zeros_like(parameter.data)
+        return state
 
 
 def _options(arguments: dict[str, Any]) -> dict[str, Any]:
     """The options of a group, of a constructor's locals()."""
     others = ("self", "__class__", "params")
     return {name: v for name, v in arguments.items() if name not in others}
-
-
-def _counted(parameter: Parameter, *names: str) -> dict[str, Any]:
-    """Return a count of steps, and zeros like the parameter by those names."""
-    zeros = {name: np.zeros_like(parameter.data) for name in names}
-    return {"step": np.zeros((), np.float32), **zeros}
 
 
 class AdamW(Optimizer):
@@ -224,6 +229,7 @@ class AdamW(Optimizer):
     """
 
     _kind = "adamw"
+    _moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq if amsgrad")
 
     def __init__(
         self,
@@ -237,11 +243,6 @@ class AdamW(Optimizer):
         maximize: bool = False,
     ) -> None:
         super().__init__(params, _options(locals()))
-
-    def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        names = ["exp_avg", "exp_avg_sq"]
-        names += ["max_exp_avg_sq"] if group.get("amsgrad") else []
-        return _counted(parameter, *names)
 
 
 class Adam(AdamW):
@@ -281,6 +282,7 @@ class Adagrad(Optimizer):
     """
 
     _kind = "adagrad"
+    _moments = ("sum",)
 
     def __init__(
         self,
@@ -296,7 +298,7 @@ class Adagrad(Optimizer):
         super().__init__(params, _options(locals()))
 
     def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        state = _counted(parameter, "sum")
+        state = super()._new_state(parameter, group)
         state["sum"].fill(group["initial_accumulator_value"])
         return state
 
@@ -311,6 +313,7 @@ class RMSprop(Optimizer):
     """
 
     _kind = "rmsprop"
+    _moments = ("square_avg", "momentum_buffer if momentum", "grad_avg if centered")
 
     def __init__(
         self,
@@ -326,12 +329,6 @@ class RMSprop(Optimizer):
     ) -> None:
         super().__init__(params, _options(locals()))
 
-    def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        names = ["square_avg"]
-        names += ["momentum_buffer"] if group["momentum"] > 0 else []
-        names += ["grad_avg"] if group["centered"] else []
-        return _counted(parameter, *names)
-
 
 class Lion(Optimizer):
     """Lion with its authors' defaults, as ctrainer.optim.Lion.
@@ -346,6 +343,8 @@ class Lion(Optimizer):
     """
 
     _kind = "lion"
+    _counts = False
+    _moments = ("exp_avg",)
 
     def __init__(
         self,
@@ -358,14 +357,13 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, _options(locals()))
 
-    def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        return {"exp_avg": np.zeros_like(parameter.data)}
-
 
 class SGD(Optimizer):
     """SGD with momentum, with torch's defaults and form."""
 
     _kind = "sgd"
+    _counts = False
+    _moments = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -379,9 +377,6 @@ class SGD(Optimizer):
         maximize: bool = False,
     ) -> None:
         super().__init__(params, _options(locals()))
-
-    def _new_state(self, parameter: Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        return {"momentum_buffer": np.zeros_like(parameter.data)}
 
 
 for _cls in (SGD, Adagrad, Adam, AdamW, Lion, RMSprop):
