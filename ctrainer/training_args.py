@@ -58,15 +58,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_LEVELS = {
-    "detail": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
-
 
 @dataclass
 class TrainingArguments(Setters):
@@ -248,7 +239,8 @@ class TrainingArguments(Setters):
     def get_process_log_level(self) -> int:
         """Return the level of the logging module for this process."""
         name = self.log_level if self.should_log else self.log_level_replica
-        return _LEVELS.get(name, checks.current_log_level())
+        name = "DEBUG" if name == "detail" else name.upper()
+        return logging.getLevelNamesMapping().get(name, checks.current_log_level())
 
     @contextlib.contextmanager
     def main_process_first(
