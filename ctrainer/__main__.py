@@ -20,7 +20,7 @@ _COMMANDS = {
     "original": ("ctrainer.fairseq.original", "run a program of an installed fairseq"),
     "plan": (
         "ctrainer.fsdp.memory_plan",
-        "tell memory and traffic of sharded training on 8 to 1024 GPUs",
+        "print memory and traffic of sharded training on 8 to 1024 GPUs",
     ),
     "replay": ("ctrainer.fairseq.replay", "run the update of a crash.pt again"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Self
 
@@ -268,7 +269,7 @@ class BMUF(_C.BMUF):
             self._optimizer.load_state_dict(inner, optimizer_overrides)
         self.load_blocks_state_dict(state_dict.get(_KEY, {}))
 
-    def roll_call(self, stays: bool = True) -> list[int]:
+    def remaining_ranks(self, stays: bool = True) -> list[int]:
         """Return the ranks of the group that stay in it, in their order; all ranks call
         this.
 
@@ -280,6 +281,13 @@ class BMUF(_C.BMUF):
         """
         answers = self.communicator.gather_bytes(b"\1" if stays else b"\0")
         return [rank for rank, answer in enumerate(answers) if answer == b"\1"]
+
+    def roll_call(self, stays: bool = True) -> list[int]:
+        """Return remaining_ranks(stays), as which it is deprecated."""
+        warnings.warn(
+            "BMUF.roll_call is called remaining_ranks", DeprecationWarning, stacklevel=2
+        )
+        return self.remaining_ranks(stays)
 
     def regroup(self, communicator: _C.Communicator) -> None:
         """Continue in another group; all ranks of it call this at the end of a block.

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, cast
 
-from ctrainer._C import Schedule, write_rates
+from ctrainer._C import Schedule, write_lrs
 from ctrainer.arguments.settings import reject_unknown
 
 __all__ = [
@@ -57,7 +57,7 @@ def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Scheduler:
-    """A rate for each group, which the number of batches decides."""
+    """A learning rate for each group, which the number of batches decides."""
 
     _name: ClassVar[str]
 
@@ -67,22 +67,22 @@ class _Scheduler:
         self.optimizer = _unwrapped(optimizer)
         self._schedules = _schedules(self._name, options, self.optimizer)
         self.last_batch_iteration = last_batch_iteration
-        self._last_lr = _own_rates(self.optimizer)
+        self._last_lr = _own_lrs(self.optimizer)
         if last_batch_iteration == -1:
             self._go_to(-1)
 
     def _go_to(self, batch: int) -> None:
         self.last_batch_iteration = batch
-        rates = self.get_lr()
-        write_rates(self.optimizer, rates)
-        self._last_lr = rates
+        lrs = self.get_lr()
+        write_lrs(self.optimizer, lrs)
+        self._last_lr = lrs
 
     def get_lr(self) -> list[float]:
-        """Return each group's rate at last_batch_iteration."""
+        """Return each group's learning rate at last_batch_iteration."""
         return [schedule(self.last_batch_iteration) for schedule in self._schedules]
 
     def get_last_lr(self) -> list[float]:
-        """Return the rates that were last written, at first the groups' own."""
+        """Return the learning rates last written, at first the groups' own."""
         return list(self._last_lr)
 
     def step(self, batch_iteration: int | None = None) -> None:
@@ -138,7 +138,7 @@ def _unwrapped(optimizer: Any) -> Any:
     )
 
 
-def _own_rates(optimizer: Any) -> list[float]:
+def _own_lrs(optimizer: Any) -> list[float]:
     return [float(group["lr"]) for group in _unwrapped(optimizer).param_groups]
 
 
@@ -233,7 +233,7 @@ class OneCycle(_Scheduler):
         "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count",
         "cycle_second_stair_count", "decay_step_size",
     )  # fmt: skip
-    _OF_RATE = ("cycle_min_lr", "cycle_max_lr", "decay_lr_rate")
+    _OF_LR = ("cycle_min_lr", "cycle_max_lr", "decay_lr_rate")
     _OF_MOMENTUM = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
 
     @_knows_its_options
@@ -256,10 +256,10 @@ class OneCycle(_Scheduler):
     ) -> None:
         of, options = _unwrapped(optimizer), _given(locals())
         momenta = {n: options[n] for n in (*self._CYCLE, *self._OF_MOMENTUM)}
-        rates = {n: options[n] for n in (*self._CYCLE, *self._OF_RATE)}
+        lrs = {n: options[n] for n in (*self._CYCLE, *self._OF_LR)}
         self._momenta = _schedules("OneCycle.momentum", momenta, of)
         self.cycle_momentum = cycle_momentum and _has_betas(of)
-        super().__init__(of, last_batch_iteration, **rates)
+        super().__init__(of, last_batch_iteration, **lrs)
         if self.cycle_momentum and last_batch_iteration == -1:
             least = _each("cycle_min_mom", cycle_min_mom, len(of.param_groups))
             self._write_momenta([(momentum, self._BETA2) for momentum in least])
@@ -323,7 +323,7 @@ class WarmupLR(_AfterWarmup):
         last_batch_iteration: int = -1,
     ) -> None:
         if warmup_max_lr is None:
-            warmup_max_lr = _own_rates(optimizer)
+            warmup_max_lr = _own_lrs(optimizer)
         super().__init__(**_given(locals()))
 
 
@@ -356,7 +356,7 @@ class WarmupDecayLR(WarmupLR):
     ) -> None:
         _warn_of_length(total_num_steps, warmup_num_steps)
         if warmup_max_lr is None:
-            warmup_max_lr = _own_rates(optimizer)
+            warmup_max_lr = _own_lrs(optimizer)
         self.total_num_steps = total_num_steps
         _Scheduler.__init__(self, **_given(locals()))
 
@@ -398,7 +398,7 @@ class WarmupCosineLR(_AfterWarmup):
         last_batch_iteration: int = -1,
     ) -> None:
         _warn_of_length(total_num_steps, warmup_num_steps)
-        super().__init__(lr=_own_rates(optimizer), **_given(locals()))
+        super().__init__(lr=_own_lrs(optimizer), **_given(locals()))
 
 
 def _warn_of_length(total: int, warmup: int) -> None:

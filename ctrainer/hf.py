@@ -166,16 +166,16 @@ def load_on_first_rank(load: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if group.rank == 0:
         try:
             model = load(*args, **kwargs)
-            told = json.dumps(_described(model))
+            described = json.dumps(_described(model))
         except BaseException as error:
             group.broadcast_bytes(json.dumps({"failed": repr(error)}).encode(), 0)
             raise
-        group.broadcast_bytes(told.encode(), 0)
+        group.broadcast_bytes(described.encode(), 0)
         return model
-    told = json.loads(group.broadcast_bytes(None, 0))
-    if "failed" in told:
-        raise RuntimeError(f"rank 0 could not load the model: {told['failed']}")
-    return _on_meta(told)
+    described = json.loads(group.broadcast_bytes(None, 0))
+    if "failed" in described:
+        raise RuntimeError(f"rank 0 could not load the model: {described['failed']}")
+    return _on_meta(described)
 
 
 def _described(model: Any) -> dict[str, Any]:
@@ -190,18 +190,18 @@ def _described(model: Any) -> dict[str, Any]:
     }
 
 
-def _on_meta(told: dict[str, Any]) -> Any:
+def _on_meta(described: dict[str, Any]) -> Any:
     import torch
 
-    place, name = told["class"]
+    place, name = described["class"]
     cls = getattr(import_module(place), name)
-    config = cls.config_class.from_dict(told["config"])
-    if told["attention"] is not None:
-        config._attn_implementation = told["attention"]
+    config = cls.config_class.from_dict(described["config"])
+    if described["attention"] is not None:
+        config._attn_implementation = described["attention"]
     with torch.device("meta"):
         model = cls(config)
-    if told["generation"] is not None:
+    if described["generation"] is not None:
         kind = type(model.generation_config)
-        model.generation_config = kind.from_dict(told["generation"])
-    model.to(getattr(torch, told["dtype"]))
-    return model.train(told["training"])
+        model.generation_config = kind.from_dict(described["generation"])
+    model.to(getattr(torch, described["dtype"]))
+    return model.train(described["training"])

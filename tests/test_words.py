@@ -44,9 +44,19 @@ OURS = {
     r"(gather|fetch|load|read)(s|ed|ing)? ahead|(samples|batches) ahead": "prefetch",
     r"(give|gives|given|giving|gave) (it |them |\w+ )?back": "return, restore, free",
     r"(codes|it|they|them) (have |has )?miss(ed)?": "error-feedback residual",
-    r"(of|in) 16 bits|16[- ]bit (parameters|weights|floats)": "bf16 or fp16",
     r"(codes|state) of (8|4|16|few|so many) bits": "8-bit state, quantized values",
     r"processor time": "CPU time",
+    r"(?<=[\w'][ _])(?<!learning[ _])(?<!decay_)(?<!om_)(?<!ep_)(?<!lr_)"
+    r"rates?": "learning rate",
+    r"tell(?!\()|tells|told|telling": "report, print, show",
+    r"two[ _-]levels?\w*|(in|of) levels": "hierarchical",
+    r"(ct_)?stage_meet|(they have|have been) met|place to meet": "rendezvous, compare, "
+    "synchronize",
+    r"_?trains?_apart|bool apart|!apart": "local steps",
+    r"(of|in|or) 16 bits?|16[- ]bit (\w+)": "bf16 or fp16",
+    r"roll_?calls?": "remaining ranks",
+    r"give(s|n)?_(ahead|by)|given_by": "publish",
+    r"mega_?batch(es)?": "batch of batches, chunk",
     r"tax(es|ed)?": "overhead",
     r"borne|bears? out": "confirm",
 }
@@ -57,10 +67,17 @@ ALLOWED = {
     "ctrainer/fairseq/indexed_dataset.py": r"codes|CODES",  # of dtypes, and Huffman's
     "ctrainer/fsdp/memory_plan.py": r"codes",  # an alias
     "docs/display.md": r"codes",  # of terminals
+    "ctrainer/bmuf.py": r"roll_call",  # an alias
+    "docs/scaling.md": r"\S+ 16 bits|16-bit rows",  # columns of the benchmark
+    "csrc/math/half.h": r"spares|16-bit lanes",  # a processor time; of vectors
+    "csrc/cpu/gemm.c": r"two levels",  # of caches
+    "csrc/core/schedule/deepspeed.c": r"rate|RATE",  # of a decay or a range
+    "ctrainer/display/*": r"rate|RATE",  # of samples
+    "ctrainer/fairseq/metrics.py": r"rate",  # per second
+    "ctrainer/trainer_utils.py": r"rates?",  # per second
     "csrc/core/base/crc.c": r"distance",  # in bits
     "csrc/core/schedule/schedule.c": r"distance",  # of two words
     "csrc/binding/bmuf/bmuf.c": r"and passes over",  # loops over tensors
-    "csrc/math/half.h": r"spares",  # a processor time
     "ctrainer/adapters/*": r"stretch(es)?",  # of sorted batches, as transformers' own
     "ctrainer/display/html.py": r"stretch",  # of a curve
     "README.md": r"Face",  # Hugging Face

@@ -19,7 +19,7 @@ intern(const char *name, PyObject **slot)
     return *slot == NULL ? -1 : 0;
 }
 
-/* The environment's wishes are checked on import, where a wrong one can be told. */
+/* The environment's wishes are checked on import, where an error can be raised. */
 static int
 check_environment(void)
 {

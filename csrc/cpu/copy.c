@@ -1,6 +1,6 @@
 /* Copies and conversions on the CPU. Mirrors cuda/copy.cu.
  *
- * A conversion goes through a tile of floats, exact for every 16-bit value, or of
+ * A conversion goes through a tile of floats, exact for every bf16 or fp16 value, or
  * doubles if either side is F64: two small loops for each dtype instead of a loop for
  * each pair of dtypes. */
 #include "cpu/partition.h"

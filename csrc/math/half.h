@@ -134,7 +134,7 @@ ct_f16_from_f32(float value)
 }
 
 /* Rounds a double to odd: an exact float stays, else the neighbour with an odd last
- * bit. Rounding the result to a 16-bit type equals rounding the double directly. */
+ * bit. Rounding the result to bf16 or fp16 equals rounding the double directly. */
 CT_HD static inline float
 ct_f32_round_to_odd(double value)
 {

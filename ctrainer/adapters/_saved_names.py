@@ -47,7 +47,7 @@ class Layout:
         ]
         known = self.renamed.keys() | self.sources
         unexpected = [name for name in names if name not in known]
-        return _told(self.model, missing, unexpected)
+        return _without_ignored(self.model, missing, unexpected)
 
     def state(self, saved: State) -> State:
         """The tensors that were saved, under the model's own names."""
@@ -217,7 +217,7 @@ def _place(tensor: torch.Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _told(
+def _without_ignored(
     model: Any, missing: list[str], unexpected: list[str]
 ) -> tuple[list[str], list[str]]:
     """Without the names that the model says to ignore."""

@@ -357,10 +357,10 @@ def raise_unless_all(folder: str, missing: list[str], unexpected: list[str]) -> 
     sides = ("lacks weights of the model", missing), (
         "has weights that the model lacks", unexpected,
     )  # fmt: skip
-    told = " and ".join(f"{what}: {_some(names)}" for what, names in sides if names)
+    found = " and ".join(f"{what}: {_some(names)}" for what, names in sides if names)
     raise ValueError(
-        f"{folder} {told}. Resume with the model that was saved, of the same class and "
-        "configuration; to begin anew from some of the weights, load them with the "
+        f"{folder} {found}. Resume with the model that was saved, of the same class "
+        "and configuration; to begin anew from some of the weights, load them with the "
         "model's own load_state_dict(..., strict=False) and leave out "
         "resume_from_checkpoint"
     )

@@ -71,9 +71,9 @@ class _Fetched:
         if cls.epoch is not None:
             cls.batches = 0
             info = get_worker_info()
-            tell = getattr(info and info.dataset, "set_epoch", None)
-            if callable(tell):
-                tell(epoch)
+            set_epoch = getattr(info and info.dataset, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
         cls.epoch = epoch
 
 
@@ -363,8 +363,8 @@ class StreamReader(LoaderReader):
         # A worker that stays hears of the epoch with its first batch, when an __iter__
         # that is no generator has looked already.
         begin: Any = type(loader.dataset).__iter__
-        tells = callable(getattr(loader.dataset, "set_epoch", None))
-        self._begins_early = tells and not inspect.isgeneratorfunction(begin)
+        takes_epoch = callable(getattr(loader.dataset, "set_epoch", None))
+        self._begins_early = takes_epoch and not inspect.isgeneratorfunction(begin)
 
     def _know_draws(self, state: Mapping[str, Any]) -> None:
         super()._know_draws(
@@ -496,7 +496,7 @@ class StreamReader(LoaderReader):
         states = [kept[0] if is_ahead else kept[-1] for kept, is_ahead in pairs]
         wrong = [text[1:] for text in states if text is not None and text[0] == "!"]
         if wrong:
-            self.tell_unstorable(wrong[0])
+            self.warn_unstorable(wrong[0])
             return {}
         fetched = [min(n, last - 1) for n in self._fetched]
         values = [None if t is None else _state_of(t) for t in states]

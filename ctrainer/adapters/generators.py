@@ -258,11 +258,11 @@ class PlaceDraws:
         self.open = False
         try:
             if self._seeded is not None:
-                self._tell(self._seeded != self.now())
+                self._count(self._seeded != self.now())
         finally:
             self.put()
 
-    def _tell(self, has_drawn: bool) -> None:
+    def _count(self, has_drawn: bool) -> None:
         if has_drawn:
             self.left = ALL if self.left is None else _NEXT
         else:

@@ -51,7 +51,7 @@ class Reader:
         self._batches: Iterator[Any] = iter(())
         self._last: Any = None  # a checksum of the last batch
         self._own_state: Any = None  # the loader's when the epoch began
-        self._told_of_state = False
+        self._warned_of_state = False
 
     def _make_draws(self) -> PlaceDraws:
         return PlaceDraws()
@@ -184,14 +184,14 @@ class Reader:
         try:
             to_json(state)
         except TypeError as error:
-            self.tell_unstorable(error)
+            self.warn_unstorable(error)
             return None
         return state
 
-    def tell_unstorable(self, why: object) -> None:
-        if self._told_of_state:
+    def warn_unstorable(self, why: object) -> None:
+        if self._warned_of_state:
             return
-        self._told_of_state = True
+        self._warned_of_state = True
         logger.warning(
             "The state of %s cannot be saved (%s): a resumed run will read past what "
             "was seen.", self.describe(), why,
@@ -199,7 +199,7 @@ class Reader:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the loader, its samplers and its data set which epoch comes, as far as they
+    """Announce the epoch to the loader, its samplers and its data set, as far as they
     want to know."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = (
@@ -211,9 +211,9 @@ def set_epoch(loader: Any, epoch: int) -> None:
         getattr(loader, "dataset", None),
     )
     for part in {id(part): part for part in parts}.values():
-        tell = getattr(part, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
+        announce = getattr(part, "set_epoch", None)
+        if callable(announce):
+            announce(epoch)
 
 
 def has_state(part: Any) -> bool:

@@ -32,7 +32,7 @@ class Argument(NamedTuple):
     default: str
     text: str
 
-    def told(self, own: Mapping[str, str]) -> Argument:
+    def documented(self, own: Mapping[str, str]) -> Argument:
         """With the text that the class's own docstring has, where it has one."""
         return self._replace(text=own.get(self.name, self.text))
 
@@ -60,8 +60,8 @@ class ComposedDoc:
     def __get__(self, instance: object, owner: type | None = None) -> str:
         head, *sections = _SECTION.split(inspect.cleandoc(self._text))
         own = next((s for s in sections if s.startswith("Args:")), "")
-        told = {name: " ".join(text.split()) for name, text in _ENTRY.findall(own)}
-        lines = [str(a.told(told)) for a in self._arguments()]
+        texts = {name: " ".join(text.split()) for name, text in _ENTRY.findall(own)}
+        lines = [str(a.documented(texts)) for a in self._arguments()]
         rest = [s for s in sections if s is not own]
         args = ["Args:\n" + "\n".join(lines)] if lines else []
         example = [self._example] if self._example and ">>>" not in self._text else []

@@ -108,9 +108,9 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> Place:
             f"{launcher.name} says {launcher.rank}={rank} and "
             f"{launcher.world_size}={world_size}; the rank must be in [0, {world_size})"
         )
-    told = [f"{name}={environ[name]}" for name in launcher.job if name in environ]
+    found = [f"{name}={environ[name]}" for name in launcher.job if name in environ]
     # Launchers that say nothing of the job are the parent of all ranks.
-    key = " ".join(told or [f"parent={os.getppid()}"])
+    key = " ".join(found or [f"parent={os.getppid()}"])
     local = _is_local(launcher, environ, world_size)
     if launcher.local_rank in environ:
         local_rank = _number(environ, launcher.local_rank)

@@ -34,7 +34,7 @@ def over_machines(
         return inner
     outer = whole.split(place, index)
     assert outer is not None  # a color was given
-    return _C.two_level_communicator(inner, outer, whole)
+    return _C.hierarchical_communicator(inner, outer, whole)
 
 
 def ranks_a_machine(whole: _C.Communicator, machine: str | None = None) -> int | None:

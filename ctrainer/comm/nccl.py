@@ -19,7 +19,7 @@ def communicator(
 
     Every rank calls it. over: through which the ranks find each other; comm.world() by
     default. timeout_seconds: how long a rank waits for the others, here and in each
-    collective; then, or when NCCL tells of a failure, the group is aborted, and the
+    collective; then, or when NCCL reports a failure, the group is aborted, and the
     RuntimeError names the collective and this rank. stream: the address of a CUDA
     stream of the current device, as torch's `.cuda_stream`. Collectives are enqueued
     behind what is there; by default it is torch's current one on the GPU of this

@@ -183,13 +183,13 @@ class Checkpoints(Core):
             return
         if _sharding.shards_optimizer_state(self.cfg):
             self.optimizer.optimizer.consolidate_state_dict()
-        if self._trains_apart:
+        if self._has_local_steps:
             mine = own_part(self._state_dict())
             states = collect_parts(self._communicator, mine)
             self._worker_states = (self.get_num_updates(), states)
 
     @property
-    def _trains_apart(self) -> bool:
+    def _has_local_steps(self) -> bool:
         """Has each process a model of its own, that is to be saved with its updates?"""
         whole = not setting(self.cfg, "checkpoint", "no_save_optimizer_state", False)
         return self._has_own_model and self.data_parallel_world_size > 1 and whole

@@ -170,15 +170,15 @@ class Step(_C.FairseqTrainer):
         Raises:
             ValueError: the schedule returned a dict without any.
         """
-        rate = self.lr_scheduler.step_update(self.get_num_updates())
-        if not isinstance(rate, dict):
-            self._metrics.log_scalar("lr", rate, 0, 300)
-            return rate
-        if not rate:
-            raise ValueError("lr_scheduler.step_update() returned a dict of no rates")
-        for name, value in rate.items():
+        lr = self.lr_scheduler.step_update(self.get_num_updates())
+        if not isinstance(lr, dict):
+            self._metrics.log_scalar("lr", lr, 0, 300)
+            return lr
+        if not lr:
+            raise ValueError("lr_scheduler.step_update() returned an empty dict")
+        for name, value in lr.items():
             self._metrics.log_scalar(f"lr_{name}", value, 0, 300)
-        return rate.get("default", next(iter(rate.values())))
+        return lr.get("default", next(iter(lr.values())))
 
     def lr_step(self, epoch: int, val_loss: float | None = None) -> Any:
         """Set the learning rate at the end of an epoch; log and return it.

@@ -552,9 +552,9 @@ class EpochBatchIterator(EpochBatchIterating):
 
     Shuffled batches are permuted by NumPy's RandomState(seed + epoch), on all ranks
     alike, and then distributed; where they do not divide evenly, a rank gets an empty
-    batch last. A data set with `supports_prefetch` is told first what it will be asked
-    for; with fix_batches_to_gpus its batches are distributed first, and then permuted
-    with seed + epoch + shard_id.
+    batch last. A data set with `supports_prefetch` gets the indices before they
+    are read; with fix_batches_to_gpus its batches are distributed first, and then
+    permuted with seed + epoch + shard_id.
 
     Args:
         dataset: What a torch DataLoader takes, with `__getitem__`.

@@ -5,7 +5,8 @@ attributes of one, of which those that are missing keep fairseq's defaults; it i
 once and never written to.
 An optimizer is a FairseqOptimizer or anything with its get_lr() and set_lr(lr).
 
-Rates are the original's at every update. What differs is listed in docs/schedules.md.
+Learning rates are the original's at every update. docs/schedules.md lists the
+differences.
 Source: fairseq 0.12, fairseq/optim/lr_scheduler.
 """
 
@@ -97,24 +98,24 @@ class FairseqLRScheduler:
             for name, default in default_options(self._config).items()
         }
 
-    def _rates(self) -> list[float]:
+    def _lrs(self) -> list[float]:
         lr = self._settings["lr"]
-        rates = [float(lr)] if isinstance(lr, (int, float)) else [float(x) for x in lr]
-        if not rates:
-            raise ValueError("lr is empty; expected a rate, or one for each epoch")
-        return rates
+        lrs = [float(lr)] if isinstance(lr, (int, float)) else [float(x) for x in lr]
+        if not lrs:
+            raise ValueError("lr is empty; expected a number, or one for each epoch")
+        return lrs
 
-    def _rate(self) -> float:
-        rates = self._rates()
-        if len(rates) > 1:
+    def _lr(self) -> float:
+        lrs = self._lrs()
+        if len(lrs) > 1:
             raise ValueError(
-                f"lr has {len(rates)} rates, and {type(self).__name__} takes one; use "
+                f"lr has {len(lrs)} numbers, and {type(self).__name__} takes one; use "
                 "the schedule 'fixed' for one for each epoch"
             )
-        return rates[0]
+        return lrs[0]
 
     def get_lr(self) -> Any:
-        """Return the rate in force, the optimizer's."""
+        """Return the learning rate in force, the optimizer's."""
         return self.optimizer.get_lr()
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,11 +165,11 @@ class FairseqLRScheduler:
         """
 
 
-# fairseq's schedules whose rate the number of updates alone decides.
+# fairseq's schedules whose learning rate the number of updates alone decides.
 
 
 class OfUpdates(FairseqLRScheduler):
-    """A rate that the number of updates alone decides."""
+    """A learning rate that the number of updates alone decides."""
 
     _name: ClassVar[str]
 
@@ -179,7 +180,7 @@ class OfUpdates(FairseqLRScheduler):
         self.optimizer.set_lr(self.lr)
 
     def _options(self) -> dict[str, Any]:
-        options = {**self._settings, "lr": self._rate()}
+        options = {**self._settings, "lr": self._lr()}
         if "warmup_init_lr" in options:
             options["warmup_init_lr"] = unless_negative(options["warmup_init_lr"])
         return options
@@ -255,7 +256,7 @@ class TriangularLRSchedule(OfUpdates):
 
 
 class StepLRSchedule(OfUpdates):
-    """Linear warm-up, then lr_decay times the rate each lr_deacy_period updates."""
+    """Linear warm-up, then lr_decay times lr each lr_deacy_period updates."""
 
     _name = "step"
     _config = schedules.StepLRScheduleConfig
@@ -272,7 +273,7 @@ class FixedLRSchedule(FairseqLRScheduler):
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
         super().__init__(cfg, optimizer, **options)
         self._updates = 0
-        self._set_base(self._rates()[0])
+        self._set_base(self._lrs()[0])
 
     def _set_base(self, lr: float) -> None:
         warmup = self._settings["warmup_updates"]
@@ -280,7 +281,7 @@ class FixedLRSchedule(FairseqLRScheduler):
         self.lr = lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch's rate."""
+        """Return the epoch's learning rate."""
         return {"lr": self.lr}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -298,14 +299,14 @@ class FixedLRSchedule(FairseqLRScheduler):
         Args:
             epoch (int): Counted from 1.
         """
-        rates, forced = self._rates(), self._settings["force_anneal"]
+        lrs, forced = self._lrs(), self._settings["force_anneal"]
         if forced is None or epoch < forced:
-            return rates[min(epoch, len(rates)) - 1]
+            return lrs[min(epoch, len(lrs)) - 1]
         anneal = {
             "lr_shrink": self._settings["lr_shrink"],
             "anneals": epoch + 1 - forced,
         }
-        return Schedule("fairseq.fixed", {"lr": rates[-1], **anneal})(0)
+        return Schedule("fairseq.fixed", {"lr": lrs[-1], **anneal})(0)
 
     def step_begin_epoch(self, epoch: int) -> Any:
         self._set_base(self.get_next_lr(epoch))
@@ -320,7 +321,8 @@ class FixedLRSchedule(FairseqLRScheduler):
 class PolynomialDecayLRSchedule(FairseqLRScheduler):
     """Linear warm-up, then a polynomial down to end_learning_rate.
 
-    Of several rates in lr, epoch e begins with number e, counted from 0, as in fairseq.
+    Of several numbers in lr, epoch e begins with number e, counted from 0, as in
+    fairseq.
     """
 
     _config = schedules.PolynomialDecayLRScheduleConfig
@@ -330,7 +332,7 @@ class PolynomialDecayLRSchedule(FairseqLRScheduler):
         self.total_num_update = self._settings["total_num_update"]
         warmup = self._settings["warmup_updates"]
         self.warmup_factor = 1.0 / warmup if warmup > 0 else 1.0
-        self._set_base(self._rates()[0])
+        self._set_base(self._lrs()[0])
         self.optimizer.set_lr(self.warmup_factor * self.lr)
 
     def _set_base(self, lr: float) -> None:
@@ -346,9 +348,9 @@ class PolynomialDecayLRSchedule(FairseqLRScheduler):
         Args:
             epoch (int): Counted from 1.
         """
-        rates, forced = self._rates(), self._settings["force_anneal"]
+        lrs, forced = self._lrs(), self._settings["force_anneal"]
         if forced is None or epoch < forced:
-            return rates[min(epoch, len(rates) - 1)]
+            return lrs[min(epoch, len(lrs) - 1)]
         return self.optimizer.get_lr()
 
     def step_begin_epoch(self, epoch: int) -> Any:
@@ -402,7 +404,7 @@ class ReduceLROnPlateauLRSchedule(FairseqLRScheduler):
             scheduler_specific_kwargs=options,
         )
         start = {
-            "lr": self._rate(),
+            "lr": self._lr(),
             "warmup_updates": self._warmup_updates,
             "warmup_init_lr": unless_negative(s["warmup_init_lr"]),
         }
@@ -465,28 +467,28 @@ class ManualSchedule(FairseqLRScheduler):
         super().__init__(cfg, optimizer, **options)
         self.epoch2lr = self._table("epoch2lr")
         self.update2lr = self._table("update2lr")
-        first = self.update2lr.get(1, self._rates()[0])
+        first = self.update2lr.get(1, self._lrs()[0])
         self.lr: float = self.epoch2lr.get(1, first)
         self.optimizer.set_lr(self.lr)
 
     def _table(self, name: str) -> dict[int, float]:
-        """The rate at each number where it changes, in their order."""
+        """The learning rate at each number where it changes, in their order."""
         text = self._settings[name]
         try:
             return dict(sorted(_changes(ast.literal_eval(text)).items()))
         except (ValueError, TypeError, SyntaxError, AttributeError) as error:
             raise ValueError(
                 f"{name} is {text!r}; expected a dict literal from numbers, 'a,b' or "
-                f"'a-b', to rates ({error})"
+                f"'a-b', to learning rates ({error})"
             ) from None
 
     def _at(self, table: dict[int, float], now: int) -> Any:
-        """The rate of the last number up to now; that of the optimizer before any."""
+        """The learning rate of the last number up to now, else the optimizer's."""
         past = bisect_right(list(table), now)
         return list(table.values())[past - 1] if past else self.optimizer.get_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch's rate."""
+        """Return the epoch's learning rate."""
         return {"lr": self.lr}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -517,13 +519,13 @@ class ManualSchedule(FairseqLRScheduler):
 
 
 def _changes(table: Any) -> dict[int, float]:
-    """The rate of each number that a key "3", "3,5" or "3-5" names; later ones win."""
+    """Learning rates by the numbers in keys "3", "3,5" or "3-5"; later keys win."""
     made = {}
-    for key, rate in table.items():
+    for key, lr in table.items():
         for part in str(key).split(","):
             first, _, last = part.partition("-")
             numbers = range(int(first), int(last or first) + 1)
-            made.update(dict.fromkeys(numbers, float(rate)))
+            made.update(dict.fromkeys(numbers, float(lr)))
     return made
 
 

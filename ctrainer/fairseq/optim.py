@@ -59,7 +59,7 @@ def options_of(cfg: Any) -> tuple[str, dict[str, Any]]:
     return name, _arguments(name, cfg)
 
 
-def _rate(cfg: Any) -> float:
+def _lr(cfg: Any) -> float:
     lr = cfg.lr
     return float(lr if isinstance(lr, int | float) else lr[0])
 
@@ -112,7 +112,7 @@ def _arguments(name: str, cfg: Any) -> dict[str, Any]:
             made[key] = _pair(made[key])
     if name == "adamax":
         made["bias_correction"] = not made["bias_correction"]
-    return {**made, "lr": None if made.get("relative_step") else _rate(cfg)}
+    return {**made, "lr": None if made.get("relative_step") else _lr(cfg)}
 
 
 # fairseq's optimizers by its class names, over ours.
@@ -215,7 +215,7 @@ def groups_of(cfg: Any, params: Iterable[Any]) -> list[Group]:
     where it has none. A group's own `lr` overrides that of its two configs.
 
     Raises ValueError for groups without parameters or parameters without a group, for a
-    group without a rate, and for dynamic_groups.
+    group without a learning rate, and for dynamic_groups.
     """
     if getattr(cfg, "dynamic_groups", False):
         raise ValueError(
@@ -241,15 +241,16 @@ def _options(cfg: Any) -> dict[str, Any]:
 
 def _group(name: str, cfg: Any, params: list[Any]) -> Group:
     options = _options(cfg)
-    rate = {"lr": options["lr"]} if options.get("lr") is not None else {}
+    lr = {"lr": options["lr"]} if options.get("lr") is not None else {}
     made = {
-        key: SimpleNamespace(**{**_options(options[key]), **rate})
+        key: SimpleNamespace(**{**_options(options[key]), **lr})
         for key in ("optimizer", "lr_scheduler")
         if options.get(key) is not None
     }
     if not hasattr(made.get("optimizer"), "lr"):
         raise ValueError(
-            f"optimizer.groups[{name!r}] has no rate: give it `lr`, or its `optimizer`"
+            f"optimizer.groups[{name!r}] has no learning rate: set `lr` in it "
+            "or its `optimizer`"
         )
     return Group(name, params, made["optimizer"], made.get("lr_scheduler"))
 
@@ -274,15 +275,15 @@ class CompositeLRScheduler:
             schedule.load_state_dict(state_dict[name])
 
     def step_begin_epoch(self, epoch: int) -> dict[str, Any]:
-        """Begin an epoch in every group; the rates by the groups' names."""
+        """Begin an epoch in every group; the learning rates by the groups' names."""
         return self._each("step_begin_epoch", epoch)
 
     def step(self, epoch: int, val_loss: float | None = None) -> dict[str, Any]:
-        """End an epoch in every group; the rates by the groups' names."""
+        """End an epoch in every group; the learning rates by the groups' names."""
         return self._each("step", epoch, val_loss)
 
     def step_update(self, num_updates: int) -> dict[str, Any]:
-        """Set every group's rate; the rates by the groups' names."""
+        """Set every group's learning rate; the learning rates by the groups' names."""
         return self._each("step_update", num_updates)
 
 

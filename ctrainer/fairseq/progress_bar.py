@@ -138,7 +138,7 @@ class BaseProgressBar:
         """
 
     def update_config(self, config: Mapping[str, Any]) -> None:
-        """Tell the tracker behind the bar, where there is one, the configuration.
+        """Pass the configuration to the tracker behind the bar, where there is one.
 
         Args:
             config (Mapping[str, Any]): The run's.

@@ -122,7 +122,7 @@ class Trainer(Iterators, Failures):
     # Epochs
 
     def begin_epoch(self, epoch: int) -> None:
-        """Tell schedule, quantizer and task that an epoch begins.
+        """Begin an epoch in schedule, quantizer and task.
 
         Args:
             epoch (int): From 1.
@@ -134,7 +134,7 @@ class Trainer(Iterators, Failures):
         self.task.begin_epoch(epoch, self.get_model())
 
     def begin_valid_epoch(self, epoch: int) -> None:
-        """Tell the task that a validation begins.
+        """Begin a validation in the task.
 
         Args:
             epoch (int): From 1.

@@ -256,7 +256,7 @@ class LocalDistributed(_Transparent):
         if self._slow is not None:
             self._slow.step()
         if self._slow is not None and update % _SLOW_FREQUENCY == 0:
-            averages.set_num_updates(update)  # they have met
+            averages.set_num_updates(update)  # synchronized
         else:
             averages.step()
 

@@ -111,13 +111,13 @@ def _take(module: nn.Module, groups: Sequence[_C.Communicator], unit: type) -> N
 def _named(module: nn.Module, unit: type) -> Iterator[tuple[str, torch.Tensor]]:
     """On the CPU, those of the meta device without values."""
     for part, prefix in _outside(module, unit):
-        give_memory(part)
+        materialize(part)
         for name, tensor in _own(part):
             if not hasattr(tensor, "_sharded_param"):  # of another unit
                 yield f"{prefix}{name}", tensor
 
 
-def give_memory(module: nn.Module, fill: Callable[..., object] | None = None) -> None:
+def materialize(module: nn.Module, fill: Callable[..., object] | None = None) -> None:
     """Put the module's own parameters and buffers that are on the meta device on the
     CPU. They stay the same objects, with what was set on them; only transformers' mark
     that there are values goes.
@@ -160,7 +160,7 @@ def initializer(root: nn.Module) -> Init:
 
 def _initialize(module: nn.Module, outer: Any) -> None:
     """Raises ValueError where some of the module's own values are not set."""
-    give_memory(module, _mark)
+    materialize(module, _mark)
     versions = {name: t._version for name, t in _own(module)}
     left = list(versions)
     for way in _ways(module, outer):

@@ -33,8 +33,8 @@ def reporting_callbacks(
 ) -> list[type[Any]]:
     """Callback classes of the trackers called `names`.
 
-    `logging_dir` tells TensorBoard's where to write, unless TENSORBOARD_LOGGING_DIR
-    does. Raises ImportError without transformers and ValueError for an unknown name.
+    TensorBoard's writes to `logging_dir`, unless TENSORBOARD_LOGGING_DIR is set.
+    Raises ImportError without transformers and ValueError for an unknown name.
     """
     if not names:
         return []

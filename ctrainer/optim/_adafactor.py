@@ -77,7 +77,7 @@ class Adafactor(EngineOptimizer):
         if lr is not None and relative_step:
             raise ValueError(
                 f"lr={lr!r} with relative_step=True: leave one of them out, since a "
-                "relative step has a rate of its own"
+                "relative step has a learning rate of its own"
             )
         if warmup_init and not relative_step:
             raise ValueError("warmup_init=True needs relative_step=True")

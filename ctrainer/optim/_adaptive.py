@@ -1,4 +1,4 @@
-"""Optimizers that adapt each element's rate: Adagrad, Adadelta, RMSprop."""
+"""Optimizers that adapt each element's learning rate: Adagrad, Adadelta, RMSprop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers whose rate is scaled for each parameter by norms: LAMB and LARS."""
+"""Optimizers that scale each parameter's learning rate by norms: LAMB and LARS."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Load what state_dict() of this class or of torch's returned.
 
         Args:
-            state_dict (dict[str, Any]): State and groups; float32 state of 16-bit
+            state_dict (dict[str, Any]): State and groups; float32 state of bf16 or fp16
                 parameters stays float32.
 
         Raises:

@@ -29,7 +29,7 @@ def _same_body(code: CodeType, empty: CodeType) -> bool:
 
 def is_empty(function: Callable[..., Any]) -> bool:
     """Has the function no statement? The empty methods of a base class, ours or
-    transformers' or the user's, are told from overrides by that alone."""
+    transformers' or the user's, are distinguished from overrides by that alone."""
     if not isinstance(function, FunctionType):
         return False
     return any(_same_body(function.__code__, empty) for empty in _EMPTY)

@@ -708,7 +708,7 @@ def _ranks_of(checkpoint: str) -> str:
 
 
 def _loss_of_history(state: TrainerState) -> dict[str, Any]:
-    """The sums of a run that transformers saved, as far as its logs tell: each has the
+    """The sums of a run that transformers saved, as far as its logs show: each has the
     mean loss of the steps since the one before."""
     total, last = 0.0, 0
     for entry in state.log_history:

@@ -142,7 +142,7 @@ class TrainData:
         wanted = set(trainer._signature_columns)
         unused = [c for c in dataset.column_names if c not in wanted]
         if unused:
-            self.tell_unused(trainer, unused, description)
+            self.warn_unused(trainer, unused, description)
         if len(unused) == len(dataset.column_names):
             raise ValueError(
                 f"none of the columns {dataset.column_names} is an argument of the "
@@ -151,7 +151,7 @@ class TrainData:
             )
         return dataset.remove_columns(unused)
 
-    def tell_unused(
+    def warn_unused(
         self, trainer: TrainerRun, unused: list[str], description: str | None
     ) -> None:
         logger.warning(
@@ -259,20 +259,20 @@ class ColumnFilter:
         self.wanted = frozenset(trainer._signature_columns)
         self.model_name = type(trainer.model).__name__
         self.description = description
-        self.told = False
+        self.has_warned = False
 
     def __call__(self, features: list[Any]) -> Any:
         if features and isinstance(features[0], dict):
-            if not self.told:
-                self.tell(features[0])
+            if not self.has_warned:
+                self.warn_unused(features[0])
             features = [
                 {k: v for k, v in f.items() if k in self.wanted} for f in features
             ]
         return self.data_collator(features)
 
-    def tell(self, example: dict[str, Any]) -> None:
+    def warn_unused(self, example: dict[str, Any]) -> None:
         """Say once which columns go; raise when none is left."""
-        self.told = True
+        self.has_warned = True
         unused = [name for name in example if name not in self.wanted]
         if unused and len(unused) == len(example):
             raise ValueError(

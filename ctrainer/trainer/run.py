@@ -61,7 +61,7 @@ class TrainerRun(TrainerBase):
     def _ranks_differ(self, what: str, own: str) -> None:
         """Raise on every rank what all of them have, unless that may differ: where
         batches need not be even, or rank 0 alone reads them."""
-        told = self._together(what, lambda: own.encode())
+        texts = self._together(what, lambda: own.encode())
         config = accelerator.config_of(getattr(self.args, "accelerator_config", None))
         dispatches = config.dispatch_batches
         if dispatches is None:
@@ -69,7 +69,7 @@ class TrainerRun(TrainerBase):
         if not config.even_batches or dispatches:
             return
         each = ", ".join(
-            f"rank {rank} {text.decode()}" for rank, text in enumerate(told)
+            f"rank {rank} {text.decode()}" for rank, text in enumerate(texts)
         )
         raise ValueError(
             f"{what}: {each}. Give all ranks the same training data, of which each "
@@ -157,11 +157,11 @@ class TrainerRun(TrainerBase):
         arguments allow that, all ranks raise, naming each rank's rows and batches."""
         rows, own = rows if isinstance(rows, int) else -1, run.steps_in_epoch
         values = [rows, own, run.updates_in_epoch, run.max_steps, run.epochs]
-        told = self._together(
+        texts = self._together(
             "comparing the length of the ranks' training data",
             lambda: json.dumps(values).encode(),
         )
-        each = list(zip(*map(json.loads, told), strict=True))
+        each = list(zip(*map(json.loads, texts), strict=True))
         if len(set(each[0])) > 1 or len(set(each[1])) > 1:
             self._ranks_differ(
                 "the ranks' training data differ in length",
@@ -906,7 +906,7 @@ class TrainerRun(TrainerBase):
     def _report_to_hp_search(
         self, trial: Any, step: int, metrics: dict[str, float]
     ) -> None:
-        """Tell the search how an evaluation went; it may prune the trial."""
+        """Report an evaluation to the search; it may prune the trial."""
         self._hp_search.report_to_hp_search(self, trial, step, metrics)
 
     # Evaluation

@@ -17,7 +17,7 @@ from draws import draws
 from ranks import run_alone
 
 from ctrainer import optim
-from ctrainer._C import LRScheduler, write_rates
+from ctrainer._C import LRScheduler, write_lrs
 from ctrainer.adapters import numpy as numpy_models
 from ctrainer.schedules import ON_METRIC
 
@@ -351,14 +351,14 @@ def test_bad_state_changes_nothing(change: dict[str, Any], error: type) -> None:
 
 def test_rates_are_written_to_every_group_or_rejected() -> None:
     opt = optimizer()
-    write_rates(opt, [0.5, 0.25])
+    write_lrs(opt, [0.5, 0.25])
     assert rates(opt) == [0.5, 0.25]
     with pytest.raises(ValueError, match="the optimizer has 2 groups, and had 1"):
-        write_rates(opt, [1.0])
+        write_lrs(opt, [1.0])
     with pytest.raises(TypeError, match="list"):
-        write_rates(opt, (1.0, 1.0))  # type: ignore[arg-type]
+        write_lrs(opt, (1.0, 1.0))  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="param_groups"):
-        write_rates(None, [])
+        write_lrs(None, [])
     assert rates(opt) == [0.5, 0.25]
 
 

@@ -1,7 +1,7 @@
 /* A Communicator as the rest of the binding uses it, and the makers of communicators:
- * over shared memory, two levels, a device's plugin, or a Python object such as torch's
- * process groups. Below the type's methods, since other files need a group and no
- * methods. */
+ * over shared memory, hierarchical, a device's plugin, or a Python object such as
+ * torch's process groups. Below the type's methods, since other files need a group and
+ * no methods. */
 #include "binding/comm/communicator.h"
 
 #include "core/base/alloc.h"
@@ -449,7 +449,8 @@ ctpy_comm_python_new(PyObject *backend)
     return new_over(&python_ops, backend);
 }
 
-/* ---- module functions: shared memory, two levels, a device ----------------------- */
+/* ---- module functions: shared memory, hierarchical, a device ----------------------
+ */
 
 static const char ctpy_shared_memory_communicator_doc[] =
     "shared_memory_communicator($module, key, rank, world_size, timeout_seconds, "
@@ -484,8 +485,8 @@ ctpy_shared_memory_communicator(PyObject *module, PyObject *args)
     return ctpy_communicator_steal(state->Communicator, comm);
 }
 
-static const char ctpy_two_level_communicator_doc[] =
-    "two_level_communicator($module, inner, outer, whole, /)\n--\n\n"
+static const char ctpy_hierarchical_communicator_doc[] =
+    "hierarchical_communicator($module, inner, outer, whole, /)\n--\n\n"
     "A Communicator of all ranks over the group of each machine and one across.\n\n"
     "inner: this machine's ranks. outer: the ranks that have this one's place on "
     "their\n"
@@ -526,13 +527,14 @@ check_free(ctpy_state *state, PyObject *op)
 }
 
 static PyObject *
-ctpy_two_level_communicator(PyObject *module, PyObject *args)
+ctpy_hierarchical_communicator(PyObject *module, PyObject *args)
 {
     ctpy_state *state = PyModule_GetState(module);
     PyObject *inner, *outer, *whole;
     ct_comm *comm = NULL;
     ct_error err;
-    if (!PyArg_ParseTuple(args, "OOO:two_level_communicator", &inner, &outer, &whole) ||
+    if (!PyArg_ParseTuple(args, "OOO:hierarchical_communicator", &inner, &outer,
+                          &whole) ||
         check_free(state, inner) < 0 || check_free(state, outer) < 0 ||
         check_free(state, whole) < 0) {
         return NULL;
@@ -628,7 +630,7 @@ PyMethodDef ctpy_comm_group_functions[] = {
      ctpy_plugin_communicator_doc                                                     },
     {"shared_memory_communicator", ctpy_shared_memory_communicator, METH_VARARGS,
      ctpy_shared_memory_communicator_doc                                              },
-    {"two_level_communicator",     ctpy_two_level_communicator,     METH_VARARGS,
-     ctpy_two_level_communicator_doc                                                  },
+    {"hierarchical_communicator",  ctpy_hierarchical_communicator,  METH_VARARGS,
+     ctpy_hierarchical_communicator_doc                                               },
     {NULL,                         NULL,                            0,            NULL},
 };

@@ -2,7 +2,7 @@
  *
  * All ranks run the same number of batches, since a hook or a wrapped model may contain
  * collectives: a rank without a batch runs the last batch again, as a dummy batch of no
- * rows. After each batch a small collective tells the ranks that continue from those
+ * rows. After each batch a small collective shows the ranks that continue from those
  * that have failed; the values follow. A failure of a rank is raised on all. */
 #include "binding/evaluate/evaluate.h"
 

@@ -272,27 +272,27 @@ PyDoc_STRVAR(get_lr_doc, "get_lr($self, /)\n--\n\n"
 static PyObject *
 FairseqOptimizer_get_lr(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    PyObject *groups = param_groups(op), *rate = NULL;
+    PyObject *groups = param_groups(op), *lr = NULL;
     PyObject *first = groups == NULL ? NULL : PySequence_GetItem(groups, 0);
     if (first != NULL) {
-        rate = PyObject_GetItem(first, ctpy_state_borrow(op)->str_lr);
+        lr = PyObject_GetItem(first, ctpy_state_borrow(op)->str_lr);
     }
     Py_XDECREF(first);
     Py_XDECREF(groups);
-    return rate;
+    return lr;
 }
 
 PyDoc_STRVAR(set_lr_doc, "set_lr($self, lr, /)\n--\n\n"
                          "Set the learning rate of every parameter group to lr.");
 
 static PyObject *
-FairseqOptimizer_set_lr(PyObject *op, PyObject *rate)
+FairseqOptimizer_set_lr(PyObject *op, PyObject *lr)
 {
     PyObject *groups = param_groups(op);
     int failed = groups == NULL;
     for (Py_ssize_t g = 0; !failed && g < PyList_GET_SIZE(groups); g++) {
         PyObject *group = Py_NewRef(PyList_GET_ITEM(groups, g));
-        failed = PyObject_SetItem(group, ctpy_state_borrow(op)->str_lr, rate) < 0;
+        failed = PyObject_SetItem(group, ctpy_state_borrow(op)->str_lr, lr) < 0;
         Py_DECREF(group);
     }
     Py_XDECREF(groups);
@@ -315,7 +315,7 @@ FairseqOptimizer_get_inner(PyObject *op, void *Py_UNUSED(closure))
 /* ---- the norm of the gradients, and clipping ------------------------------------- */
 
 /* All the same whether a gradient is finite: the rules decide, not the engine. */
-static const ct_step_config AS_TOLD = {.nonfinite = CT_NONFINITE_KEEP};
+static const ct_step_config RULES_DECIDE = {.nonfinite = CT_NONFINITE_KEEP};
 
 static int
 measure_grads(FairseqOptimizer *self, ctpy_state *names)
@@ -355,7 +355,7 @@ measure(FairseqOptimizer *self)
     int native = self->on_host ? ctpy_optimizer_engine(names, self->inner, &engine) : 0;
     int failed = native < 0;
     if (native == 1) {
-        failed = ctpy_engine_measure(engine, self->inner, &AS_TOLD, self->divisor,
+        failed = ctpy_engine_measure(engine, self->inner, &RULES_DECIDE, self->divisor,
                                      &self->result) < 0;
     }
     else if (native == 0) {
@@ -518,7 +518,7 @@ update(FairseqOptimizer *self)
     ct_step_result result = {.clip_coef = 1.0, .finite = true};
     int native = self->on_host ? ctpy_optimizer_engine(names, self->inner, &engine) : 0;
     result.grad_norm = self->result.grad_norm;
-    int failed = native == 1 ? ctpy_engine_apply(engine, self->inner, &AS_TOLD,
+    int failed = native == 1 ? ctpy_engine_apply(engine, self->inner, &RULES_DECIDE,
                                                  self->divisor, &result)
                              : (native == 0 ? step_foreign(self, names) : -1);
     Py_XDECREF(engine);

@@ -686,8 +686,8 @@ run_update(PyObject *op, update *u, PyObject **repeated)
     ctpy_state *names = ctpy_state_borrow(op);
     if (use_gradients(op, u) == 0) {
         /* Ranks with models of their own count on every update of this rank. */
-        const bool apart = self->world_size > 1 && (self->bmuf || self->slowmo);
-        int again = u->overflow && !apart ? on_overflow(op, Py_None) : 0;
+        const bool local_steps = self->world_size > 1 && (self->bmuf || self->slowmo);
+        int again = u->overflow && !local_steps ? on_overflow(op, Py_None) : 0;
         if (again == 1) {
             PyObject *stack[] = {u->samples, u->raise_oom ? Py_True : Py_False};
             *repeated = ctpy_call_hook(op, names->str_train_step, stack, 2);

@@ -781,7 +781,7 @@ apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
 }
 
 /* torch's schedulers warn when they are stepped before their optimizer; this attribute,
- * which their wrapper of step() sets, tells of the optimizer's step. */
+ * which their wrapper of step() sets, marks the optimizer's step. */
 static int
 note_step(OptimEngine *self, PyObject *wrapper)
 {

@@ -95,7 +95,7 @@ optim_check_like(const optim_slot *slot, const ctpy_view *param, const ctpy_view
 }
 
 /* Views one array of a parameter: of the parameter's shape and order, and of its dtype
- * or, beside a 16-bit parameter, of fp32. */
+ * or, beside a bf16 or fp16 parameter, of fp32. */
 static int
 view_like(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
           PyObject *op, const char *what, bool fp32, ctpy_view *view)

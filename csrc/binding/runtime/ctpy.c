@@ -494,7 +494,7 @@ ctpy_reject_copies(const ctpy_state *state)
 
 /* A generator of random numbers returns its state as a new tuple or array of 624 words,
  * in more time than a training step of a small model. For a state within the object, a
- * comparison of the object's memory tells whether an earlier copy still holds. */
+ * comparison of the object's memory shows whether an earlier copy still holds. */
 
 typedef struct ObjectWatch {
     PyObject_HEAD
@@ -579,7 +579,7 @@ ObjectWatch_dealloc(PyObject *op)
 
 PyDoc_STRVAR(changed_doc,
              "changed($self, /)\n--\n\n"
-             "Tell whether the memory of any object differs from what it was at the\n"
+             "Return whether the memory of any object differs from what it was at the\n"
              "last call, or from zeros at the first.\n"
              "\n"
              "What an object keeps elsewhere, such as its attributes, is not seen.");

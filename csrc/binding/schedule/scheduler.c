@@ -58,19 +58,19 @@ LRScheduler_dealloc(PyObject *op)
 
 /* base_lrs scaled to `epoch`, as a new list. */
 static PyObject *
-rates_at(const LRScheduler *self, long long epoch)
+lrs_at(const LRScheduler *self, long long epoch)
 {
     const double factor = ct_schedule_value(&self->schedule, epoch);
-    PyObject *rates = PySequence_List(self->base_lrs);
-    for (Py_ssize_t g = 0; rates != NULL && g < PyList_GET_SIZE(rates); g++) {
-        double base = PyFloat_AsDouble(PyList_GET_ITEM(rates, g));
-        PyObject *rate =
+    PyObject *lrs = PySequence_List(self->base_lrs);
+    for (Py_ssize_t g = 0; lrs != NULL && g < PyList_GET_SIZE(lrs); g++) {
+        double base = PyFloat_AsDouble(PyList_GET_ITEM(lrs, g));
+        PyObject *lr =
             base == -1.0 && PyErr_Occurred() ? NULL : PyFloat_FromDouble(base * factor);
-        if (rate == NULL || PyList_SetItem(rates, g, rate) < 0) {
-            Py_CLEAR(rates);
+        if (lr == NULL || PyList_SetItem(lrs, g, lr) < 0) {
+            Py_CLEAR(lrs);
         }
     }
-    return rates;
+    return lrs;
 }
 
 /* param_groups as a new tuple of dicts: a hook cannot take one away meanwhile.
@@ -100,39 +100,38 @@ scheduler_groups(const ctpy_state *state, PyObject *optimizer)
 /* A learning rate in a tensor is filled in place, visible to all users of the tensor.
  */
 static int
-write_rate(const ctpy_state *state, PyObject *group, PyObject *rate)
+write_lr(const ctpy_state *state, PyObject *group, PyObject *lr)
 {
     PyObject *old = PyDict_GetItemWithError(group, state->str_lr);
     if (old == NULL ? PyErr_Occurred() != NULL : PyFloat_CheckExact(old)) {
-        return old == NULL ? -1 : PyDict_SetItem(group, state->str_lr, rate);
+        return old == NULL ? -1 : PyDict_SetItem(group, state->str_lr, lr);
     }
     PyObject *fill;
     int tensor = old == NULL ? 0 : ctpy_lookup(old, state->str_fill_, &fill);
     if (tensor < 1) {
-        return tensor < 0 ? -1 : PyDict_SetItem(group, state->str_lr, rate);
+        return tensor < 0 ? -1 : PyDict_SetItem(group, state->str_lr, lr);
     }
-    PyObject *done = PyObject_CallOneArg(fill, rate);
+    PyObject *done = PyObject_CallOneArg(fill, lr);
     Py_DECREF(fill);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
-/* Writes rates, a list with a float for each group. */
+/* Writes learning rates, a list with a float for each group. */
 static int
-scheduler_write_rates(const ctpy_state *state, PyObject *optimizer, PyObject *rates)
+scheduler_write_lrs(const ctpy_state *state, PyObject *optimizer, PyObject *lrs)
 {
     PyObject *groups = scheduler_groups(state, optimizer);
     int result = groups == NULL ? -1 : 0;
-    if (result == 0 && PyTuple_GET_SIZE(groups) != PyList_GET_SIZE(rates)) {
+    if (result == 0 && PyTuple_GET_SIZE(groups) != PyList_GET_SIZE(lrs)) {
         PyErr_Format(PyExc_ValueError,
                      "the optimizer has %zd groups, and had %zd when the scheduler was "
                      "made: make a new scheduler after add_param_group()",
-                     PyTuple_GET_SIZE(groups), PyList_GET_SIZE(rates));
+                     PyTuple_GET_SIZE(groups), PyList_GET_SIZE(lrs));
         result = -1;
     }
     for (Py_ssize_t g = 0; result == 0 && g < PyTuple_GET_SIZE(groups); g++) {
-        result =
-            write_rate(state, PyTuple_GET_ITEM(groups, g), PyList_GET_ITEM(rates, g));
+        result = write_lr(state, PyTuple_GET_ITEM(groups, g), PyList_GET_ITEM(lrs, g));
     }
     Py_XDECREF(groups);
     return result;
@@ -147,13 +146,13 @@ advance_to(PyObject *op, long long epoch)
                         "LRScheduler has no base_lrs: __init__ was not called");
         return -1;
     }
-    PyObject *rates = rates_at(self, epoch);
-    if (rates == NULL ||
-        scheduler_write_rates(ctpy_state_borrow(op), self->optimizer, rates) < 0) {
-        Py_XDECREF(rates);
+    PyObject *lrs = lrs_at(self, epoch);
+    if (lrs == NULL ||
+        scheduler_write_lrs(ctpy_state_borrow(op), self->optimizer, lrs) < 0) {
+        Py_XDECREF(lrs);
         return -1;
     }
-    Py_XSETREF(self->last_lr, rates);
+    Py_XSETREF(self->last_lr, lrs);
     self->last_epoch = epoch;
     self->step_count++;
     return 0;
@@ -186,10 +185,10 @@ is_in(PyObject *options, const char *name)
 /* Options of "polynomial" and the like hold learning rates; the factor divides them by
  * the optimizer's default. */
 static int
-take_default_rate(PyObject *op, ct_schedule *schedule, const init_arguments *a)
+take_default_lr(PyObject *op, ct_schedule *schedule, const init_arguments *a)
 {
     const int i = ct_schedule_find(schedule, "lr_init");
-    PyObject *defaults, *rate;
+    PyObject *defaults, *lr;
     int found;
     if (!ct_schedule_takes(schedule, (size_t)i)) {
         return 0;
@@ -206,12 +205,12 @@ take_default_rate(PyObject *op, ct_schedule *schedule, const init_arguments *a)
     if (found < 1) {
         return found;
     }
-    rate = PyMapping_GetItemString(defaults, "lr");
+    lr = PyMapping_GetItemString(defaults, "lr");
     Py_DECREF(defaults);
-    found = rate == NULL      ? -1
-            : rate == Py_None ? 0
-                              : ctpy_schedule_set_option(schedule, "lr_init", rate);
-    Py_XDECREF(rate);
+    found = lr == NULL      ? -1
+            : lr == Py_None ? 0
+                            : ctpy_schedule_set_option(schedule, "lr_init", lr);
+    Py_XDECREF(lr);
     return found;
 }
 
@@ -242,12 +241,12 @@ make_schedule(PyObject *op, ct_schedule *schedule, const init_arguments *a)
     }
     if (ct_schedule_prefix(schedule)[0] != '\0') {
         PyErr_Format(PyExc_ValueError,
-                     "name is '%.100s', which gives a rate; expected one of "
+                     "name is '%.100s', which returns a learning rate; expected one of "
                      "transformers' schedules, which give a factor",
                      a->name);
         return -1;
     }
-    if (take_default_rate(op, schedule, a) < 0 ||
+    if (take_default_lr(op, schedule, a) < 0 ||
         take_steps(schedule, "num_warmup_steps", a->warmup, a) < 0 ||
         take_steps(schedule, "num_training_steps", a->training, a) < 0 ||
         ctpy_schedule_set_options(schedule, a->options) < 0) {
@@ -258,7 +257,7 @@ make_schedule(PyObject *op, ct_schedule *schedule, const init_arguments *a)
 
 /* groups[g][key] as a new float. */
 static PyObject *
-scheduler_group_rate(PyObject *groups, Py_ssize_t g, PyObject *key)
+scheduler_group_lr(PyObject *groups, Py_ssize_t g, PyObject *key)
 {
     PyObject *value = PyDict_GetItemWithError(PyTuple_GET_ITEM(groups, g), key);
     if (value == NULL) {
@@ -271,38 +270,37 @@ scheduler_group_rate(PyObject *groups, Py_ssize_t g, PyObject *key)
         return NULL;
     }
     Py_INCREF(value);
-    PyObject *rate = PyNumber_Float(value);
+    PyObject *lr = PyNumber_Float(value);
     Py_DECREF(value);
-    return rate;
+    return lr;
 }
 
 /* The groups' initial learning rates as a new list of floats: at the start the current
- * rates, noted as initial_lr unless an earlier scheduler has noted them. */
+ * learning rates, noted as initial_lr unless an earlier scheduler has noted them. */
 static PyObject *
-initial_rates(PyObject *op, PyObject *optimizer, long long last_epoch)
+initial_lrs(PyObject *op, PyObject *optimizer, long long last_epoch)
 {
     ctpy_state *state = ctpy_state_borrow(op);
-    PyObject *groups = scheduler_groups(ctpy_state_borrow(op), optimizer),
-             *rates = NULL;
+    PyObject *groups = scheduler_groups(ctpy_state_borrow(op), optimizer), *lrs = NULL;
     if (groups != NULL) {
-        rates = PyList_New(PyTuple_GET_SIZE(groups));
+        lrs = PyList_New(PyTuple_GET_SIZE(groups));
     }
-    for (Py_ssize_t g = 0; rates != NULL && g < PyTuple_GET_SIZE(groups); g++) {
-        PyObject *rate = scheduler_group_rate(
+    for (Py_ssize_t g = 0; lrs != NULL && g < PyTuple_GET_SIZE(groups); g++) {
+        PyObject *lr = scheduler_group_lr(
             groups, g, last_epoch == -1 ? state->str_lr : state->str_initial_lr);
-        if (rate != NULL && last_epoch == -1) {
+        if (lr != NULL && last_epoch == -1) {
             PyObject *kept = PyDict_SetDefault(PyTuple_GET_ITEM(groups, g),
-                                               state->str_initial_lr, rate);
-            Py_SETREF(rate, kept == NULL ? NULL : PyNumber_Float(kept));
+                                               state->str_initial_lr, lr);
+            Py_SETREF(lr, kept == NULL ? NULL : PyNumber_Float(kept));
         }
-        if (rate == NULL) {
-            Py_CLEAR(rates);
+        if (lr == NULL) {
+            Py_CLEAR(lrs);
             break;
         }
-        PyList_SET_ITEM(rates, g, rate);
+        PyList_SET_ITEM(lrs, g, lr);
     }
     Py_XDECREF(groups);
-    return rates;
+    return lrs;
 }
 
 static int
@@ -328,12 +326,12 @@ LRScheduler_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (make_schedule(op, &schedule, &a) < 0) {
         return -1;
     }
-    PyObject *rates = initial_rates(op, a.optimizer, a.last_epoch);
-    if (rates == NULL) {
+    PyObject *lrs = initial_lrs(op, a.optimizer, a.last_epoch);
+    if (lrs == NULL) {
         return -1;
     }
     Py_XSETREF(self->optimizer, Py_NewRef(a.optimizer));
-    Py_XSETREF(self->base_lrs, rates);
+    Py_XSETREF(self->base_lrs, lrs);
     self->schedule = schedule;
     self->step_count = 0;
     return advance_to(op, a.last_epoch + 1);
@@ -342,7 +340,7 @@ LRScheduler_init(PyObject *op, PyObject *args, PyObject *kwargs)
 /* ---- methods --------------------------------------------------------------------- */
 
 PyDoc_STRVAR(step_doc, "step($self, /)\n--\n\n"
-                       "Go one step on and write the new rate to every group.");
+                       "Take one step and write the new learning rate of every group.");
 
 static PyObject *
 LRScheduler_step(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -355,18 +353,18 @@ LRScheduler_step(PyObject *op, PyObject *Py_UNUSED(unused))
 
 PyDoc_STRVAR(get_last_lr_doc,
              "get_last_lr($self, /)\n--\n\n"
-             "Return the rates that the last step wrote, one a group.");
+             "Return the learning rates that the last step wrote, one a group.");
 
 static PyObject *
 LRScheduler_get_last_lr(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    PyObject *rates = ((LRScheduler *)op)->last_lr;
-    return rates == NULL ? PyList_New(0) : PySequence_List(rates);
+    PyObject *lrs = ((LRScheduler *)op)->last_lr;
+    return lrs == NULL ? PyList_New(0) : PySequence_List(lrs);
 }
 
 static const char LRScheduler_state_dict_doc[] =
     "state_dict($self, /)\n--\n\n"
-    "Return what torch's LambdaLR would: counts and rates, not the optimizer.";
+    "Return what torch's LambdaLR would: counts and learning rates, not the optimizer.";
 
 /* torch keeps None for a function and the attributes of anything else that is called:
  * transformers' constant schedule is a function, and the rest are partial objects. */
@@ -406,7 +404,7 @@ LRScheduler_state_dict(PyObject *op, PyObject *Py_UNUSED(unused))
 static const char LRScheduler_load_state_dict_doc[] =
     "load_state_dict($self, state_dict, /)\n--\n\n"
     "Load what state_dict() gave, of this type or of torch's LambdaLR.\n\n"
-    "The groups' rates come with the optimizer's own state_dict. Raises\n"
+    "The groups' learning rates come with the optimizer's own state_dict. Raises\n"
     "KeyError, ValueError or TypeError, nothing changed.";
 
 /* transformers' schedules keep nothing in lr_lambdas: each entry is None or {}. */
@@ -433,24 +431,25 @@ reject_lambdas(PyObject *state)
 
 /* state[key] as a new list of n floats, one per group. */
 static PyObject *
-state_rates(PyObject *state, const char *key, Py_ssize_t n)
+state_lrs(PyObject *state, const char *key, Py_ssize_t n)
 {
     PyObject *found = PyMapping_GetItemString(state, key);
-    PyObject *rates = found == NULL ? NULL : PySequence_List(found);
+    PyObject *lrs = found == NULL ? NULL : PySequence_List(found);
     Py_XDECREF(found);
-    if (rates != NULL && PyList_GET_SIZE(rates) != n) {
+    if (lrs != NULL && PyList_GET_SIZE(lrs) != n) {
         PyErr_Format(PyExc_ValueError,
-                     "state_dict['%s'] has %zd rates; the optimizer has %zd groups",
-                     key, PyList_GET_SIZE(rates), n);
-        Py_CLEAR(rates);
+                     "state_dict['%s'] has %zd learning rates; the optimizer has %zd "
+                     "groups",
+                     key, PyList_GET_SIZE(lrs), n);
+        Py_CLEAR(lrs);
     }
-    for (Py_ssize_t g = 0; rates != NULL && g < n; g++) {
-        PyObject *rate = PyNumber_Float(PyList_GET_ITEM(rates, g));
-        if (rate == NULL || PyList_SetItem(rates, g, rate) < 0) {
-            Py_CLEAR(rates);
+    for (Py_ssize_t g = 0; lrs != NULL && g < n; g++) {
+        PyObject *lr = PyNumber_Float(PyList_GET_ITEM(lrs, g));
+        if (lr == NULL || PyList_SetItem(lrs, g, lr) < 0) {
+            Py_CLEAR(lrs);
         }
     }
-    return rates;
+    return lrs;
 }
 
 static int
@@ -468,8 +467,8 @@ LRScheduler_load_state_dict(PyObject *op, PyObject *state)
     LRScheduler *self = (LRScheduler *)op;
     int64_t last_epoch, step_count;
     Py_ssize_t n = self->last_lr == NULL ? 0 : PySequence_Size(self->last_lr);
-    PyObject *base = n < 0 ? NULL : state_rates(state, "base_lrs", n);
-    PyObject *last = base == NULL ? NULL : state_rates(state, "_last_lr", n);
+    PyObject *base = n < 0 ? NULL : state_lrs(state, "base_lrs", n);
+    PyObject *last = base == NULL ? NULL : state_lrs(state, "_last_lr", n);
     if (last == NULL || reject_lambdas(state) < 0 ||
         state_integer(state, "last_epoch", &last_epoch) < 0 ||
         state_integer(state, "_step_count", &step_count) < 0) {
@@ -486,15 +485,15 @@ LRScheduler_load_state_dict(PyObject *op, PyObject *state)
 
 static const char LRScheduler_setstate_doc[] =
     "__setstate__($self, state, /)\n--\n\n"
-    "Load a state_dict and write its rates to the groups.";
+    "Load a state_dict and write its learning rates to the groups.";
 
 static PyObject *
 LRScheduler_setstate(PyObject *op, PyObject *state)
 {
     PyObject *loaded = LRScheduler_load_state_dict(op, state);
     if (loaded != NULL && ((LRScheduler *)op)->last_lr != NULL &&
-        scheduler_write_rates(ctpy_state_borrow(op), ((LRScheduler *)op)->optimizer,
-                              ((LRScheduler *)op)->last_lr) < 0) {
+        scheduler_write_lrs(ctpy_state_borrow(op), ((LRScheduler *)op)->optimizer,
+                            ((LRScheduler *)op)->last_lr) < 0) {
         Py_CLEAR(loaded);
     }
     return loaded;
@@ -531,21 +530,21 @@ LRScheduler_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
                          LRScheduler_state_dict(op, NULL));
 }
 
-/* Rates of an optimizer's groups, for every type of scheduler. */
+/* Learning rates of an optimizer's groups, for every type of scheduler. */
 
-static const char ctpy_write_rates_doc[] =
-    "write_rates(optimizer, rates, /)\n--\n\n"
-    "Write rates, a list with a float for each of optimizer.param_groups, to the\n"
-    "groups' 'lr'. A rate kept in a tensor is filled. ValueError: one list is longer.";
+static const char ctpy_write_lrs_doc[] =
+    "write_lrs(optimizer, lrs, /)\n--\n\n"
+    "Write learning rates, a list with a float for each of optimizer.param_groups,\n"
+    "to the groups' 'lr'. A tensor is filled. ValueError: one list is longer.";
 
 static PyObject *
-ctpy_write_rates(PyObject *module, PyObject *args)
+ctpy_write_lrs(PyObject *module, PyObject *args)
 {
-    PyObject *optimizer, *rates;
-    if (!PyArg_ParseTuple(args, "OO!:write_rates", &optimizer, &PyList_Type, &rates)) {
+    PyObject *optimizer, *lrs;
+    if (!PyArg_ParseTuple(args, "OO!:write_lrs", &optimizer, &PyList_Type, &lrs)) {
         return NULL;
     }
-    if (scheduler_write_rates(PyModule_GetState(module), optimizer, rates) < 0) {
+    if (scheduler_write_lrs(PyModule_GetState(module), optimizer, lrs) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -570,9 +569,9 @@ static PyMethodDef LRScheduler_methods[] = {
 
 static PyMemberDef LRScheduler_members[] = {
     {"optimizer", T_OBJECT_EX, offsetof(LRScheduler, optimizer), READONLY,
-     "Whose groups' rates it writes."},
+     "Whose groups' learning rates it writes."},
     {"base_lrs", T_OBJECT_EX, offsetof(LRScheduler, base_lrs), 0,
-     "Each group's rate where the schedule's factor is 1."},
+     "Each group's learning rate where the schedule's factor is 1."},
     {"_last_lr", T_OBJECT_EX, offsetof(LRScheduler, last_lr), READONLY, NULL},
     {"last_epoch", T_LONGLONG, offsetof(LRScheduler, last_epoch), 0,
      "Steps done since the start."},
@@ -600,6 +599,6 @@ PyType_Spec LRScheduler_spec = {
 };
 
 PyMethodDef ctpy_schedule_scheduler_functions[] = {
-    {"write_rates", ctpy_write_rates, METH_VARARGS, ctpy_write_rates_doc},
-    {NULL,          NULL,             0,            NULL                },
+    {"write_lrs", ctpy_write_lrs, METH_VARARGS, ctpy_write_lrs_doc},
+    {NULL,        NULL,           0,            NULL              },
 };

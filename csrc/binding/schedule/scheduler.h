@@ -34,7 +34,7 @@ typedef struct LRScheduler {
     LRSCHEDULER_OBJECTS(FIELD)
 #undef FIELD
     ct_schedule schedule; /* kind is NULL before __init__ */
-    int64_t last_epoch;   /* scheduler steps done: the step of the current rates */
+    int64_t last_epoch;   /* scheduler steps done: the step of last_lr */
     int64_t step_count;   /* calls of step(), with that of __init__ */
 } LRScheduler;
 

@@ -136,7 +136,7 @@ run_without_exchange(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *co
  * micro-batch of an update. The accelerator is made at its first use and reads
  * _syncs_gradients then. */
 static int
-tell_accelerator(PyObject *op, bool last)
+note_sync(PyObject *op, bool last)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *said = last ? Py_True : Py_False, *state = NULL, *answer = NULL;
@@ -168,7 +168,7 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
         PyObject *inputs = Py_NewRef(PyList_GET_ITEM(batches, i));
         self->share = shares[i];
         const bool last = i + 1 == PyList_GET_SIZE(batches);
-        int result = tell_accelerator(op, last);
+        int result = note_sync(op, last);
         if (result == 0) {
             result = (last ? run_micro_batch : run_without_exchange)(op, run, inputs,
                                                                      count, loss);

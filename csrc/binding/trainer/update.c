@@ -788,9 +788,9 @@ static int
 update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    const bool apart = u->blocks != NULL;
-    if ((!apart && average_grads(op, u) < 0) || measure(op, u) < 0 ||
-        (!apart && ctpy_ranks_agree_finite(op, &u->result.finite) < 0) ||
+    const bool local_steps = u->blocks != NULL;
+    if ((!local_steps && average_grads(op, u) < 0) || measure(op, u) < 0 ||
+        (!local_steps && ctpy_ranks_agree_finite(op, &u->result.finite) < 0) ||
         measure_layers(op, run, u) < 0 ||
         (!u->result.finite && u->scaler == NULL && report_nonfinite(op, u) < 0) ||
         (u->result.finite && clip_update(op, run, u) < 0)) {

@@ -1,4 +1,4 @@
-/* The core's allocator: malloc that can be told to fail, and aligned blocks.
+/* The core's allocator: malloc that fails on request, and aligned blocks.
  *
  * Tests set a countdown so that every out-of-memory branch runs; in normal use the
  * countdown is off and costs one relaxed load an allocation. */

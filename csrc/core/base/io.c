@@ -131,7 +131,7 @@ ct_write_file(const char *path, const ct_piece *pieces, size_t n, ct_error *err)
         return ct_fail_io(err, errno, "create", path);
     }
     int failed = write_pieces(fd, pieces, n) < 0 ? errno : 0;
-    if (close(fd) < 0 && failed == 0) { /* NFS tells of a full disk only here */
+    if (close(fd) < 0 && failed == 0) { /* NFS reports a full disk only here */
         failed = errno;
     }
     return failed == 0 ? CT_OK : ct_fail_io(err, failed, "write", path);

@@ -45,7 +45,7 @@ typedef struct rendezvous {
     ct_deadline deadline;
 } rendezvous;
 
-/* ---- the place to meet ----------------------------------------------------------- */
+/* ---- rendezvous ------------------------------------------------------------------ */
 
 /* FNV-1a: shortens a name of any length. */
 static uint64_t

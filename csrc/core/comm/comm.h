@@ -231,7 +231,7 @@ CT_NODISCARD ct_status ct_requests_compare(ct_request_at *at, const void *group,
 CT_NODISCARD ct_status ct_requests_exchange(ct_comm *comm, const ct_request *own,
                                             ct_error *err);
 
-/* Names a label. The tag is a hash of the name and of `shape`, a number that tells
+/* Names a label. The tag is a hash of the name and of `shape`, a number that keeps
  * things of one name apart. */
 void ct_label_set(ct_label *label, const char *name, uint64_t shape);
 

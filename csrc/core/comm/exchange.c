@@ -376,7 +376,7 @@ located(const ct_exchange *self, int rank)
 
 /* Whether other ranks read the data of `rank`. */
 static bool
-gives(const ct_transfer *t, int rank)
+publishes(const ct_transfer *t, int rank)
 {
     const bool is_root = rank == t->request->root;
     return t->sink == CT_SINK_COPY ? is_root : t->sink != CT_SINK_ROOT || !is_root;
@@ -398,7 +398,7 @@ write_note(const ct_exchange *self, const ct_transfer *t, ct_note *n)
     *n = (ct_note){
         .request = *t->request, .place = {-1, 0}
     };
-    if (gives(t, self->rank)) {
+    if (publishes(t, self->rank)) {
         n->place = ct_peer_buffers_find(&self->peer_buffers, t->from, given * t->item);
     }
 }
@@ -458,7 +458,7 @@ ct_slot_fill(const ct_exchange *self, const ct_transfer *t, uint32_t index, size
 
 /* Makes the next piece, once its slot is free. */
 static ct_status
-give(const ct_exchange *self, ct_transfer *t, bool waits, bool *given, ct_error *err)
+publish(const ct_exchange *self, ct_transfer *t, bool waits, bool *given, ct_error *err)
 {
     const int rank = self->rank;
     const uint32_t piece = self->done + t->given;
@@ -476,7 +476,7 @@ give(const ct_exchange *self, ct_transfer *t, bool waits, bool *given, ct_error 
         write_note(self, t, ct_slot_note(self, rank, piece));
         self->direct[rank] = may_be_read_alone(t) ? located(self, rank) : NULL;
     }
-    if (self->direct[rank] == NULL && gives(t, rank)) {
+    if (self->direct[rank] == NULL && publishes(t, rank)) {
         ct_slot_fill(self, t, piece, t->given * t->piece);
     }
     barrier_raise(self->barrier, CT_BARRIER_MADE, piece + 1);
@@ -500,7 +500,7 @@ find_direct(ct_exchange *self, const ct_transfer *t)
     bool all = t->part != 0;
     for (int rank = 0; rank < self->world_size; rank++) {
         self->direct[rank] = located(self, rank);
-        all = all && (self->direct[rank] != NULL || !gives(t, rank));
+        all = all && (self->direct[rank] != NULL || !publishes(t, rank));
     }
     for (int rank = 0; !all && !may_be_read_alone(t) && rank < self->world_size;
          rank++) {
@@ -524,11 +524,11 @@ post(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
         t->part = t->total = 0;
     }
     t->piece = ct_slot_length(self, t);
-    t->stage = CT_STAGE_MEET;
+    t->stage = CT_STAGE_COMPARE;
     ct_status status =
         barrier_check(self->barrier, ct_collective_name(t->request->what), err);
     if (status == CT_OK) {
-        status = give(self, t, waits, moved, err);
+        status = publish(self, t, waits, moved, err);
     }
     if (!*moved) {
         t->stage = CT_STAGE_POST;
@@ -537,7 +537,7 @@ post(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 }
 
 static ct_status
-meet(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
+compare(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 {
     ct_status status =
         reach(self, t, CT_BARRIER_MADE, self->done + 1, waits, moved, err);
@@ -562,7 +562,7 @@ meet(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 /* The data of `rank` for this rank, from element `at` on: our own operand, or in a peer
  * buffer, or in a slot. */
 static const char *
-given_by(const ct_exchange *self, const ct_transfer *t, int rank, uint32_t piece,
+piece_of(const ct_exchange *self, const ct_transfer *t, int rank, uint32_t piece,
          size_t at)
 {
     const size_t receiver = t->each_own ? (size_t)self->rank : 0;
@@ -600,7 +600,7 @@ gather(const ct_exchange *self, const ct_transfer *t, uint32_t piece, size_t at)
 {
     for (int rank = 0; rank < self->world_size; rank++) {
         copy(t->to + ((size_t)rank * t->part + at) * t->item,
-             given_by(self, t, rank, piece, at), length_at(t, rank, at) * t->item,
+             piece_of(self, t, rank, piece, at), length_at(t, rank, at) * t->item,
              t->total * t->item);
     }
 }
@@ -610,7 +610,7 @@ reduce(const ct_exchange *self, const ct_transfer *t, uint32_t piece, size_t at)
 {
     const size_t own = length_at(t, self->rank, at);
     for (int rank = 0; rank < self->world_size; rank++) {
-        self->rows[rank] = given_by(self, t, rank, piece, at);
+        self->rows[rank] = piece_of(self, t, rank, piece, at);
     }
     if (t->stream != NULL && own != 0) {
         t->stream->use(t->stream->arg, at, own, self->rows);
@@ -641,7 +641,7 @@ ct_slots_take(const ct_exchange *self, const ct_transfer *t, uint32_t piece, siz
         return;
     case CT_SINK_COPY:
         if (self->rank != root) {
-            copy(t->to + at * t->item, given_by(self, t, root, piece, at),
+            copy(t->to + at * t->item, piece_of(self, t, root, piece, at),
                  length_at(t, self->rank, at) * t->item, t->part * t->item);
         }
         return;
@@ -705,14 +705,14 @@ take(const ct_exchange *self, ct_transfer *t, bool waits, bool *taken, ct_error 
 /* Writes pieces ahead while there are free slots: fewer turns mean fewer waits where
  * ranks share cores. Waits only for the slot of the piece that is used next. */
 static ct_status
-give_ahead(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
+publish_free(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 {
     ct_status status = CT_OK;
     bool given = true;
     while (status == CT_OK && given && t->given < t->pieces &&
            t->given < t->taken + CT_SLOTS) {
         const bool is_next = t->given == t->taken;
-        status = give(self, t, waits && is_next, &given, err);
+        status = publish(self, t, waits && is_next, &given, err);
         *moved = given || !is_next;
     }
     return status;
@@ -723,7 +723,7 @@ move(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 {
     ct_status status = CT_OK;
     while (status == CT_OK && *moved && t->taken < t->pieces) {
-        status = give_ahead(self, t, waits, moved, err);
+        status = publish_free(self, t, waits, moved, err);
         if (status == CT_OK && *moved) {
             status = take(self, t, waits, moved, err);
         }
@@ -754,7 +754,7 @@ ct_exchange_step(ct_exchange *self, ct_transfer *t, bool waits, ct_error *err)
     static ct_status (*const stages[])(ct_exchange *, ct_transfer *, bool, bool *,
                                        ct_error *) = {
         [CT_STAGE_POST] = post,
-        [CT_STAGE_MEET] = meet,
+        [CT_STAGE_COMPARE] = compare,
         [CT_STAGE_MOVE] = move,
         [CT_STAGE_FINISH] = finish,
     };

@@ -36,8 +36,8 @@ typedef enum ct_sink {
 } ct_sink;
 
 typedef enum ct_stage {
-    CT_STAGE_POST, /* write the request and the first piece */
-    CT_STAGE_MEET, /* wait for all requests and compare them */
+    CT_STAGE_POST,    /* write the request and the first piece */
+    CT_STAGE_COMPARE, /* wait for all requests and compare them */
     CT_STAGE_MOVE,
     CT_STAGE_FINISH, /* a rank that is read in place waits for the readers */
     CT_STAGE_ENDED

@@ -267,7 +267,8 @@ shm_wait(ct_comm *comm, ct_work *work, ct_error *err)
     return status;
 }
 
-/* The request has an `out`, by which the ranks tell a stream from an all_reduce. */
+/* The request has an `out`, by which the ranks distinguish a stream from an all_reduce.
+ */
 static ct_status
 shm_stream(ct_comm *comm, const ct_stream *stream, ct_error *err)
 {

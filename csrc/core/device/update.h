@@ -1,7 +1,7 @@
 /* The update of many parameters by one rule: operands of the device table's `update`.
  *
  * The rule computes in fp64 for F64 parameters and in fp32 for all others. The arrays
- * may differ in dtype: 16-bit gradients beside an fp32 master copy, bf16 parameters
+ * may differ in dtype: fp16 gradients beside an fp32 master copy, bf16 parameters
  * with fp32 state; the state may also be quantized to 8 bits. The same pass writes the
  * new parameter to a copy of lower precision and into an exponential moving average. */
 #ifndef CT_UPDATE_H

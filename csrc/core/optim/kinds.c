@@ -362,8 +362,8 @@ sgd_check(const ct_optim_group *group, ct_error *err)
 
 ONE_RULE(nag, 1)
 
-/* The change of the momentum, a sum of updates, with the learning rate. A last rate of
- * 0 leaves nothing to rescale; fairseq then multiplies by the learning rate. */
+/* The change of the momentum, a sum of updates, with the learning rate. A last learning
+ * rate of 0 leaves nothing to rescale; fairseq then multiplies by the learning rate. */
 static double
 correction(const ct_nag_config *config)
 {
@@ -643,7 +643,7 @@ key_of_factored(const ct_optim_param *param)
 }
 
 static double
-relative_rate(const ct_adafactor_config *c, double step)
+relative_lr(const ct_adafactor_config *c, double step)
 {
     const double most = c->warmup_init ? 1e-6 * step : 1e-2;
     const double falling = 1.0 / sqrt(step);
@@ -667,7 +667,7 @@ adafactor_coef(ct_rule_coef *coef, const ct_optim_group *group, uint64_t key,
         .eps = c->eps,
         .rms_low = c->eps2,
         .clip = c->clip_threshold,
-        .lr = c->relative_step ? relative_rate(c, step) : c->lr,
+        .lr = c->relative_step ? relative_lr(c, step) : c->lr,
         .weight_decay = c->weight_decay,
         .scaled = c->scale_parameter,
         .factored = key % 2 != 0,
@@ -816,7 +816,7 @@ muon_check_param(const ct_optim_param *param, size_t i, ct_error *err)
 }
 
 double
-ct_muon_rate_factor(ct_muon_adjust adjust, size_t rows, size_t cols)
+ct_muon_lr_factor(ct_muon_adjust adjust, size_t rows, size_t cols)
 {
     const double m = (double)rows, n = (double)cols;
     if (adjust == CT_MUON_MATCH_RMS_ADAMW) {

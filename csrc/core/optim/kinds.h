@@ -313,7 +313,7 @@ typedef struct ct_adafactor_config {
     double decay_rate;     /* the second moment decays by 1 - step^decay_rate */
     double beta1;          /* NaN: there is no first moment */
     double weight_decay;
-    bool scale_parameter; /* scale the rate by the parameter's root mean square */
+    bool scale_parameter; /* the learning rate, by the parameter's root mean square */
     bool relative_step;   /* the learning rate is 1 / sqrt(step), at most 0.01 ... */
     bool warmup_init;     /* ... or at most 1e-6 * step */
 } ct_adafactor_config;
@@ -523,7 +523,7 @@ ct_optim_kind ct_optim_kind_from_name(const char *name);
 CT_NODISCARD ct_status ct_optim_check_group(const ct_optim_group *group, ct_error *err);
 
 /* The factor of a matrix's learning rate. */
-double ct_muon_rate_factor(ct_muon_adjust adjust, size_t rows, size_t cols);
+double ct_muon_lr_factor(ct_muon_adjust adjust, size_t rows, size_t cols);
 
 CT_END_DECLS
 

@@ -17,7 +17,9 @@
 void
 ct_run_buffers_fini(const ct_device *device, ct_run_buffers *b)
 {
-    enum { SCRATCH = 7 };
+    enum {
+        SCRATCH = 7
+    };
     ct_scratch *const scratch[SCRATCH] = {
         &b->partial,     &b->sums,     &b->settled,  &b->factors,
         &b->factor_sums, &b->matrices, &b->exchange,
@@ -516,7 +518,7 @@ muon_descend(const ct_rule_run *run, void *stream, size_t i, void *direction,
     ct_update_span step = run->spans[i];
     const ct_muon_coef *muon = &run->coefs[step.coef].muon;
     const double factor =
-        ct_muon_rate_factor((ct_muon_adjust)muon->adjust, step.rows, step.cols);
+        ct_muon_lr_factor((ct_muon_adjust)muon->adjust, step.rows, step.cols);
     const ct_rule_coef coef = {
         .descend = {.decay = 1.0 - muon->lr * muon->weight_decay,
                     .step_size = muon->lr * factor}

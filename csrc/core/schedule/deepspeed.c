@@ -31,7 +31,7 @@ enum option {
     TOTAL_STEPS,
     MIN_RATIO,
     COS_RATIO,
-    BASE, /* WarmupCosineLR: the group's own rate */
+    BASE, /* WarmupCosineLR: the group's own learning rate */
     N_OPTIONS,
     /* derived */
     SIZE = N_OPTIONS, /* batches of a cycle */

@@ -36,7 +36,7 @@ enum option {
     FINAL_SCALE,
     N_OPTIONS,
     /* derived */
-    START = N_OPTIONS, /* the rate that a warm-up begins with */
+    START = N_OPTIONS, /* the learning rate that a warm-up begins with */
     SLOPE,             /* increment of each update */
     LEAST,             /* the lesser of MIN_LR and LR */
     LENGTH             /* updates of a cycle, or of half a cycle */

@@ -174,7 +174,7 @@ prepare_polynomial(double *o, ct_error *err)
 {
     if (!(o[LR_INIT] > o[LR_END])) {
         return ct_fail(err, CT_EINVAL,
-                       "lr_end must be below the optimizer's rate, %g, got %g",
+                       "lr_end must be below the optimizer's learning rate, %g, got %g",
                        o[LR_INIT], o[LR_END]);
     }
     return CT_OK;
@@ -219,7 +219,8 @@ prepare_floor(double *o, ct_error *err)
     }
     if (isnan(o[MIN_LR_RATE]) && !(o[LR_INIT] > 0.0)) {
         return ct_fail(err, CT_EINVAL,
-                       "min_lr needs an optimizer whose rate is > 0, got %g: set "
+                       "min_lr needs an optimizer whose learning rate is > 0, got %g: "
+                       "set "
                        "min_lr_rate instead",
                        o[LR_INIT]);
     }

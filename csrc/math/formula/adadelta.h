@@ -1,7 +1,7 @@
 /* Adadelta for one element of type ct_real.
  *
  * Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012, algorithm 1, with
- * the rate and in the order of operations of torch.optim.Adadelta. */
+ * the learning rate and in the order of operations of torch.optim.Adadelta. */
 
 #ifndef CT_ADADELTA_COEF
 #define CT_ADADELTA_COEF(REAL, FLAG)                                                   \

@@ -14,7 +14,7 @@
     REAL(weight_decay)                                                                 \
     REAL(trust) /* 0: the gradient is not scaled */                                    \
     REAL(eps)                                                                          \
-    FLAG(clip) /* the rate of `trust` is an upper bound of lr, not a factor */         \
+    FLAG(clip) /* `trust` is an upper bound of lr, not a factor */                     \
     FLAG(nesterov)                                                                     \
     FLAG(first) /* the momentum buffer starts as the gradient */                       \
     REAL(ratio) /* settled: ratio * (grad + decay * param) is the gradient */          \

@@ -19,7 +19,7 @@ MISSING = "???"  # the value of an option that has to be given
 
 OrOff = Annotated[int, Range("[-1, inf)")]  # -1, and mostly 0, is never
 CodeBits = Annotated[int, Range("{4, 8, 32}")]
-Rates = Annotated[list[NotNegative], Filled()]
+LearningRates = Annotated[list[NotNegative], Filled()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ctrainer.arguments.settings import Count, Filled, Natural, NotNegative, Range
-from ctrainer.fairseq.config.base import II, FairseqDataclass, OrOff, Rates, opt
+from ctrainer.fairseq.config.base import II, FairseqDataclass, LearningRates, OrOff, opt
 
 DatasetImpl = Literal["raw", "lazy", "cached", "mmap", "fasta", "huffman"]
 
@@ -100,7 +100,7 @@ class OptimizationConfig(FairseqDataclass):
     update_freq: Annotated[list[Count], Filled()] = opt(
         [1], "Batches in an update, by epoch; the last one stays."
     )
-    lr: Rates = opt(
+    lr: LearningRates = opt(
         [0.25], "Learning rates, by epoch; the schedule decides how to use several."
     )
     stop_min_lr: Annotated[float, Range("[-1, inf)")] = opt(

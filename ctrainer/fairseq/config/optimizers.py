@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ctrainer.arguments.settings import Fraction, NotNegative, Portion, Positive, Range
-from ctrainer.fairseq.config.base import II, FairseqDataclass, Pair, Rates, opt
+from ctrainer.fairseq.config.base import II, FairseqDataclass, LearningRates, Pair, opt
 
 _WD = "Weight decay."
 _ALIAS = "--wd"
@@ -23,7 +23,7 @@ class FairseqAdamConfig(FairseqDataclass):
     use_old_adam: bool = opt(False, "Never use the fused kernel.")
     fp16_adam_stats: bool = opt(False, "Hold the means in float16, scaled.")
     tpu: bool = II("common.tpu")
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -32,7 +32,7 @@ class FairseqNAGConfig(FairseqDataclass):
 
     momentum: NotNegative = opt(0.99, "Momentum.")
     weight_decay: NotNegative = opt(0.0, _WD)
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -43,7 +43,7 @@ class FairseqCPUAdamConfig(FairseqDataclass):
     adam_eps: NotNegative = opt(1e-8, "Added to the root of the mean square.")
     weight_decay: NotNegative = opt(0.0, _WD)
     fp16_adam_stats: bool = opt(False, "Hold the means in float16, scaled.")
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -67,7 +67,7 @@ class AdamaxConfig(FairseqDataclass):
     adamax_eps: NotNegative = opt(1e-8, "Added to the largest gradient.")
     weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
     no_bias_correction: bool = opt(False, "Leave the first updates small.")
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -76,7 +76,7 @@ class SGDConfig(FairseqDataclass):
 
     momentum: NotNegative = opt(0.0, "Momentum.")
     weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -87,7 +87,7 @@ class AdadeltaConfig(FairseqDataclass):
     adadelta_eps: NotNegative = opt(1e-6, "Added to the mean squares.")
     weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
     anneal_eps: bool = opt(False, "Lower adadelta_eps over the run.")
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -95,7 +95,7 @@ class AdagradConfig(FairseqDataclass):
     """Adagrad."""
 
     weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -118,7 +118,7 @@ class AdafactorConfig(FairseqDataclass):
         False, "Lower the learning rate with the square root of updates."
     )
     warmup_init: bool = opt(False, "Warm up that learning rate.")
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -128,7 +128,7 @@ class LambConfig(FairseqDataclass):
     lamb_betas: Annotated[str, _BETAS] = opt("(0.9, 0.999)", "Decays of the two means.")
     lamb_eps: NotNegative = opt(1e-8, "Added to the root of the mean square.")
     weight_decay: NotNegative = opt(0.0, _WD, argparse_alias=_ALIAS)
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 OPTIMIZERS: dict[str, type[FairseqDataclass]] = {

@@ -14,7 +14,13 @@ from ctrainer.arguments.settings import (
     Positive,
     Range,
 )
-from ctrainer.fairseq.config.base import II, MISSING, FairseqDataclass, Rates, opt
+from ctrainer.fairseq.config.base import (
+    II,
+    MISSING,
+    FairseqDataclass,
+    LearningRates,
+    opt,
+)
 
 RateOrOwn = Annotated[float, Range("[-1, inf)")]
 
@@ -33,7 +39,7 @@ class FixedLRScheduleConfig(FairseqDataclass):
     )
     lr_shrink: NotNegative = opt(0.1, _SHRINK)
     warmup_updates: Natural = opt(0, _WARMUP)
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -42,7 +48,7 @@ class InverseSquareRootLRScheduleConfig(FairseqDataclass):
 
     warmup_updates: Natural = opt(4000, _WARMUP)
     warmup_init_lr: RateOrOwn = opt(-1, _FIRST)
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -51,7 +57,9 @@ class CosineLRScheduleConfig(FairseqDataclass):
 
     warmup_updates: Natural = opt(0, _WARMUP)
     warmup_init_lr: RateOrOwn = opt(-1, _FIRST)
-    lr: Rates = opt(II("optimization.lr"), "Greatest learning rate, above min_lr.")
+    lr: LearningRates = opt(
+        II("optimization.lr"), "Greatest learning rate, above min_lr."
+    )
     min_lr: NotNegative = opt(0.0, _LEAST)
     t_mult: Positive = opt(1.0, "Factor from the length of a period to the next.")
     lr_period_updates: Annotated[float, Range("[-1, inf)")] = opt(
@@ -69,12 +77,12 @@ class PolynomialDecayLRScheduleConfig(FairseqDataclass):
     force_anneal: Natural | None = opt(
         None, "Epoch from which the learning rate is lowered."
     )
-    end_learning_rate: NotNegative = opt(0.0, "Rate at the end.")
+    end_learning_rate: NotNegative = opt(0.0, "Learning rate at the end.")
     power: NotNegative = opt(1.0, "Exponent; 1: a straight line.")
     total_num_update: NotNegative = opt(
         II("optimization.max_update"), "Update of the end; by default max_update."
     )
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -86,7 +94,7 @@ class ReduceLROnPlateauLRScheduleConfig(FairseqDataclass):
     lr_patience: Natural = opt(0, "Epochs without improvement that do not lower it.")
     warmup_updates: Natural = opt(0, _WARMUP)
     warmup_init_lr: RateOrOwn = opt(-1, _FIRST)
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
     maximize_best_checkpoint_metric: bool = II(
         "checkpoint.maximize_best_checkpoint_metric"
     )
@@ -107,7 +115,7 @@ class TriStageLRScheduleConfig(FairseqDataclass):
     )
     final_lr_scale: Positive = opt(0.01, "Fraction of the learning rate at the end.")
     max_update: NotNegative = II("optimization.max_update")
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -120,7 +128,7 @@ class TriangularLRScheduleConfig(FairseqDataclass):
     )
     lr_shrink: NotNegative = opt(0.1, _SHRINK)
     shrink_min: bool = opt(False, "Lower the least learning rate too.")
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass
@@ -129,7 +137,9 @@ class StepLRScheduleConfig(FairseqDataclass):
 
     warmup_updates: Natural = opt(0, _WARMUP)
     warmup_init_lr: RateOrOwn = opt(-1, _FIRST)
-    lr: Rates = opt(II("optimization.lr"), "Greatest learning rate, above min_lr.")
+    lr: LearningRates = opt(
+        II("optimization.lr"), "Greatest learning rate, above min_lr."
+    )
     min_lr: NotNegative = opt(0.0, _LEAST)
     lr_deacy_period: Count = opt(25000, "Updates of a period.")
     lr_decay: Portion = opt(0.5, "Factor from a period to the next.")
@@ -137,13 +147,13 @@ class StepLRScheduleConfig(FairseqDataclass):
 
 @dataclass
 class ManualScheduleConfig(FairseqDataclass):
-    """Rates by epoch or update."""
+    """Learning rates by epoch or update."""
 
     epoch2lr: str = opt(
         "{}", "Python dict from epochs, such as '1,3-5', to learning rates."
     )
     update2lr: str = opt("{}", "Python dict from updates to learning rates.")
-    lr: Rates = II("optimization.lr")
+    lr: LearningRates = II("optimization.lr")
 
 
 @dataclass

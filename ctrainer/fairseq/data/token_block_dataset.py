@@ -107,7 +107,7 @@ class TokenBlockDataset(DatasetOverAnother):
         return int(self._sizes[index])
 
     def prefetch(self, indices: Any) -> None:
-        """Tell the items' data set of those that these blocks touch.
+        """Announce to the items' data set those that these blocks touch.
 
         Args:
             indices: Of the blocks.

@@ -129,7 +129,7 @@ class BaseFairseqModel(nn.Module):
                 upgrade(state_dict, prefix + path)
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Tell the modules within that have a set_num_updates().
+        """Pass the number to the modules that have a set_num_updates().
 
         Args:
             num_updates (int): Updates done.

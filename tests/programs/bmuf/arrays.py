@@ -446,7 +446,7 @@ for update in range(4, 6):
     set_grads(mine, update)
     bmuf.step()
 found["trained"] = same(group, values)
-stay = bmuf.roll_call(stays=rank != 0)
+stay = bmuf.remaining_ranks(stays=rank != 0)
 found["stay"] = stay
 if rank in stay:
     left = from_environment(120.0, ranks=stay)

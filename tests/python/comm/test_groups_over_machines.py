@@ -32,10 +32,10 @@ def test_two_machines_of_two_ranks(tmp_path: Path) -> None:
 def test_groups_that_do_not_fit_together_are_named() -> None:
     one, two = _C.Communicator(), _C.Communicator()
     with pytest.raises(ValueError, match="must be three groups"):
-        _C.two_level_communicator(one, one, two)
+        _C.hierarchical_communicator(one, one, two)
     whole = _C.Communicator(Backend())
     with pytest.raises(ValueError, match="rank 1 of 2 cannot be rank 0 of the 1"):
-        _C.two_level_communicator(one, two, whole)
+        _C.hierarchical_communicator(one, two, whole)
     with pytest.raises(ValueError, match="closed"):
         one.barrier()
 

@@ -228,7 +228,7 @@ def test_a_groups_schedule_on_a_plateau_leaves_the_other_groups_rate() -> None:
         ({"dynamic_groups": True}, "dynamic_groups"),
         (
             {"groups": {**GROUPS, "default": {"optimizer": {"_name": "adagrad"}}}},
-            r"groups\['default'\] has no rate",
+            r"groups\['default'\] has no learning rate",
         ),
         (
             {"groups": {**GROUPS, "default": {"lr": 1, "optimizer": {"_name": "sgd"}}}},

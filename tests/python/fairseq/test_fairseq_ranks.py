@@ -334,7 +334,7 @@ def parameters_of(trainer: Any) -> Any:
     )
 
 
-def test_an_overflow_of_a_worker_that_trains_apart_counts_as_an_update(
+def test_an_overflow_of_a_worker_that_has_local_steps_counts_as_an_update(
     both: list[Any],
 ) -> None:
     for way in ("bmuf fp16", "bmuf amp", "slowmo fp16", "slowmo amp"):
