@@ -116,12 +116,10 @@ BMUF_clear(PyObject *op)
 static void
 BMUF_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     (void)BMUF_clear(op);
     ct_bmuf_fini(&((BMUF *)op)->core);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_leaf_dealloc(op);
 }
 
 static int

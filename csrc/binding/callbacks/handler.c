@@ -152,11 +152,7 @@ CallbackHandler_clear(PyObject *op)
 static void
 CallbackHandler_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject_GC_UnTrack(op);
-    (void)CallbackHandler_clear(op);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_dealloc(op, CallbackHandler_clear);
 }
 
 static PyObject *

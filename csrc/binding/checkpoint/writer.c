@@ -39,14 +39,12 @@ CheckpointWriter_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
 static void
 CheckpointWriter_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     ct_writer *core = ((CheckpointWriter *)op)->core;
     Py_BEGIN_ALLOW_THREADS /* waits for the disk */
     ct_writer_free(core);
     Py_END_ALLOW_THREADS
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_leaf_dealloc(op);
 }
 
 /* ---- calls of the core ----------------------------------------------------------- */

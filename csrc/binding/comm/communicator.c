@@ -188,11 +188,7 @@ CollectiveWork_clear(PyObject *op)
 static void
 CollectiveWork_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject_GC_UnTrack(op);
-    (void)CollectiveWork_clear(op);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_dealloc(op, CollectiveWork_clear);
 }
 
 PyDoc_STRVAR(

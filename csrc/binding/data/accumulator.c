@@ -71,13 +71,11 @@ static void
 RowBuffer_dealloc(PyObject *op)
 {
     RowBuffer *self = (RowBuffer *)op;
-    PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     (void)RowBuffer_clear(op);
     ct_rows_fini(&self->rows);
     Py_CLEAR(self->folder);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_leaf_dealloc(op);
 }
 
 static int
@@ -614,11 +612,7 @@ ArrayAccumulator_clear(PyObject *op)
 static void
 ArrayAccumulator_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject_GC_UnTrack(op);
-    (void)ArrayAccumulator_clear(op);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_dealloc(op, ArrayAccumulator_clear);
 }
 
 static PyObject *

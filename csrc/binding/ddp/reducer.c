@@ -76,7 +76,6 @@ static void
 GradReducer_dealloc(PyObject *op)
 {
     GradReducer *self = (GradReducer *)op;
-    PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     (void)GradReducer_clear(op);
     ct_reducer_fini(&self->core);
@@ -84,8 +83,7 @@ GradReducer_dealloc(PyObject *op)
     ct_free(self->absent);
     ct_free(self->owners);
     ct_free(self->averaged);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_leaf_dealloc(op);
 }
 
 /* ---- setting up ------------------------------------------------------------------ */

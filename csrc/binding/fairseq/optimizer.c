@@ -127,11 +127,7 @@ FairseqOptimizer_clear(PyObject *op)
 static void
 FairseqOptimizer_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject_GC_UnTrack(op);
-    (void)FairseqOptimizer_clear(op);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_dealloc(op, FairseqOptimizer_clear);
 }
 
 /* 0, or -1 with a RuntimeError before __init__. */

@@ -86,11 +86,7 @@ FairseqTrainer_clear(PyObject *op)
 static void
 FairseqTrainer_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject_GC_UnTrack(op);
-    (void)FairseqTrainer_clear(op);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_dealloc(op, FairseqTrainer_clear);
 }
 
 /* ---- calls of Python ------------------------------------------------------------- */

@@ -102,7 +102,6 @@ static void
 FSDPUnit_dealloc(PyObject *op)
 {
     FSDPUnit *self = (FSDPUnit *)op;
-    PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     fsdp_drop_prefetch(self);
     EACH_OBJECT(Py_CLEAR, self);
@@ -111,8 +110,7 @@ FSDPUnit_dealloc(PyObject *op)
     }
     ct_fsdp_fini(&self->core);
     ct_free(self->leaves);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_leaf_dealloc(op);
 }
 
 /* ---- construction ---------------------------------------------------------------- */

@@ -123,14 +123,12 @@ static void
 OptimEngine_dealloc(PyObject *op)
 {
     OptimEngine *self = (OptimEngine *)op;
-    PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     (void)OptimEngine_clear(op);
     ct_free(self->slots);
     ct_free(self->known);
     ct_optim_free(self->core);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_leaf_dealloc(op);
 }
 
 /* ---- shape, and parts of sharded parameters -------------------------------------- */

@@ -131,14 +131,12 @@ static void
 WeightAverage_dealloc(PyObject *op)
 {
     WeightAverage *self = (WeightAverage *)op;
-    PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     (void)WeightAverage_clear(op);
     ct_free(self->to);
     ct_free(self->from);
     ct_free(self->marked);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_leaf_dealloc(op);
 }
 
 /* ---- for the engine -------------------------------------------------------------- */

@@ -92,6 +92,14 @@ ctpy_leaf_dealloc(PyObject *op)
     Py_DECREF(type); /* an instance of a heap type owns a reference to the type */
 }
 
+void
+ctpy_dealloc(PyObject *op, inquiry clear)
+{
+    PyObject_GC_UnTrack(op);
+    (void)clear(op);
+    ctpy_leaf_dealloc(op);
+}
+
 /* ---- attributes as C values, and back -------------------------------------------- */
 
 int
@@ -570,11 +578,7 @@ ObjectWatch_traverse(PyObject *op, visitproc visit, void *arg)
 static void
 ObjectWatch_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject_GC_UnTrack(op);
-    (void)ObjectWatch_clear(op);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_dealloc(op, ObjectWatch_clear);
 }
 
 PyDoc_STRVAR(changed_doc,

@@ -70,6 +70,10 @@ bool ctpy_forgive(void);
 int ctpy_leaf_traverse(PyObject *op, visitproc visit, void *arg);
 void ctpy_leaf_dealloc(PyObject *op);
 
+/* tp_dealloc for instances that own nothing but Python objects, which `clear`, the
+ * type's tp_clear, releases. */
+void ctpy_dealloc(PyObject *op, inquiry clear);
+
 /* Guard an object's core struct on free-threaded builds; with a GIL they cost
  * nothing. Never `return` or call a hook between them. */
 #if PY_VERSION_HEX >= 0x030d0000

@@ -47,11 +47,7 @@ LRScheduler_clear(PyObject *op)
 static void
 LRScheduler_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject_GC_UnTrack(op);
-    (void)LRScheduler_clear(op);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_dealloc(op, LRScheduler_clear);
 }
 
 /* ---- stepping -------------------------------------------------------------------- */

@@ -72,11 +72,7 @@ Trainer_clear(PyObject *op)
 static void
 Trainer_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject_GC_UnTrack(op);
-    (void)Trainer_clear(op);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_dealloc(op, Trainer_clear);
 }
 
 #define CTPY_MEMBER_bool T_BOOL
@@ -148,11 +144,7 @@ Run_clear(PyObject *op)
 static void
 Run_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject_GC_UnTrack(op);
-    (void)Run_clear(op);
-    type->tp_free(op);
-    Py_DECREF(type);
+    ctpy_dealloc(op, Run_clear);
 }
 
 #define CTPY_OBJECT(name) {#name, T_OBJECT, offsetof(ctpy_run, name), 0, NULL},
