@@ -309,6 +309,15 @@ parse_and_collect(PyObject *op, PyObject *args, PyObject *kwargs, ct_collective 
                : NULL;
 }
 
+/* The method of a collective, whose arguments `format` and the names behind it list. */
+#define COLLECTIVE(name, what, format, ...)                                            \
+    static PyObject *Communicator_##name(PyObject *op, PyObject *args,                 \
+                                         PyObject *kwargs)                             \
+    {                                                                                  \
+        static char *names[] = {__VA_ARGS__, NULL};                                    \
+        return parse_and_collect(op, args, kwargs, what, format ":" #name, names);     \
+    }
+
 static const char Communicator_all_reduce_doc[] =
     "all_reduce($self, tensor, op='sum', *, async_op=False)\n--\n\n"
     "Replace the elements of tensor by their sum, mean, max or min over all "
@@ -320,74 +329,41 @@ static const char Communicator_all_reduce_doc[] =
     "Raises ValueError for operands that do not fit, RuntimeError naming the\n"
     "collective and the rank when other ranks fail or stay away.";
 
-static PyObject *
-Communicator_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"tensor", "op", "async_op", NULL};
-    return parse_and_collect(op, args, kwargs, CT_ALL_REDUCE, "O|s$p:all_reduce",
-                             names);
-}
+COLLECTIVE(all_reduce, CT_ALL_REDUCE, "O|s$p", "tensor", "op", "async_op")
 
 static const char Communicator_all_gather_doc[] =
     "all_gather($self, out, in_, *, async_op=False)\n--\n\n"
     "Fill out with in_ of every rank, in rank order: world_size times as long.";
 
-static PyObject *
-Communicator_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"out", "in_", "async_op", NULL};
-    return parse_and_collect(op, args, kwargs, CT_ALL_GATHER, "OO|$p:all_gather",
-                             names);
-}
+COLLECTIVE(all_gather, CT_ALL_GATHER, "OO|$p", "out", "in_", "async_op")
 
 static const char Communicator_reduce_scatter_doc[] =
     "reduce_scatter($self, out, in_, op='sum', *, async_op=False)\n--\n\n"
     "Reduce in_ over all ranks and keep this rank's part, len(in_) / "
     "world_size.";
 
-static PyObject *
-Communicator_reduce_scatter(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"out", "in_", "op", "async_op", NULL};
-    return parse_and_collect(op, args, kwargs, CT_REDUCE_SCATTER,
-                             "OO|s$p:reduce_scatter", names);
-}
+COLLECTIVE(reduce_scatter, CT_REDUCE_SCATTER, "OO|s$p", "out", "in_", "op", "async_op")
 
 static const char Communicator_all_to_all_doc[] =
     "all_to_all($self, out, in_, *, async_op=False)\n--\n\n"
     "Send part r of in_ to rank r, and receive its part for this rank as part "
     "r of\nout. Both have a part of the same length for every rank.";
 
-static PyObject *
-Communicator_all_to_all(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"out", "in_", "async_op", NULL};
-    return parse_and_collect(op, args, kwargs, CT_ALL_TO_ALL, "OO|$p:all_to_all",
-                             names);
-}
+COLLECTIVE(all_to_all, CT_ALL_TO_ALL, "OO|$p", "out", "in_", "async_op")
 
 static const char Communicator_broadcast_doc[] =
     "broadcast($self, tensor, root=0, *, async_op=False)\n--\n\n"
     "Replace the elements of tensor by those of rank root.";
 
-static PyObject *
-Communicator_broadcast(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"tensor", "root", "async_op", NULL};
-    return parse_and_collect(op, args, kwargs, CT_BROADCAST, "O|i$p:broadcast", names);
-}
+COLLECTIVE(broadcast, CT_BROADCAST, "O|i$p", "tensor", "root", "async_op")
 
 static const char Communicator_reduce_doc[] =
     "reduce($self, tensor, root=0, op='sum', *, async_op=False)\n--\n\n"
     "On rank root replace the elements of tensor by their sum, mean, max or min over\n"
     "all ranks. What the other ranks' tensors hold afterwards is not said.";
 
-static PyObject *
-Communicator_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"tensor", "root", "op", "async_op", NULL};
-    return parse_and_collect(op, args, kwargs, CT_REDUCE, "O|is$p:reduce", names);
-}
+COLLECTIVE(reduce, CT_REDUCE, "O|is$p", "tensor", "root", "op", "async_op")
+#undef COLLECTIVE
 
 static const char Communicator_barrier_doc[] =
     "barrier($self, /)\n--\n\nWait until every rank has come.";
@@ -608,22 +584,6 @@ Communicator_split(PyObject *op, PyObject *args, PyObject *kwargs)
 /* ---- parts of different lengths -------------------------------------------------- */
 
 static PyObject *
-list_of(const int64_t *lengths, int n)
-{
-    PyObject *list = PyList_New(n);
-    for (Py_ssize_t r = 0; list != NULL && r < n; r++) {
-        PyObject *length = PyLong_FromLongLong(lengths[r]);
-        if (length == NULL) {
-            Py_CLEAR(list);
-        }
-        else {
-            PyList_SET_ITEM(list, r, length);
-        }
-    }
-    return list;
-}
-
-static PyObject *
 gather_padded(PyObject *op, ct_comm *comm, const ct_span *out, const ct_span *in)
 {
     int64_t *lengths = ct_calloc((size_t)comm->world_size, sizeof *lengths);
@@ -634,8 +594,10 @@ gather_padded(PyObject *op, ct_comm *comm, const ct_span *out, const ct_span *in
     PyThreadState *thread = ctpy_comm_enter(op);
     const ct_status status = ct_comm_gather_padded(comm, out, in, lengths, &err);
     ctpy_comm_leave(op, thread);
-    PyObject *list =
-        status == CT_OK ? list_of(lengths, comm->world_size) : ctpy_raise(&err);
+    PyObject *all = status == CT_OK ? ctpy_int64_tuple(lengths, comm->world_size)
+                                    : ctpy_raise(&err);
+    PyObject *list = all == NULL ? NULL : PySequence_List(all);
+    Py_XDECREF(all);
     ct_free(lengths);
     return list;
 }

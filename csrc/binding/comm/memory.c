@@ -76,7 +76,6 @@ Communicator_memory(PyObject *op, PyObject *number)
     ct_comm *comm = ctpy_comm_borrow(state, op);
     const Py_ssize_t n_bytes = comm == NULL ? -1 : PyLong_AsSsize_t(number);
     ct_pages *pages = NULL;
-    ct_status status;
     ct_error err;
     if (n_bytes == -1 && PyErr_Occurred()) {
         return NULL;
@@ -85,11 +84,9 @@ Communicator_memory(PyObject *op, PyObject *number)
         return PyErr_Format(PyExc_ValueError, "nbytes must be above 0, got %zd",
                             n_bytes);
     }
-    ((Communicator *)op)->busy++;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_comm_memory(comm, (size_t)n_bytes, &pages, &err);
-    Py_END_ALLOW_THREADS((Communicator *)op)
-    ->busy--;
+    PyThreadState *thread = ctpy_comm_enter(op);
+    const ct_status status = ct_comm_memory(comm, (size_t)n_bytes, &pages, &err);
+    ctpy_comm_leave(op, thread);
     return status == CT_OK ? memory_steal(state->GroupMemory, pages, NULL, n_bytes)
                            : ctpy_raise(&err);
 }

@@ -184,22 +184,6 @@ RowBuffer_check(PyObject *op, PyObject *array)
     return result;
 }
 
-/* Makes room for the rows of the array, so that appending them cannot fail. */
-static int
-RowBuffer_reserve(PyObject *op, PyObject *array)
-{
-    RowBuffer *self = (RowBuffer *)op;
-    Py_buffer view;
-    ct_error err;
-    if (PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
-        return -1;
-    }
-    const ct_status status =
-        ct_rows_reserve(&self->rows, (size_t)view.shape[0], width_of(&view), &err);
-    PyBuffer_Release(&view);
-    return status == CT_OK ? 0 : ctpy_raise_int(&err);
-}
-
 /* The GIL is released around copies that take longer than a release. */
 static const Py_ssize_t release_from_bytes = 1 << 18;
 
@@ -217,10 +201,10 @@ append_view(RowBuffer *self, const Py_buffer *view, ct_error *err)
     return status;
 }
 
-/* Copies the rows of an array that RowBuffer_check has passed. The GIL is released
- * around large copies. Returns 0, or -1 with nothing added. */
+/* Makes room for the rows of an array that RowBuffer_check has passed, or copies the
+ * rows, which cannot fail after that. Returns 0, or -1 with nothing added. */
 static int
-RowBuffer_append(PyObject *op, PyObject *array)
+RowBuffer_add(PyObject *op, PyObject *array, bool copies)
 {
     RowBuffer *self = (RowBuffer *)op;
     Py_buffer view;
@@ -228,7 +212,10 @@ RowBuffer_append(PyObject *op, PyObject *array)
     if (PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
         return -1;
     }
-    const ct_status status = append_view(self, &view, &err);
+    const ct_status status = copies
+                                 ? append_view(self, &view, &err)
+                                 : ct_rows_reserve(&self->rows, (size_t)view.shape[0],
+                                                   width_of(&view), &err);
     PyBuffer_Release(&view);
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
@@ -276,19 +263,11 @@ spread(RowBuffer *self, PyObject *padding_index)
 static PyObject *
 shape_tuple(const RowBuffer *self)
 {
-    PyObject *shape = PyTuple_New(self->ndim);
-    for (int i = 0; shape != NULL && i < self->ndim; i++) {
-        const Py_ssize_t n = i == 0   ? (Py_ssize_t)self->rows.n_rows
-                             : i == 1 ? (Py_ssize_t)self->rows.width
-                                      : self->shape[i];
-        PyObject *value = PyLong_FromSsize_t(n);
-        if (value == NULL) {
-            Py_CLEAR(shape);
-            break;
-        }
-        PyTuple_SET_ITEM(shape, i, value);
+    int64_t shape[MAX_DIMS] = {(int64_t)self->rows.n_rows, (int64_t)self->rows.width};
+    for (int i = 2; i < self->ndim; i++) {
+        shape[i] = self->shape[i];
     }
-    return shape;
+    return ctpy_int64_tuple(shape, self->ndim);
 }
 
 /* All rows as one array over this buffer's memory, gaps filled with padding_index.
@@ -721,12 +700,12 @@ copy_rows(PyObject *leaves, PyObject *arrays)
     const Py_ssize_t n = PyList_GET_SIZE(leaves);
     int result = 0;
     for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
-        result =
-            RowBuffer_reserve(PyList_GET_ITEM(leaves, i), PyList_GET_ITEM(arrays, i));
+        result = RowBuffer_add(PyList_GET_ITEM(leaves, i), PyList_GET_ITEM(arrays, i),
+                               false);
     }
     for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
         result =
-            RowBuffer_append(PyList_GET_ITEM(leaves, i), PyList_GET_ITEM(arrays, i));
+            RowBuffer_add(PyList_GET_ITEM(leaves, i), PyList_GET_ITEM(arrays, i), true);
     }
     return result;
 }

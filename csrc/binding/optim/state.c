@@ -43,29 +43,13 @@ view_at(OptimEngine *self, const optim_slot *slot, const char *what, PyObject *o
     return ctpy_view_of(self->state, op, &place, view);
 }
 
-/* n integers as a tuple; () where there are none to show. */
-static PyObject *
-tuple_of(const int64_t *values, int n)
-{
-    PyObject *tuple = PyTuple_New(values == NULL ? 0 : n);
-    for (int i = 0; tuple != NULL && values != NULL && i < n; i++) {
-        PyObject *value = PyLong_FromLongLong(values[i]);
-        if (value == NULL) {
-            Py_CLEAR(tuple);
-        }
-        else {
-            PyTuple_SET_ITEM(tuple, i, value);
-        }
-    }
-    return tuple;
-}
-
 static PyObject *
 describe(const ctpy_view *view)
 {
     const char *dtype = ct_dtype_name(view->span.dtype);
-    PyObject *text = NULL, *shape = tuple_of(view->shape, view->ndim);
-    PyObject *strides = shape == NULL ? NULL : tuple_of(view->strides, view->ndim);
+    PyObject *text = NULL, *shape = ctpy_int64_tuple(view->shape, view->ndim);
+    PyObject *strides =
+        shape == NULL ? NULL : ctpy_int64_tuple(view->strides, view->ndim);
     if (strides != NULL) {
         text = view->strides == NULL ? PyUnicode_FromFormat("%s %R", dtype, shape)
                                      : PyUnicode_FromFormat("%s %R with strides %R",

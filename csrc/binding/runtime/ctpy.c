@@ -134,6 +134,22 @@ ctpy_forgive(void)
     return true;
 }
 
+PyObject *
+ctpy_int64_tuple(const int64_t *values, int n)
+{
+    PyObject *tuple = PyTuple_New(values == NULL ? 0 : n);
+    for (int i = 0; tuple != NULL && values != NULL && i < n; i++) {
+        PyObject *value = PyLong_FromLongLong(values[i]);
+        if (value == NULL) {
+            Py_CLEAR(tuple);
+        }
+        else {
+            PyTuple_SET_ITEM(tuple, i, value);
+        }
+    }
+    return tuple;
+}
+
 static int
 bool_steal(PyObject *found, int *value)
 {

@@ -62,6 +62,9 @@ int ctpy_lookup(PyObject *op, PyObject *name, PyObject **value);
 /* Looks the optional entry mapping[name] up, like ctpy_lookup. */
 int ctpy_item(PyObject *mapping, const char *name, PyObject **value);
 
+/* n integers as a tuple; () for NULL. */
+PyObject *ctpy_int64_tuple(const int64_t *values, int n);
+
 /* Clears the current exception, if any: true. MemoryError and exceptions outside
  * Exception, such as KeyboardInterrupt, stay set: false. */
 bool ctpy_forgive(void);
