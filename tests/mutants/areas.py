@@ -312,7 +312,7 @@ AREAS = {
                 "binding/test_collate.py",
             core("data/batches"):
                 "core/data/test_batches.c binding/test_batches.py "
-                "core/data/test_blocks.c "
+                "core/data/test_blocks.c core/data/test_index.c "
                 "binding/test_blocks.py",
             "ctrainer/fairseq/meters.py":
                 "python/fairseq/test_fairseq_meters.py "
@@ -713,8 +713,6 @@ AREAS = {
             "csrc/core/base/check.h" + " " +
             math("half"):
                 "core/base/test_dtype.c core/cpu/test_half.c core/cpu/test_copy.c",
-            core("data/index"):
-                "core/data/test_index.c",
             "csrc/cpu/add.c csrc/cpu/average.c csrc/cpu/body/average.h "
             "csrc/cpu/copy.c csrc/cpu/body/dither.h csrc/cpu/scale.c "
             "csrc/cpu/body/scale.h csrc/cpu/update_tile.c csrc/cpu/tile.c "

@@ -6,7 +6,6 @@
 #include "core/base/crc.h"
 #include "core/base/span.h"
 #include "core/data/batches.h"
-#include "core/data/index.h"
 #include "core/data/rows.h"
 
 #include <string.h>

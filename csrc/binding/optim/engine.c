@@ -666,12 +666,11 @@ plan_average(OptimEngine *self, size_t k, ct_optim_param *param, const ctpy_view
     if (slot->average < 0) {
         return 0;
     }
-    if (ctpy_average_view(self->average, slot->average, view, &average) < 0) {
+    if (ctpy_average_take(self->average, slot->average, view, &average) < 0) {
         return -1;
     }
     param->ema = average.span.data;
     param->ema_dtype = average.span.dtype;
-    ctpy_average_mark(self->average, slot->average);
     return 0;
 }
 

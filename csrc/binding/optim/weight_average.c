@@ -161,9 +161,10 @@ ctpy_average_find(PyObject *average, PyObject *value, Py_ssize_t hint)
     return -1;
 }
 
-int
-ctpy_average_view(PyObject *average, Py_ssize_t place, const ctpy_view *value,
-                  ctpy_view *view)
+/* The average at that place, which must be like `value` but for the dtype. */
+static int
+view_average(PyObject *average, Py_ssize_t place, const ctpy_view *value,
+             ctpy_view *view)
 {
     WeightAverage *self = (WeightAverage *)average;
     const ctpy_place where = {"an average", -1, -1};
@@ -187,10 +188,15 @@ ctpy_average_view(PyObject *average, Py_ssize_t place, const ctpy_view *value,
     return -1;
 }
 
-void
-ctpy_average_mark(PyObject *average, Py_ssize_t place)
+int
+ctpy_average_take(PyObject *average, Py_ssize_t place, const ctpy_view *value,
+                  ctpy_view *view)
 {
+    if (view_average(average, place, value, view) < 0) {
+        return -1;
+    }
     ((WeightAverage *)average)->marked[place] = true;
+    return 0;
 }
 
 void
@@ -220,7 +226,7 @@ list_pairs(PyObject *op, size_t *n_floats, size_t *n_others)
         if (ctpy_view_of(ctpy_state_borrow(op),
                          PyTuple_GET_ITEM(self->values, (Py_ssize_t)i), &where,
                          &value) < 0 ||
-            ctpy_average_view(op, (Py_ssize_t)i, &value, &average) < 0) {
+            view_average(op, (Py_ssize_t)i, &value, &average) < 0) {
             return -1;
         }
         const size_t at =

@@ -17,10 +17,10 @@ bool ctpy_average_due(PyObject *average, double *decay);
 /* The index of `value` among the averaged values, searched from `hint` on; or -1. */
 Py_ssize_t ctpy_average_find(PyObject *average, PyObject *value, Py_ssize_t hint);
 
-/* The average at that index, which must be like `value` but for the dtype. */
-int ctpy_average_view(PyObject *average, Py_ssize_t place, const ctpy_view *value,
+/* The average at that index, which must be like `value` but for the dtype, for the pass
+ * of the engine: it is marked. */
+int ctpy_average_take(PyObject *average, Py_ssize_t place, const ctpy_view *value,
                       ctpy_view *view);
-void ctpy_average_mark(PyObject *average, Py_ssize_t place);
 
 /* Averages the values without a mark, if an average was due, and counts the update. */
 int ctpy_average_finish(PyObject *average, bool due, double decay);

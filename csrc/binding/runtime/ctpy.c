@@ -692,12 +692,6 @@ ctpy_signal_request(int number)
     (void)atomic_compare_exchange_strong(&requested, &none, number);
 }
 
-bool
-ctpy_stop_requested(void)
-{
-    return ctpy_signal_requested() != 0;
-}
-
 void
 ctpy_signals_install(ctpy_signals *saved)
 {

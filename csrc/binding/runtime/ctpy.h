@@ -176,8 +176,11 @@ int ctpy_signal_requested(void);
 void ctpy_signal_request(int number);
 
 /* True after Ctrl-C or SIGTERM: the run should end. Long loops check it between
- * batches.
- */
-bool ctpy_stop_requested(void);
+ * batches. */
+static inline bool
+ctpy_stop_requested(void)
+{
+    return ctpy_signal_requested() != 0;
+}
 
 #endif

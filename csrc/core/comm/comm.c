@@ -86,27 +86,6 @@ ct_comm_barrier(ct_comm *comm, ct_error *err)
     return ct_comm_run(comm, &r, err);
 }
 
-/* NULL stands for a work that ended at the start. */
-ct_status
-ct_comm_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
-{
-    *work = NULL;
-    return comm->ops->start != NULL ? comm->ops->start(comm, request, work, err)
-                                    : ct_comm_run(comm, request, err);
-}
-
-ct_status
-ct_comm_wait(ct_comm *comm, ct_work *work, ct_error *err)
-{
-    return work == NULL ? CT_OK : comm->ops->wait(comm, work, err);
-}
-
-ct_status
-ct_comm_follow(ct_comm *comm, void *stream, ct_error *err)
-{
-    return comm->ops->follow == NULL ? CT_OK : comm->ops->follow(comm, stream, err);
-}
-
 const char *
 ct_collective_name(ct_collective what)
 {

@@ -189,15 +189,29 @@ CT_NODISCARD ct_status ct_comm_reduce(ct_comm *comm, const ct_span *span,
 CT_NODISCARD ct_status ct_comm_barrier(ct_comm *comm, ct_error *err);
 
 /* Begins the request; a backend without `start` has run it on return. *work has to be
- * passed to ct_comm_wait once, in the order of the starts. On failure there is no work.
- */
-CT_NODISCARD ct_status ct_comm_start(ct_comm *comm, const ct_request *request,
-                                     ct_work **work, ct_error *err);
-CT_NODISCARD ct_status ct_comm_wait(ct_comm *comm, ct_work *work, ct_error *err);
+ * passed to ct_comm_wait once, in the order of the starts; NULL stands for a work that
+ * ended at the start. On failure there is no work. */
+CT_NODISCARD static inline ct_status
+ct_comm_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *err)
+{
+    *work = NULL;
+    return comm->ops->start != NULL ? comm->ops->start(comm, request, work, err)
+                                    : ct_comm_run(comm, request, err);
+}
+
+CT_NODISCARD static inline ct_status
+ct_comm_wait(ct_comm *comm, ct_work *work, ct_error *err)
+{
+    return work == NULL ? CT_OK : comm->ops->wait(comm, work, err);
+}
 
 /* Orders the next collectives after the work that is on a stream of the device so far,
  * as if they were enqueued there. CT_EDEVICE. */
-CT_NODISCARD ct_status ct_comm_follow(ct_comm *comm, void *stream, ct_error *err);
+CT_NODISCARD static inline ct_status
+ct_comm_follow(ct_comm *comm, void *stream, ct_error *err)
+{
+    return comm->ops->follow == NULL ? CT_OK : comm->ops->follow(comm, stream, err);
+}
 
 /* Allocates `bytes` > 0 of zeroed, page-aligned host memory that is best for the
  * operands of collectives: ranks of a machine read each other's in place, if the whole

@@ -1,10 +1,12 @@
-/* fairseq's batches and blocks, in one pass over the lengths.
+/* fairseq's data sets: batches and blocks, in one pass over the lengths, and the check
+ * of a table before the first read.
  *
  * Every loop moves only forward: the cost is that of the samples and the blocks. Limits
  * are compared by division or subtraction, so that no sum or product overflows. */
 #include "core/data/batches.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 ct_status
 ct_batch_rule_check(const ct_batch_rule *rule, ct_error *err)
@@ -205,4 +207,51 @@ ct_blocks_cut(const ct_block_rule *rule, const int64_t *sizes, size_t n,
         break;
     }
     return w.count;
+}
+
+/* ---- the table of a memory-mapped data set --------------------------------------- */
+
+/* The file may be cut short or come from anywhere: once checked, an item is read
+ * without a bound of its own. Sums and products are compared by subtraction and in 64
+ * bits, so that no entry overflows past the check. */
+
+static ct_status
+fail_item(size_t i, int32_t size, int64_t offset, size_t element_bytes,
+          size_t data_bytes, ct_error *err)
+{
+    if (size < 0 || offset < 0) {
+        return ct_fail(err, CT_EINVAL,
+                       "item %zu has size %" PRId32 " at offset %" PRId64
+                       ": neither may be negative",
+                       i, size, offset);
+    }
+    if (offset % (int64_t)element_bytes != 0) {
+        return ct_fail(err, CT_EINVAL,
+                       "item %zu begins at byte %" PRId64
+                       ", which is no multiple of the %zu bytes of an element",
+                       i, offset, element_bytes);
+    }
+    return ct_fail(err, CT_EINVAL,
+                   "item %zu has %" PRId32 " elements of %zu bytes at offset %" PRId64
+                   ", which end beyond the %zu bytes of the data file",
+                   i, size, element_bytes, offset, data_bytes);
+}
+
+ct_status
+ct_index_check(const void *sizes, const void *offsets, size_t n, size_t element_bytes,
+               size_t data_bytes, ct_error *err)
+{
+    const unsigned char *size_at = sizes, *offset_at = offsets;
+    for (size_t i = 0; i < n; i++) {
+        int32_t size;
+        int64_t offset;
+        memcpy(&size, size_at + i * sizeof size, sizeof size);
+        memcpy(&offset, offset_at + i * sizeof offset, sizeof offset);
+        if (size < 0 || offset < 0 || (uint64_t)offset % element_bytes != 0 ||
+            (uint64_t)offset > data_bytes ||
+            (uint64_t)size * element_bytes > data_bytes - (uint64_t)offset) {
+            return fail_item(i, size, offset, element_bytes, data_bytes, err);
+        }
+    }
+    return CT_OK;
 }

@@ -1,4 +1,4 @@
-#include "core/data/index.h"
+#include "core/data/batches.h"
 #include "ct_test.h"
 
 #include <stdint.h>
