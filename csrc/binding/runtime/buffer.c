@@ -639,6 +639,9 @@ ctpy_container(PyObject *type, PyObject *keys, PyObject *items)
     return PyObject_CallOneArg(type, items);
 }
 
+/* Maps fn over the tensors, keeping the structure and other leaves. */
+typedef PyObject *ctpy_map_fn(PyObject *tensor, const ctpy_state *state);
+
 static PyObject *
 map_children(PyObject *op, ctpy_kind kind, ctpy_map_fn *fn, const ctpy_state *state);
 
@@ -650,14 +653,12 @@ ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, const ctpy_state *state)
     if (kind < 0 || Py_EnterRecursiveCall(" in a nested batch")) {
         return NULL;
     }
-    if (kind == CTPY_LEAF) {
-        result = fn(op, state);
-    }
-    else if (kind == CTPY_NONE) {
-        result = Py_NewRef(op);
+    if (kind == CTPY_SEQUENCE || kind == CTPY_MAPPING) {
+        result = map_children(op, (ctpy_kind)kind, fn, state);
     }
     else {
-        result = map_children(op, (ctpy_kind)kind, fn, state);
+        const int tensor = kind == CTPY_NONE ? 0 : ctpy_is_tensor(op);
+        result = tensor < 0 ? NULL : tensor > 0 ? fn(op, state) : Py_NewRef(op);
     }
     Py_LeaveRecursiveCall();
     return result;
@@ -757,19 +758,15 @@ ctpy_batch_size(PyObject *op, const ctpy_state *state)
 }
 
 static PyObject *
-detach_leaf(PyObject *leaf, const ctpy_state *state)
+detach(PyObject *tensor, const ctpy_state *state)
 {
-    const int tensor = ctpy_is_tensor(leaf);
-    if (tensor <= 0) {
-        return tensor < 0 ? NULL : Py_NewRef(leaf);
-    }
-    return PyObject_CallMethodNoArgs(leaf, state->str_detach);
+    return PyObject_CallMethodNoArgs(tensor, state->str_detach);
 }
 
 PyObject *
 ctpy_detach_all(PyObject *op, const ctpy_state *state)
 {
-    return ctpy_nested_map(op, detach_leaf, state);
+    return ctpy_nested_map(op, detach, state);
 }
 
 static int
@@ -816,20 +813,10 @@ ctpy_tensor_like(PyObject *like, PyObject *array)
     return PyObject_CallMethod(like, "new_tensor", "O", array);
 }
 
-static PyObject *
-numpify_leaf(PyObject *leaf, const ctpy_state *state)
-{
-    const int tensor = ctpy_is_tensor(leaf);
-    if (tensor <= 0) {
-        return tensor < 0 ? NULL : Py_NewRef(leaf);
-    }
-    return ctpy_tensor_array(leaf, state);
-}
-
 PyObject *
 ctpy_numpify_all(PyObject *op, const ctpy_state *state)
 {
-    return ctpy_nested_map(op, numpify_leaf, state);
+    return ctpy_nested_map(op, ctpy_tensor_array, state);
 }
 
 /* ---- module functions ------------------------------------------------------------ */

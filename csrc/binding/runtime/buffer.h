@@ -81,9 +81,6 @@ PyObject *ctpy_children(PyObject *op, ctpy_kind kind, PyObject **keys);
  * of a tuple; keys is a tuple or None. */
 PyObject *ctpy_container(PyObject *type, PyObject *keys, PyObject *items);
 
-/* Maps fn over the leaves, keeping the structure. None stays None. */
-typedef PyObject *ctpy_map_fn(PyObject *leaf, const ctpy_state *state);
-
 /* batch[key]; NULL without an exception for a mapping without the key and for a batch
  * that is no mapping: a list of rows, a tensor or an object for the user's hooks.
  * *failed is set on error. */
