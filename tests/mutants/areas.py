@@ -385,7 +385,7 @@ AREAS = {
     ),
     "ranks": Area(
         {
-            core("comm/comm"):
+            core("comm/comm") + " csrc/core/comm/comm.h":
                 "core/comm/test_comm.c",
             core("comm/collectives"):
                 "core/comm/test_comm.c core/comm/test_comm_padded.c "
