@@ -134,16 +134,11 @@ class BMUF(_C.BMUF):
         Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of
         Language Models", 2023, whose numbers are the defaults.
         """
-        cfg = _Options(
-            global_sync_iter=every,
-            block_lr=lr,
-            block_momentum=momentum,
-            warmup_iterations=0,
-            delta_bits=delta_bits,
-            overlap_steps=overlap_steps,
-        )
-        group = from_environment() if communicator is None else communicator
-        return cls(cfg, optimizer, group, look="nesterov")
+        return cls._from_the_start(
+            "nesterov", optimizer, communicator,
+            global_sync_iter=every, block_lr=lr, block_momentum=momentum,
+            delta_bits=delta_bits, overlap_steps=overlap_steps,
+        )  # fmt: skip
 
     @classmethod
     def slowmo(
@@ -182,16 +177,19 @@ class BMUF(_C.BMUF):
         Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD
         with Slow Momentum", 2020; every and lr are fairscale's defaults.
         """
-        cfg = _Options(
-            global_sync_iter=every,
-            block_lr=lr,
-            block_momentum=momentum,
-            warmup_iterations=0,
-            delta_bits=delta_bits,
-            overlap_steps=overlap_steps,
-        )
+        return cls._from_the_start(
+            "slowmo", optimizer, communicator,
+            global_sync_iter=every, block_lr=lr, block_momentum=momentum,
+            delta_bits=delta_bits, overlap_steps=overlap_steps,
+        )  # fmt: skip
+
+    @classmethod
+    def _from_the_start(
+        cls, look: str, optimizer: Any, communicator: Any, **options: Any
+    ) -> Self:
+        cfg = _Options(warmup_iterations=0, **options)
         group = from_environment() if communicator is None else communicator
-        return cls(cfg, optimizer, group, look="slowmo")
+        return cls(cfg, optimizer, group, look=look)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_optimizer", "communicator"):
@@ -208,9 +206,8 @@ class BMUF(_C.BMUF):
         that."""
         state: dict[str, Any] = {"num_updates": self.get_num_updates()}
         if self.block_momentum != 0:
-            model, momentum = self._blanks(), self._blanks()
-            self._save_blocks(model, momentum)
-            state.update(model=model, momentum=momentum)
+            state["model"] = self._saved("model")
+            state["momentum"] = self._saved("momentum")
         return {**state, **self.own_state_dict()}
 
     def own_state_dict(self) -> dict[str, Any]:
@@ -222,11 +219,9 @@ class BMUF(_C.BMUF):
         """
         state: dict[str, Any] = {}
         if self.is_pending:
-            state["pending"] = self._blanks()
-            self._save_pending(state["pending"])
+            state["pending"] = self._saved("pending")
         if self.delta_bits < 32:
-            state["residual"], state["place"] = self._blanks(), self._place()
-            self._save_residual(state["residual"])
+            state.update(residual=self._saved("residual"), place=self._place())
         return state
 
     def load_blocks_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -242,13 +237,14 @@ class BMUF(_C.BMUF):
         updates = state_dict.get("num_updates", self.get_num_updates())
         self.set_num_updates(updates)
         if "model" in state_dict and self.block_momentum != 0:
-            self._load_blocks(state_dict["model"], state_dict["momentum"])
+            self._load_values("model", state_dict["model"])
+            self._load_values("momentum", state_dict["momentum"])
             if self.delta_bits < 32 and self._is_own(state_dict):
-                self._load_residual(state_dict["residual"])
+                self._load_values("residual", state_dict["residual"])
         # "left" in checkpoints from before the key was renamed
         pending = state_dict.get("pending", state_dict.get("left"))
         if pending is not None and self.block_momentum != 0:
-            self._load_pending(pending)
+            self._load_values("pending", pending)
 
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: Any = None
@@ -337,8 +333,10 @@ class BMUF(_C.BMUF):
     def _place(self) -> list[int]:
         return [self.communicator.rank, self.world_size]
 
-    def _blanks(self) -> list[Any]:
-        return blocks.blanks_like(self._synced_tensors()[0])
+    def _saved(self, name: str) -> list[Any]:
+        values = blocks.blanks_like(self._synced_tensors()[0])
+        self._save_values(name, values)
+        return values
 
 
 def _is_foreign(optimizer: Any) -> bool:

@@ -654,118 +654,73 @@ copy_one(BMUF *self, const ct_bmuf_flat *flat, PyObject *tensors, copy_fn *copy)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
+/* The values of a block by name, one for each element of the parameters. NULL with an
+ * exception. */
+static ct_bmuf_flat *
+values_of(BMUF *self, const char *name)
+{
+    struct {
+        const char *name;
+        ct_bmuf_flat *flat;
+    } const known[] = {
+        {"model",    &self->core.global  },
+        {"momentum", &self->core.momentum},
+        {"pending",  &self->core.pending },
+        {"residual", &self->core.residual},
+    };
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
+        if (strcmp(known[i].name, name) == 0) {
+            return known[i].flat;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "a block has no values named '%.50s'", name);
+    return NULL;
+}
+
 static PyObject *
-copy_both(PyObject *op, PyObject *args, const char *format, copy_fn *copy)
+copy_values(PyObject *op, PyObject *args, const char *format, copy_fn *copy)
 {
     BMUF *self = (BMUF *)op;
-    PyObject *global, *momentum;
-    if (!PyArg_ParseTuple(args, format, &global, &momentum) ||
-        check_started(self) < 0 ||
-        copy_one(self, &self->core.global, global, copy) < 0 ||
-        copy_one(self, &self->core.momentum, momentum, copy) < 0) {
+    const char *name;
+    PyObject *tensors;
+    if (!PyArg_ParseTuple(args, format, &name, &tensors) || check_started(self) < 0) {
         return NULL;
     }
-    Py_RETURN_NONE;
-}
-
-static const char BMUF_save_blocks_doc[] =
-    "_save_blocks($self, model, momentum, /)\n--\n\n"
-    "Copy the global model and the momentum of blocks into tensors as long as the\n"
-    "parameters, float64 or float32 as their blocks are computed in.";
-
-static PyObject *
-BMUF_save_blocks(PyObject *op, PyObject *args)
-{
-    return copy_both(op, args, "OO:_save_blocks", ct_bmuf_save);
-}
-
-static const char BMUF_load_blocks_doc[] =
-    "_load_blocks($self, model, momentum, /)\n--\n\n"
-    "Copy the global model and the momentum back from tensors of _save_blocks().";
-
-static PyObject *
-BMUF_load_blocks(PyObject *op, PyObject *args)
-{
-    return copy_both(op, args, "OO:_load_blocks", ct_bmuf_load);
-}
-
-static PyObject *
-copy_residual(PyObject *op, PyObject *tensors, copy_fn *copy)
-{
-    BMUF *self = (BMUF *)op;
-    if (check_started(self) < 0) {
-        return NULL;
-    }
-    if (!ct_bmuf_is_quantized(&self->core.config)) {
+    const ct_bmuf_flat *flat = values_of(self, name);
+    if (flat == &self->core.residual && !ct_bmuf_is_quantized(&self->core.config)) {
         PyErr_SetString(PyExc_RuntimeError,
                         "there is no residual: delta_bits is 32, so parameter deltas "
                         "are not quantized");
         return NULL;
     }
-    return copy_one(self, &self->core.residual, tensors, copy) < 0 ? NULL
+    return flat == NULL || copy_one(self, flat, tensors, copy) < 0 ? NULL
                                                                    : Py_NewRef(Py_None);
 }
 
-static const char BMUF_save_residual_doc[] =
-    "_save_residual($self, residual, /)\n--\n\n"
-    "Copy the error-feedback residual of this rank's quantized deltas into tensors "
-    "like\n"
-    "those of _save_blocks().";
+static const char BMUF_save_values_doc[] =
+    "_save_values($self, name, tensors, /)\n--\n\n"
+    "Copy values of blocks into tensors as long as the parameters, float64 or float32\n"
+    "as their blocks are computed in.\n\n"
+    "name: 'model', the global one; 'momentum', that of blocks; 'residual', the\n"
+    "error-feedback residual of this rank's quantized deltas; 'pending', the "
+    "parameters\n"
+    "at the end of the block whose average is pending.";
 
 static PyObject *
-BMUF_save_residual(PyObject *op, PyObject *arg)
+BMUF_save_values(PyObject *op, PyObject *args)
 {
-    return copy_residual(op, arg, ct_bmuf_save);
+    return copy_values(op, args, "sO:_save_values", ct_bmuf_save);
 }
 
-static const char BMUF_load_residual_doc[] =
-    "_load_residual($self, residual, /)\n--\n\n"
-    "Copy the residual back from tensors of _save_residual().";
+static const char BMUF_load_values_doc[] =
+    "_load_values($self, name, tensors, /)\n--\n\n"
+    "Copy values back from tensors of _save_values(); after 'pending' the block's\n"
+    "average is pending again.";
 
 static PyObject *
-BMUF_load_residual(PyObject *op, PyObject *arg)
+BMUF_load_values(PyObject *op, PyObject *args)
 {
-    return copy_residual(op, arg, ct_bmuf_load);
-}
-
-static PyObject *
-copy_pending(PyObject *op, PyObject *tensors, copy_fn *copy)
-{
-    BMUF *self = (BMUF *)op;
-    return check_started(self) < 0 ||
-                   copy_one(self, &self->core.pending, tensors, copy) < 0
-               ? NULL
-               : Py_NewRef(Py_None);
-}
-
-static const char BMUF_save_pending_doc[] =
-    "_save_pending($self, params, /)\n--\n\n"
-    "Copy the parameters at the end of the block whose average is pending into "
-    "tensors\n"
-    "like those of _save_blocks().";
-
-static PyObject *
-BMUF_save_pending(PyObject *op, PyObject *arg)
-{
-    return copy_pending(op, arg, ct_bmuf_save);
-}
-
-static ct_status
-load_pending(ct_bmuf *bmuf, const ct_bmuf_flat *flat, const ct_bmuf_list *list,
-             ct_error *err)
-{
-    (void)flat;
-    return ct_bmuf_load_pending(bmuf, list, err);
-}
-
-static const char BMUF_load_pending_doc[] =
-    "_load_pending($self, params, /)\n--\n\n"
-    "Continue with a pending average, from tensors of _save_pending().";
-
-static PyObject *
-BMUF_load_pending(PyObject *op, PyObject *arg)
-{
-    return copy_pending(op, arg, load_pending);
+    return copy_values(op, args, "sO:_load_values", ct_bmuf_load);
 }
 
 /* ---- attributes and tables ------------------------------------------------------- */
@@ -821,16 +776,12 @@ static PyMemberDef BMUF_members[] = {
 static PyMethodDef BMUF_methods[] = {
     {"_adopt",           BMUF_adopt,                             METH_VARARGS,                 BMUF_adopt_doc          },
     {"_average_moments", BMUF_average_moments,                   METH_NOARGS,                  BMUF_average_moments_doc},
-    {"_load_blocks",     BMUF_load_blocks,                       METH_VARARGS,                 BMUF_load_blocks_doc    },
-    {"_load_residual",   BMUF_load_residual,                     METH_O,                       BMUF_load_residual_doc  },
-    {"_save_residual",   BMUF_save_residual,                     METH_O,                       BMUF_save_residual_doc  },
-    {"_save_blocks",     BMUF_save_blocks,                       METH_VARARGS,                 BMUF_save_blocks_doc    },
+    {"_load_values",     BMUF_load_values,                       METH_VARARGS,                 BMUF_load_values_doc    },
+    {"_save_values",     BMUF_save_values,                       METH_VARARGS,                 BMUF_save_values_doc    },
     {"_start",           BMUF_start,                             METH_NOARGS,                  BMUF_start_doc          },
     {"get_num_updates",  BMUF_get_num_updates,                   METH_NOARGS,                  get_num_updates_doc     },
     {"set_num_updates",  BMUF_set_num_updates,                   METH_O,                       set_num_updates_doc     },
     {"finish",           BMUF_finish,                            METH_NOARGS,                  BMUF_finish_doc         },
-    {"_load_pending",    BMUF_load_pending,                      METH_O,                       BMUF_load_pending_doc   },
-    {"_save_pending",    BMUF_save_pending,                      METH_O,                       BMUF_save_pending_doc   },
     {"count_update",     BMUF_count_update,                      METH_NOARGS,                  count_update_doc        },
     {"step",             (PyCFunction)(void (*)(void))BMUF_step, METH_VARARGS | METH_KEYWORDS,
      step_doc                                                                                                          },

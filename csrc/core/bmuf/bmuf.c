@@ -440,12 +440,34 @@ ct_bmuf_save(ct_bmuf *b, const ct_bmuf_flat *flat, const ct_bmuf_list *to,
     return copy_flats(b, flat, to, true, err);
 }
 
+/* A pending average needs memory for the sums, too. */
+static ct_status
+reserve_pending(ct_bmuf *b, ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
+        status = reserve_flat(b, &b->pending, d, err);
+        if (status == CT_OK) {
+            status = reserve_flat(b, &b->sums, d, err);
+        }
+    }
+    return status;
+}
+
 ct_status
 ct_bmuf_load(ct_bmuf *b, const ct_bmuf_flat *flat, const ct_bmuf_list *from,
              ct_error *err)
 {
+    const bool pends = flat == &b->pending;
+    ct_status status = pends ? reserve_pending(b, err) : CT_OK;
     b->alike = b->alike && flat != &b->global;
-    return copy_flats(b, flat, from, false, err);
+    if (status == CT_OK) {
+        status = copy_flats(b, flat, from, false, err);
+    }
+    if (pends) {
+        b->is_pending = status == CT_OK;
+    }
+    return status;
 }
 
 ct_status
@@ -881,23 +903,6 @@ ct_bmuf_adopt(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err
 
 /* ---- blocks whose average is applied some updates after their end ---------------- */
 
-ct_status
-ct_bmuf_load_pending(ct_bmuf *b, const ct_bmuf_list *from, ct_error *err)
-{
-    ct_status status = CT_OK;
-    for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
-        status = reserve_flat(b, &b->pending, d, err);
-        if (status == CT_OK) {
-            status = reserve_flat(b, &b->sums, d, err);
-        }
-    }
-    if (status == CT_OK) {
-        status = ct_bmuf_load(b, &b->pending, from, err);
-    }
-    b->is_pending = status == CT_OK;
-    return status;
-}
-
 /* Begins the sum of the ranks' deltas at the block's end. */
 static ct_status
 begin_sum(ct_bmuf *b, ct_comm *comm, ct_dtype dtype, ct_error *err)
@@ -967,7 +972,7 @@ ct_bmuf_begin(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err
 {
     ct_status status = check_block(b, comm, list, err);
     if (status == CT_OK) {
-        status = ct_bmuf_load_pending(b, list, err);
+        status = ct_bmuf_load(b, &b->pending, list, err);
     }
     if (status == CT_OK) {
         status = begin_sums(b, comm, err);

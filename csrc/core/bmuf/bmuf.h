@@ -142,17 +142,14 @@ CT_NODISCARD ct_status ct_bmuf_finish(ct_bmuf *bmuf, ct_comm *comm,
  * before ct_bmuf_start and ct_bmuf_fini where collectives may be under way. */
 void ct_bmuf_abandon(ct_bmuf *bmuf, ct_comm *comm);
 
-/* Restores a pending average: `from` has the parameters at the block's end.
- * ct_bmuf_finish then begins the collectives itself. */
-CT_NODISCARD ct_status ct_bmuf_load_pending(ct_bmuf *bmuf, const ct_bmuf_list *from,
-                                            ct_error *err);
-
 /* Every tensor becomes its average over the ranks. */
 CT_NODISCARD ct_status ct_bmuf_average(ct_bmuf *bmuf, ct_comm *comm,
                                        const ct_bmuf_list *list, ct_error *err);
 
 /* Copies the values of a flat buffer to or from a list of as many elements as the
- * parameters, of float dtypes that are as wide or wider. After ct_bmuf_start. */
+ * parameters, of float dtypes that are as wide or wider. After ct_bmuf_start. Loading
+ * &bmuf->pending, the parameters at a block's end, makes that block's average pending:
+ * ct_bmuf_finish then begins the collectives itself. */
 CT_NODISCARD ct_status ct_bmuf_save(ct_bmuf *bmuf, const ct_bmuf_flat *flat,
                                     const ct_bmuf_list *to, ct_error *err);
 CT_NODISCARD ct_status ct_bmuf_load(ct_bmuf *bmuf, const ct_bmuf_flat *flat,
