@@ -46,7 +46,7 @@ __all__ = [
 logger = logging.getLogger("ctrainer.checkpoint")
 
 PREFIX = "checkpoint"
-SAVING = ".ctrainer-saving-"  # as in csrc/core/checkpoint/staging.c
+SAVING = ".ctrainer-saving-"  # as in csrc/core/checkpoint/writer.c
 STATE_NAME = "trainer_state.json"
 _OWN_STATE_NAME = re.compile(r"ctrainer_state(_\d+)?\.json")
 StrPath = str | os.PathLike[str]

@@ -332,15 +332,13 @@ AREAS = {
     ),
     "checkpoints": Area(
         {
-            core("checkpoint/staging"):
-                "core/checkpoint/test_staging.c core/checkpoint/test_files.c "
-                "core/checkpoint/test_writer.c",
             core("base/io"):
                 "core/checkpoint/test_staging.c core/checkpoint/test_files.c "
                 "core/checkpoint/test_writer.c "
                 "core/checkpoint/test_zip.c",
             core("checkpoint/writer"):
-                "core/checkpoint/test_writer.c core/checkpoint/test_plan.c",
+                "core/checkpoint/test_writer.c core/checkpoint/test_staging.c "
+                "core/checkpoint/test_files.c core/checkpoint/test_plan.c",
             core("checkpoint/plan"):
                 "core/checkpoint/test_writer.c core/checkpoint/test_plan.c "
                 "binding/test_checkpoint.py",

@@ -14,12 +14,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 #include <unistd.h>
-
-enum {
-    PIECES_AT_ONCE = 256
-};
 
 ct_status
 ct_fail_io(ct_error *err, int os_error, const char *doing, const char *path)
@@ -68,73 +63,6 @@ ct_path_is_inside(const char *name, size_t n)
         at += part + 1;
     }
     return true;
-}
-
-/* Drops the first `done` bytes of v[0..n); returns how many entries are used up. */
-static int
-advance(struct iovec *v, int n, size_t done)
-{
-    int used = 0;
-    while (used < n && done >= v[used].iov_len) {
-        done -= v[used++].iov_len;
-    }
-    if (used < n) {
-        v[used].iov_base = (char *)v[used].iov_base + done;
-        v[used].iov_len -= done;
-    }
-    return used;
-}
-
-static int
-write_all(int fd, struct iovec *v, int n)
-{
-    while (n > 0) {
-        ssize_t done = writev(fd, v, n);
-        if (done == 0) {
-            errno =
-                EIO; /* neither bytes nor a reason: asking again could loop for ever */
-        }
-        if (done == 0 || (done < 0 && errno != EINTR)) {
-            return -1;
-        }
-        int used = advance(v, n, done < 0 ? 0 : (size_t)done);
-        v += used;
-        n -= used;
-    }
-    return 0;
-}
-
-static int
-write_pieces(int fd, const ct_piece *pieces, size_t n)
-{
-    struct iovec v[PIECES_AT_ONCE];
-    for (size_t at = 0; at < n;) {
-        int k = 0;
-        for (; k < PIECES_AT_ONCE && at < n; at++) {
-            if (pieces[at].n > 0) {
-                v[k].iov_base = (void *)pieces[at].data; /* writev's type */
-                v[k++].iov_len = pieces[at].n;
-            }
-        }
-        if (write_all(fd, v, k) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-ct_status
-ct_write_file(const char *path, const ct_piece *pieces, size_t n, ct_error *err)
-{
-    int fd = open(path, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
-    if (fd < 0) {
-        return ct_fail_io(err, errno, "create", path);
-    }
-    int failed = write_pieces(fd, pieces, n) < 0 ? errno : 0;
-    if (close(fd) < 0 && failed == 0) { /* NFS reports a full disk only here */
-        failed = errno;
-    }
-    return failed == 0 ? CT_OK : ct_fail_io(err, failed, "write", path);
 }
 
 static ct_status
@@ -232,6 +160,20 @@ ct_write_at(int fd, const void *data, size_t n, uint64_t offset, const char *pat
         }
     }
     return CT_OK;
+}
+
+ct_status
+ct_write_file(const char *path, const void *data, size_t n, ct_error *err)
+{
+    int fd = open(path, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
+    if (fd < 0) {
+        return ct_fail_io(err, errno, "create", path);
+    }
+    ct_status status = ct_write_at(fd, data, n, 0, path, err);
+    if (close(fd) < 0 && status == CT_OK) { /* NFS reports a full disk only here */
+        status = ct_fail_io(err, errno, "write", path);
+    }
+    return status;
 }
 
 /* Folders: making them, visiting what is below, removing it. */

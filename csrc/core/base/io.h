@@ -14,11 +14,6 @@
 
 CT_BEGIN_DECLS
 
-typedef struct ct_piece {
-    const void *data;
-    size_t n; /* bytes */
-} ct_piece;
-
 /* CT_EIO: "cannot DOING PATH: REASON", os_error kept. */
 CT_NODISCARD ct_status ct_fail_io(ct_error *err, int os_error, const char *doing,
                                   const char *path);
@@ -34,8 +29,8 @@ const char *ct_path_name(const char *path);
  * never with "..", an empty part or a NUL? */
 bool ct_path_is_inside(const char *name, size_t n);
 
-/* Creates path (it must not exist) and writes the pieces in order. */
-CT_NODISCARD ct_status ct_write_file(const char *path, const ct_piece *pieces, size_t n,
+/* Creates path (it must not exist) with n bytes of data. */
+CT_NODISCARD ct_status ct_write_file(const char *path, const void *data, size_t n,
                                      ct_error *err);
 
 /* Flush the file's data or the folder's names to the disk. */

@@ -102,8 +102,7 @@ ct_manifest_write(ct_manifest *manifest, const char *folder, ct_error *err)
         status = ct_fail_io(err, errno, "replace", path);
     }
     if (status == CT_OK) {
-        ct_piece piece = {buf.data, buf.n};
-        status = ct_write_file(path, &piece, 1, err);
+        status = ct_write_file(path, buf.data, buf.n, err);
     }
     if (status == CT_OK) {
         status = ct_sync_file(path, err);

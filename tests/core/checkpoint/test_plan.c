@@ -113,9 +113,8 @@ check_untouched(const char *held)
 static void
 hold(const char *text)
 {
-    ct_piece piece = {text, strlen(text)};
     (void)unlink(path);
-    CHECK(ct_write_file(path, &piece, 1, NULL) == CT_OK);
+    CHECK(ct_write_file(path, text, strlen(text), NULL) == CT_OK);
 }
 
 static void
@@ -189,8 +188,7 @@ main(void)
     for (size_t i = 0; i < SOURCE_BYTES; i++) {
         source_bytes[i] = (unsigned char)(i * 2654435761u >> 13);
     }
-    ct_piece piece = {source_bytes, SOURCE_BYTES};
-    CHECK(ct_write_file(source, &piece, 1, NULL) == CT_OK);
+    CHECK(ct_write_file(source, source_bytes, SOURCE_BYTES, NULL) == CT_OK);
     test_excerpts_and_zeros_become_one_tensor_with_its_checksum();
     test_a_published_plan_is_the_file_that_writing_makes();
     test_a_source_that_ends_too_soon_or_is_gone_leaves_the_file_alone();

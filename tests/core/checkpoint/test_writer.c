@@ -70,9 +70,8 @@ add(ct_writer *writer, const char *name, bool copy, ct_error *err)
 static void
 write_text(const char *path, const char *text)
 {
-    ct_piece piece = {text, strlen(text)};
     (void)unlink(path);
-    CHECK(ct_write_file(path, &piece, 1, NULL) == CT_OK);
+    CHECK(ct_write_file(path, text, strlen(text), NULL) == CT_OK);
 }
 
 static void

@@ -57,9 +57,8 @@ test_data_is_aligned_and_verifies(void)
 static void
 spill(const void *data, size_t n)
 {
-    ct_piece piece = {data, n};
     (void)unlink(path);
-    CHECK(ct_write_file(path, &piece, 1, NULL) == CT_OK);
+    CHECK(ct_write_file(path, data, n, NULL) == CT_OK);
 }
 
 static size_t
