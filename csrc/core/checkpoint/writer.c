@@ -432,8 +432,9 @@ make_outer(ct_staging *staging, ct_error *err)
     return ct_fail_io(err, EAGAIN, "keep a folder in", staging->parent);
 }
 
-static ct_status
-name_folders(ct_staging *staging, const char *final_folder, ct_error *err)
+/* False when out of memory. */
+static bool
+name_folders(ct_staging *staging, const char *final_folder)
 {
     char outer[sizeof prefix + 6];
     (void)snprintf(outer, sizeof outer, "%sXXXXXX", prefix);
@@ -445,9 +446,7 @@ name_folders(ct_staging *staging, const char *final_folder, ct_error *err)
         staging->parent[n > 1 ? n - 1 : 1] = '\0'; /* "." and "/" keep one byte */
         staging->outer = ct_path_join(staging->parent, outer);
     }
-    return staging->final == NULL || staging->outer == NULL
-               ? ct_fail(err, CT_ENOMEM, "no memory for the path %s", final_folder)
-               : CT_OK;
+    return staging->final != NULL && staging->outer != NULL;
 }
 
 static ct_status
@@ -483,10 +482,10 @@ staging_open(ct_staging *staging, const char *final_folder, ct_error *err)
         return ct_fail(err, CT_EINVAL, "'%s' does not end in a folder's name",
                        final_folder);
     }
-    ct_status status = name_folders(&made, final_folder, err);
-    if (status == CT_OK) {
-        status = open_folders(&made, final_folder, err);
-    }
+    ct_status status =
+        name_folders(&made, final_folder)
+            ? open_folders(&made, final_folder, err)
+            : ct_fail(err, CT_ENOMEM, "no memory for the path %s", final_folder);
     if (status == CT_OK) {
         *staging = made;
     }
