@@ -61,6 +61,30 @@ class FairseqOptimizer(_C.FairseqOptimizer):
         """The options of the first group, without its parameters."""
         return {k: v for k, v in self.param_groups[0].items() if k != "params"}
 
+    def get_lr(self) -> Any:
+        """Return the learning rate of the first parameter group."""
+        return self.param_groups[0]["lr"]
+
+    def set_lr(self, lr: Any) -> None:
+        """Set the learning rate of every parameter group.
+
+        Args:
+            lr (float): The learning rate.
+        """
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def all_reduce_grads(self, module: Any) -> None:
+        """Call module.all_reduce_grads() where it has one, as wrappers that leave the
+        exchange of gradients to the trainer do.
+
+        Args:
+            module: The model or the criterion.
+        """
+        exchange = getattr(module, "all_reduce_grads", None)
+        if exchange is not None:
+            exchange()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer, in torch's layout."""
         state: dict[str, Any] = self.optimizer.state_dict()

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import inspect
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +48,7 @@ def seed(value: int) -> None:
 
 
 def autocast(module: Module, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """Where operations choose their precision, for a module's device; or nothing."""
+    """torch's autocast for the device of a module; without `enabled` no context."""
     if not enabled:
         return contextlib.nullcontext()
     device = next((p.device.type for p in module.parameters()), "cpu")
@@ -82,20 +82,10 @@ def cast(module: Module, fp16: bool, bf16: bool) -> Module:
     return module.to(torch.bfloat16) if bf16 else module
 
 
-def _named(module: Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Every dotted path at which a parameter is found."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, parameter
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _named(child, f"{prefix}{name}.")
-
-
 def shared_parameters(module: Module) -> list[list[str]]:
     """The paths of each parameter that is found at more than one."""
     paths: dict[nn.Parameter, list[str]] = {}
-    for path, parameter in _named(module):
+    for path, parameter in module.named_parameters(remove_duplicate=False):
         paths.setdefault(parameter, []).append(path)
     return [found for found in paths.values() if len(found) > 1]
 
@@ -181,7 +171,7 @@ def save_file(path: str, state: Any) -> None:
 
 
 def file_to_save(path: str, state: Any) -> Callable[[], None]:
-    """What writes the file as save_file() does, of the values as they are now."""
+    """A function that writes the file as save_file() does, with the values of now."""
     records = [
         (name, data.clone() if isinstance(data, torch.Tensor) else data)
         for name, data in archive_records(path, to_host(state))
@@ -308,7 +298,7 @@ def unflatten_state(state: dict[str, Any], shapes: list[Any]) -> dict[str, Any]:
 
 
 class Stateful(Protocol):
-    """What has a state_dict() as modules do."""
+    """An object with a state_dict() as modules have it."""
 
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]: ...
 
@@ -327,7 +317,7 @@ def averaged_tensors(module: Stateful) -> tuple[list[str], list[torch.Tensor]]:
 
 
 def floats_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What of a state_dict() is averaged."""
+    """The tensors of a state_dict() that are averaged."""
     return {name: value for name, value in state.items() if _is_averaged(name, value)}
 
 
@@ -355,7 +345,7 @@ def copy_others(
 
 
 class OneGroup(torch.optim.Optimizer):
-    """What a schedule needs of an optimizer, of one of its groups."""
+    """One parameter group of an optimizer, as an optimizer for a schedule."""
 
     def __init__(self, whole: Any, index: int) -> None:
         self._whole = whole

@@ -4,6 +4,7 @@ Names are imported on first use: `import ctrainer.fairseq` loads neither torch n
 of the modules below.
 """
 
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 from ctrainer.runtime.lazy import on_first_use
@@ -50,37 +51,7 @@ _HOMES = {
     "training_progress_bar": "progress_bar",
     "uninstall": "_install",
 }
-_MODULES = {
-    "aliases",
-    "binarizer",
-    "checkpoint_utils",
-    "concat_dataset",
-    "config",
-    "criterions",
-    "data",
-    "data_utils",
-    "dataclass",
-    "distributed",
-    "fairseq_dataset",
-    "indexed_dataset",
-    "iterators",
-    "logging",
-    "lr_scheduler",
-    "meters",
-    "metrics",
-    "models",
-    "modules",
-    "optim",
-    "options",
-    "preprocess",
-    "progress_bar",
-    "registry",
-    "tasks",
-    "tokenizer",
-    "train",
-    "trainer",
-    "utils",
-}
+_MODULES = {found.name for found in iter_modules(__path__) if found.name[0] != "_"}
 
 __all__ = sorted(_HOMES)
 __getattr__, __dir__ = on_first_use(__name__, _HOMES, _MODULES)

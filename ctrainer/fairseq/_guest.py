@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
-from ctrainer.fairseq._trainer_step import setting
+from ctrainer.fairseq.config.base import setting
 from ctrainer.fairseq.lr_scheduler import SCHEDULES
 from ctrainer.fairseq.optim import OPTIMIZERS
 from ctrainer.fairseq.trainer import Trainer as Ours
@@ -25,7 +25,7 @@ class Trainer(Ours):
         ):
             super()._build_optimizer()
             return
-        if self._uses_bmuf:
+        if self._bmuf:
             raise ValueError(
                 f"--use-bmuf does not go with optimizer {self.cfg.optimizer._name!r} "
                 f"and schedule {self.cfg.lr_scheduler._name!r}, of which fairseq alone "
@@ -42,7 +42,7 @@ class Trainer(Ours):
     def _of_fairseq(self, optim: Any, params: list[Any]) -> Any:
         """fairseq's optimizer, in the wrapper of the run's precision."""
         wanted = {
-            name: setting(self.cfg, "common", name, False)
+            name: setting(self.cfg, "common", name)
             for name in (
                 "fp16", "bf16", "amp", "memory_efficient_fp16", "memory_efficient_bf16",
             )

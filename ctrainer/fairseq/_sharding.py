@@ -11,7 +11,10 @@ from typing import Any
 
 from ctrainer import _C
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.fairseq.config.base import setting
 from ctrainer.fairseq.ema import EMA
+
+_GROUP = "distributed_training"
 
 # --ddp-backend fully_sharded: the module that shards, and the norm of all its parts.
 #
@@ -24,20 +27,29 @@ def wrap(cfg: Any, module: Any, communicator: _C.Communicator) -> Any:
     distributed_training and common of fairseq's config."""
     from ctrainer.compat.fairscale import FullyShardedDataParallel
 
-    options = cfg.distributed_training
-    compute = compute_dtype(cfg)
-    wide = getattr(options, "fp32_reduce_scatter", False)
+    # The dtype of the forward and backward pass; None: float32, as shards always are.
+    compute = tools.sample_dtype(
+        setting(cfg, "common", "fp16"), setting(cfg, "common", "bf16")
+    )
+
+    def option(name: str) -> bool:
+        return bool(setting(cfg, _GROUP, name))
+
+    def bits(name: str) -> int | None:
+        found = int(setting(cfg, _GROUP, name, 32))
+        return None if found == 32 else found
+
     return FullyShardedDataParallel(
         module,
         communicator,
         mixed_precision=compute is not None,
         compute_dtype=compute,
-        fp32_reduce_scatter=wide and compute is not None,
-        reshard_after_forward=not getattr(options, "no_reshard_after_forward", False),
-        flatten_parameters=not getattr(options, "not_fsdp_flatten_parameters", False),
-        cpu_offload=getattr(options, "cpu_offload", False),
-        gather_bits=_bits(options, "gather_bits"),
-        reduce_bits=_bits(options, "reduce_bits"),
+        fp32_reduce_scatter=option("fp32_reduce_scatter") and compute is not None,
+        reshard_after_forward=not option("no_reshard_after_forward"),
+        flatten_parameters=not option("not_fsdp_flatten_parameters"),
+        cpu_offload=option("cpu_offload"),
+        gather_bits=bits("gather_bits"),
+        reduce_bits=bits("reduce_bits"),
     )
 
 
@@ -56,36 +68,19 @@ def copy_of(module: Any) -> Any:
     return copy.deepcopy(module)
 
 
-def _bits(options: Any, name: str) -> int | None:
-    bits = getattr(options, name, 32)
-    return None if bits == 32 else int(bits)
-
-
 def reduces_quantized(cfg: Any) -> bool:
     """Are gradients exchanged quantized, with error-feedback residuals?"""
-    group = getattr(cfg, "distributed_training", None)
-    return is_sharded(cfg) and getattr(group, "reduce_bits", 32) != 32
-
-
-def compute_dtype(cfg: Any) -> Any:
-    """What sharded parameters are while they compute; None: float32, as their shards
-    always are."""
-    from ctrainer.adapters import torch_fairseq as tools
-
-    fp16, bf16 = (getattr(cfg.common, name, False) for name in ("fp16", "bf16"))
-    return tools.sample_dtype(fp16, bf16)
+    return is_sharded(cfg) and setting(cfg, _GROUP, "reduce_bits", 32) != 32
 
 
 def is_sharded(cfg: Any) -> bool:
     """Are parameters, gradients and optimizer state sharded over the processes?"""
-    group = getattr(cfg, "distributed_training", None)
-    return bool(getattr(group, "ddp_backend", None) == "fully_sharded")
+    return bool(setting(cfg, _GROUP, "ddp_backend") == "fully_sharded")
 
 
 def saves_shards(cfg: Any) -> bool:
-    """Has each process a checkpoint of its own, with its part?"""
-    group = getattr(cfg, "distributed_training", None)
-    return is_sharded(cfg) and bool(getattr(group, "use_sharded_state", False))
+    """Has each process a checkpoint of its own, with its shards?"""
+    return is_sharded(cfg) and bool(setting(cfg, _GROUP, "use_sharded_state"))
 
 
 def metadata_of(module: Any) -> dict[str, Any]:
@@ -97,7 +92,8 @@ def metadata_of(module: Any) -> dict[str, Any]:
 
 
 def parameter_names(module: Any) -> list[str]:
-    """Of the whole parameters, as get_shard_from_optim_state_dict() numbers them."""
+    """The names of the whole parameters, in the order in which
+    get_shard_from_optim_state_dict() numbers them."""
     from ctrainer.fsdp.optim_state import held_in
 
     return [name for held in held_in(module) for name in held.names]
@@ -130,28 +126,13 @@ def norm_of_all(communicator: _C.Communicator) -> Callable[[Any], Any]:
     return aggregate
 
 
-def check(setting: Callable[..., Any], cfg: Any) -> None:
-    """Raise ValueError for what does not go with fully_sharded, naming it."""
-    for group, name, why in _EXCLUDED:
-        if setting(cfg, group, name, False):
-            raise ValueError(
-                f"{group}.{name} does not go with --ddp-backend=fully_sharded: {why}"
-            )
-
-
-_EXCLUDED = (
-    ("optimization", "use_bmuf", "BMUF needs the whole model in every process"),
-)
-
-
 # --zero-sharding os: each worker keeps the state of the parameters that it updates.
 #
 # Source: fairseq, fairseq/optim/shard.py and fairseq/trainer.py.
 
 
 def shards_optimizer_state(cfg: Any) -> bool:
-    group = getattr(cfg, "distributed_training", None)
-    return getattr(group, "zero_sharding", "none") == "os"
+    return bool(setting(cfg, _GROUP, "zero_sharding") == "os")
 
 
 def sharded_optimizer(
@@ -169,33 +150,25 @@ def sharded_optimizer(
     return OSS(params, made, communicator, **options)
 
 
-def check_zero(setting: Callable[..., Any], cfg: Any) -> None:
-    """Raise ValueError for what does not go with --zero-sharding os, or is unknown."""
-    where = "distributed_training"
-    word = setting(cfg, where, "zero_sharding", "none")
+def check_zero(cfg: Any) -> None:
+    """Raise ValueError for options that --zero-sharding os excludes."""
+    word = setting(cfg, _GROUP, "zero_sharding", "none")
     if word not in ("none", "os"):
-        raise ValueError(f"{where}.zero_sharding is {word!r}; expected none or os")
+        raise ValueError(f"{_GROUP}.zero_sharding is {word!r}; expected none or os")
     if word == "none":
         return
-    apart = "between exchanges each worker updates a model of its own"
-    if setting(cfg, "optimization", "use_bmuf", False):
-        raise ValueError(f"--use-bmuf does not go with --zero-sharding os: {apart}")
-    if setting(cfg, where, "ddp_backend", None) == "slowmo":
-        raise ValueError(
-            f"--ddp-backend=slowmo does not go with --zero-sharding os: {apart}"
-        )
-    if setting(cfg, "optimizer", "_name", None) == "composite":
-        raise ValueError(
-            "--optimizer composite does not go with --zero-sharding os, which shards "
-            "the state of one optimizer"
-        )
-    _check_precision(setting, cfg)
-
-
-def _check_precision(setting: Callable[..., Any], cfg: Any) -> None:
+    apart = ": between exchanges each worker updates a model of its own"
+    one = ", which shards the state of one optimizer"
+    for group, name, value, option, why in (
+        ("optimization", "use_bmuf", True, "--use-bmuf", apart),
+        (_GROUP, "ddp_backend", "slowmo", "--ddp-backend=slowmo", apart),
+        ("optimizer", "_name", "composite", "--optimizer composite", one),
+    ):
+        if setting(cfg, group, name) == value:
+            raise ValueError(f"{option} does not go with --zero-sharding os{why}")
     names = ("fp16", "memory_efficient_fp16", "fp16_no_flatten_grads")
-    fp16, in_place, apart = (setting(cfg, "common", name, False) for name in names)
-    if fp16 and not in_place and not apart:
+    fp16, in_place, separate = (setting(cfg, "common", name) for name in names)
+    if fp16 and not in_place and not separate:
         raise ValueError(
             "ZeRO is incompatible with fp16 and flattened grads. Please use "
             "--fp16-no-flatten-grads"

@@ -1,4 +1,4 @@
-"""What the parts of fairseq's Trainer share: config checks, processes, iterators."""
+"""The base of fairseq's Trainer: checks of the config, processes, iterators."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.arguments.settings import hints, without_none
 from ctrainer.fairseq import _sharding
 from ctrainer.fairseq._sharding import ShardedEMA
-from ctrainer.fairseq._trainer_step import Step, setting
-from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
+from ctrainer.fairseq._trainer_step import Step
+from ctrainer.fairseq.config.base import setting
 from ctrainer.fairseq.config.trees import groups, is_dict_config, tree_of
 from ctrainer.fairseq.config.values import convert
 from ctrainer.fairseq.ema import EMA
@@ -21,7 +21,7 @@ from ctrainer.fairseq.iterators import EpochBatchIterator, StreamingEpochBatchIt
 from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
 from ctrainer.fairseq.optim import build_trainer_optimizer
 
-# What fairseq's Trainer checks of its config, and what ours rejects.
+# The checks of a config: fairseq's, and the options that this trainer rejects.
 
 
 def check_config(cfg: Any) -> None:
@@ -34,12 +34,10 @@ def check_config(cfg: Any) -> None:
     """
     _check_values(cfg)
     _check_sharding(cfg)
-    _sharding.check_zero(setting, cfg)
+    _sharding.check_zero(cfg)
     _check_slowmo(cfg)
-    if setting(cfg, "common", "fp16", False):
-        assert not setting(cfg, "common", "amp", False), (
-            "Cannot use fp16 and AMP together"
-        )
+    if setting(cfg, "common", "fp16"):
+        assert not setting(cfg, "common", "amp"), "Cannot use fp16 and AMP together"
     for group, name, allowed, why in _REJECTED:
         value = setting(cfg, group, name, allowed[0])
         if value not in allowed:
@@ -66,8 +64,8 @@ def _check_values(cfg: Any) -> None:
 
 def _check_sharding(cfg: Any) -> None:
     where = "distributed_training"
-    if setting(cfg, where, "ddp_backend", None) != "fully_sharded":
-        if setting(cfg, where, "cpu_offload", False):
+    if setting(cfg, where, "ddp_backend") != "fully_sharded":
+        if setting(cfg, where, "cpu_offload"):
             raise ValueError("--cpu-offload requires --ddp-backend=fully_sharded")
         return
     if setting(cfg, where, "zero_sharding", "none") != "none":
@@ -75,13 +73,17 @@ def _check_sharding(cfg: Any) -> None:
             "FullyShardedDataParallel is not compatible with --zero-sharding option "
             "(it's already built in)"
         )
-    _sharding.check(setting, cfg)
+    if setting(cfg, "optimization", "use_bmuf"):
+        raise ValueError(
+            "optimization.use_bmuf does not go with --ddp-backend=fully_sharded: BMUF "
+            "needs the whole model in every process"
+        )
 
 
 def _check_slowmo(cfg: Any) -> None:
     where = "distributed_training"
     several = setting(cfg, where, "distributed_world_size", 1)
-    if several < 2 or setting(cfg, where, "ddp_backend", None) != "slowmo":
+    if several < 2 or setting(cfg, where, "ddp_backend") != "slowmo":
         return
     base = setting(cfg, where, "slowmo_base_algorithm", "localsgd")
     if base != "localsgd":
@@ -104,7 +106,7 @@ _REJECTED: list[tuple[str, str, tuple[Any, ...], str]] = [
 ]
 
 
-# What the parts of fairseq's Trainer share: attributes, processes, lazy parts.
+# The group of processes, and the modules and optimizer that are made on first use.
 
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
@@ -113,21 +115,14 @@ logger = logging.getLogger("ctrainer.fairseq.trainer")
 class Core(Step):
     """The group of processes, and the parts that are made on first use."""
 
-    _ema: Any
     _average_model: Any
-    _epoch_itr: Any
-    _group: _C.Communicator | None
-    _optim_history: list[dict[str, Any]] | None
-    _saves: BackgroundSaves
-    _worker_states: tuple[int, list[Any]] | None
 
     # The group of processes that train on different batches
 
     @property
     def data_parallel_world_size(self) -> int:
         """How many processes share the batches; 1 without a group."""
-        where = "distributed_training"
-        if setting(self.cfg, where, "distributed_world_size", 1) == 1:
+        if setting(self.cfg, "distributed_training", "distributed_world_size", 1) == 1:
             return 1
         from ctrainer.comm import process_group
 
@@ -174,25 +169,18 @@ class Core(Step):
     @property
     def use_distributed_wrapper(self) -> bool:
         """Does a wrapper around the model average its gradients?"""
-        several = self.data_parallel_world_size > 1 and not self._uses_bmuf
+        several = self.data_parallel_world_size > 1 and not self._bmuf
         return several or self.is_fsdp
-
-    @property
-    def _uses_bmuf(self) -> bool:
-        return bool(setting(self.cfg, "optimization", "use_bmuf", False))
 
     @property
     def _has_own_model(self) -> bool:
         """Does each process update a model of its own between exchanges?"""
-        backend = setting(self.cfg, "distributed_training", "ddp_backend", None)
-        return self._uses_bmuf or backend == "slowmo"
+        return self._bmuf or self._slowmo
 
     @property
     def _averages_models(self) -> bool:
         """Is the model in SlowMo's wrapper? BMUF goes before it, and has none."""
-        return (
-            self._has_own_model and not self._uses_bmuf and self.use_distributed_wrapper
-        )
+        return self._slowmo and not self._bmuf and self.use_distributed_wrapper
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
@@ -209,7 +197,7 @@ class Core(Step):
 
     @property
     def checkpoint_suffix(self) -> str:
-        """What the names of checkpoints end in, before .pt."""
+        """The end of the names of checkpoints, before .pt."""
         suffix = setting(self.cfg, "checkpoint", "checkpoint_suffix", "") or ""
         if _sharding.saves_shards(self.cfg):
             return f"{suffix}-shard{self.data_parallel_rank}"
@@ -219,7 +207,7 @@ class Core(Step):
         """Are sums and logs of this update exchanged? With BMUF at synchronizations."""
         if self.data_parallel_world_size == 1:
             return False
-        if not self._uses_bmuf:
+        if not self._bmuf:
             return True
         update, blocks = self.get_num_updates() + 1, self.cfg.bmuf
         return bool(
@@ -231,7 +219,7 @@ class Core(Step):
     def _build_part(self, part: str) -> None:
         """Make the model, criterion or ema that the trainer uses."""
         if part == "model":
-            if self.is_fsdp and setting(self.cfg, "ema", "store_ema", False):
+            if self.is_fsdp and self._stores_ema:
                 self._average_model = self._wrap(_sharding.copy_of(self._model))
             self._wrapped_model = self._wrap(self._model)
         elif part == "ema":
@@ -296,9 +284,7 @@ class Core(Step):
             name,
             schedule,
             self._optimizer,
-            maximize=setting(
-                self.cfg, "checkpoint", "maximize_best_checkpoint_metric", None
-            ),
+            maximize=setting(self.cfg, "checkpoint", "maximize_best_checkpoint_metric"),
         )
         self._lr_scheduler.step_update(0)
 
@@ -371,7 +357,7 @@ class Iterators(Core):
             shard_batch_itr (bool, default True): This rank's batches, else all of them.
             disable_iterator_cache (bool, default False): Make the iterator anew.
         """
-        data, limit = self.cfg.dataset, self._option("max_tokens", None)
+        data = self.cfg.dataset
         if load_dataset:
             logger.info("loading train data for epoch %s", epoch)
             self.task.load_dataset(
@@ -379,12 +365,12 @@ class Iterators(Core):
                 data_selector=data_selector, tpu=False,
             )  # fmt: skip
         seed = setting(self.cfg, "common", "seed", 1)
-        reorders = self._option("update_ordered_indices_seed", False)
-        batch_iterator = self.task.get_batch_iterator(
-            dataset=self.task.dataset(data.train_subset),
-            max_tokens=limit,
-            max_sentences=self._option("batch_size", None),
-            max_positions=self._max_positions(limit),
+        reorders = self._option("update_ordered_indices_seed")
+        self._epoch_itr = self._batches(
+            self.task.dataset(data.train_subset),
+            "",
+            shard_batch_itr,
+            max_positions=self._max_positions(self._option("max_tokens")),
             ignore_invalid_inputs=True,
             seed=seed + epoch if reorders else seed,
             epoch=epoch,
@@ -394,11 +380,8 @@ class Iterators(Core):
             ),
             grouped_shuffling=self._option("grouped_shuffling", False),
             update_epoch_batch_itr=self._option("update_epoch_batch_itr", False),
-            **self._common_options(shard_batch_itr),
         )
-        self.reset_dummy_batch(batch_iterator.first_batch)
-        self._epoch_itr = batch_iterator
-        return batch_iterator
+        return self._epoch_itr
 
     def get_valid_iterator(
         self, subset: str, disable_iterator_cache: bool = False
@@ -415,42 +398,41 @@ class Iterators(Core):
         """
         dataset, of_training = self.task.dataset(subset), self._epoch_itr
         is_trained_on = getattr(of_training, "dataset", None) is dataset
-        batch_iterator = self.task.get_batch_iterator(
-            dataset=dataset,
-            max_tokens=self._option(
-                "max_tokens_valid", self._option("max_tokens", None)
-            ),
-            max_sentences=self._option(
-                "batch_size_valid", self._option("batch_size", None)
-            ),
+        skips = self._option("skip_invalid_size_inputs_valid_test", False)
+        batch_iterator = self._batches(
+            dataset,
+            "_valid",
+            True,
             max_positions=self._max_positions(),
-            ignore_invalid_inputs=self._option(
-                "skip_invalid_size_inputs_valid_test", False
-            ),
+            ignore_invalid_inputs=skips,
             seed=setting(self.cfg, "common", "seed", 1),
             epoch=of_training.epoch if is_trained_on else 1,
             disable_iterator_cache=disable_iterator_cache or is_trained_on,
             skip_remainder_batch=False,
-            **self._common_options(True),
         )
         if isinstance(batch_iterator, EpochBatchIterator | StreamingEpochBatchIterator):
             batch_iterator.load_state_dict({"epoch": 1})
-        self.reset_dummy_batch(batch_iterator.first_batch)
         return batch_iterator
 
-    def _option(self, name: str, default: Any) -> Any:
+    def _option(self, name: str, default: Any = None) -> Any:
         return setting(self.cfg, "dataset", name, default)
 
-    def _common_options(self, shard: bool) -> dict[str, Any]:
-        return {
-            "required_batch_size_multiple": self._option(
-                "required_batch_size_multiple", 8
-            ),
-            "num_shards": self.data_parallel_world_size if shard else 1,
-            "shard_id": self.data_parallel_rank if shard else 0,
-            "num_workers": self._option("num_workers", 1),
-            "data_buffer_size": self._option("data_buffer_size", 10),
-        }
+    def _batches(self, dataset: Any, of: str, shard: bool, **options: Any) -> Any:
+        """The task's iterator. of: with which the names of its limits end."""
+        option = self._option
+        made = self.task.get_batch_iterator(
+            dataset=dataset,
+            max_tokens=option(f"max_tokens{of}", option("max_tokens")),
+            max_sentences=option(f"batch_size{of}", option("batch_size")),
+            required_batch_size_multiple=option("required_batch_size_multiple", 8),
+            num_shards=self.data_parallel_world_size if shard else 1,
+            shard_id=self.data_parallel_rank if shard else 0,
+            num_workers=option("num_workers", 1),
+            data_buffer_size=option("data_buffer_size", 10),
+            **options,
+        )
+        self.reset_dummy_batch(made.first_batch)
+        return made
 
     def _max_positions(self, *more: int | None) -> Any:
         of_model = getattr(self.get_model(), "max_positions", None)

@@ -22,8 +22,8 @@ from ctrainer.adapters.nan_detector import NanDetector, nonfinite_grads
 from ctrainer.checkpoint.files import is_there, naming
 from ctrainer.fairseq import _sharding
 from ctrainer.fairseq._trainer_base import Core
-from ctrainer.fairseq._trainer_step import setting
 from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
+from ctrainer.fairseq.config.base import setting
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
 
@@ -31,14 +31,14 @@ WORKERS_KEY = "workers"  # of extra_state: by rank, None for the first
 _PARTS = ("model", "criterion", "last_optimizer_state")
 _AVERAGES = ("ema", "ema_fp32_params")
 _BLOCKS = "bmuf"  # in the optimizer's state
-# Of a block's state: what all workers have alike.
+# The keys of a block's state whose values all workers share.
 _ALIKE = ("num_updates", "model", "momentum")
 
 State = dict[str, Any]
 
 
 def own_part(state: State) -> State:
-    """What of a checkpoint's dictionary is this worker's alone."""
+    """The entries of a checkpoint's dictionary that are this worker's alone."""
     own = {name: state[name] for name in _PARTS}
     optimizer = state["last_optimizer_state"]
     if _BLOCKS in optimizer:
@@ -48,17 +48,17 @@ def own_part(state: State) -> State:
     return {**own, **{name: extra[name] for name in _AVERAGES if name in extra}}
 
 
-def collect_parts(group: _C.Communicator, mine: State) -> list[State | None]:
-    """What own_part() gave on each worker, on the first; all call this.
+def gathered(group: _C.Communicator, mine: Any, what: str, first: int = 0) -> list[Any]:
+    """The values of the ranks from `first` on, in their order, on rank 0; a collective.
 
-    One worker after the other sends, so that no more than one is in memory twice.
+    One rank after the other sends, so that no more than one value is in memory twice.
     """
-    found: list[State | None] = [None]
-    for rank in range(1, group.world_size):
+    found = []
+    for rank in range(first, group.world_size):
         data = tools.to_bytes(mine) if rank == group.rank else None
         sent = group.broadcast_bytes(data, rank)
         if group.rank == 0:
-            found.append(tools.from_bytes(sent, f"what worker {rank} has of its own"))
+            found.append(tools.from_bytes(sent, f"{what} of rank {rank}"))
     return found
 
 
@@ -106,20 +106,13 @@ _OLD_RESIDUALS_KEY = "code_feedback"
 
 
 def collect_residuals(module: Any, own: bool) -> list[Any]:
-    """By process, on the first; with `own` this process's alone. Collective, then not.
+    """The residuals of every rank, on rank 0; with `own` of this rank alone. A
+    collective, then not.
 
-    As large as the gradients of the whole model, in float32, for each process.
+    As large as the gradients of the whole model, in float32, for each rank.
     """
     state = module.feedback_state_dict()
-    if own:
-        return [state]
-    group, mine = module.communicator, tools.to_bytes(state)
-    found = []
-    for rank in range(group.world_size):
-        data = group.broadcast_bytes(mine if rank == group.rank else None, rank)
-        if group.rank == 0:
-            found.append(tools.from_bytes(data, "error-feedback residuals"))
-    return found
+    return [state] if own else gathered(module.communicator, state, "the residuals")
 
 
 def load_residuals(
@@ -185,13 +178,13 @@ class Checkpoints(Core):
             self.optimizer.optimizer.consolidate_state_dict()
         if self._has_local_steps:
             mine = own_part(self._state_dict())
-            states = collect_parts(self._communicator, mine)
-            self._worker_states = (self.get_num_updates(), states)
+            others = gathered(self._communicator, mine, "the state", first=1)
+            self._worker_states = (self.get_num_updates(), [None, *others])
 
     @property
     def _has_local_steps(self) -> bool:
         """Has each process a model of its own, that is to be saved with its updates?"""
-        whole = not setting(self.cfg, "checkpoint", "no_save_optimizer_state", False)
+        whole = not setting(self.cfg, "checkpoint", "no_save_optimizer_state")
         return self._has_own_model and self.data_parallel_world_size > 1 and whole
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,7 +202,7 @@ class Checkpoints(Core):
         return state
 
     def _state_dict(self) -> dict[str, Any]:
-        """What this process has of it."""
+        """The state without the parts of other processes."""
         state: dict[str, Any] = {
             "args": None,
             "cfg": plain_config(self.cfg),
@@ -222,13 +215,13 @@ class Checkpoints(Core):
                 "previous_training_time": self.cumulative_training_time(),
             },
         }
-        if setting(self.cfg, "ema", "store_ema", False):
+        if self._stores_ema:
             state["extra_state"]["ema"] = self._weights_of(self.ema.get_model())
-            if setting(self.cfg, "ema", "ema_fp32", False) and not self._saves_shards:
+            if setting(self.cfg, "ema", "ema_fp32") and not self._saves_shards:
                 state["extra_state"]["ema_fp32_params"] = self.ema.fp32_params
         if self._saves_shards:
             state["shard_metadata"] = _sharding.metadata_of(self.model)
-        if not setting(self.cfg, "checkpoint", "no_save_optimizer_state", False):
+        if not setting(self.cfg, "checkpoint", "no_save_optimizer_state"):
             state["last_optimizer_state"] = self._optimizer_state()
             if self._averages_models:
                 state["extra_state"][_SLOWMO] = self.model.blocks_state_dict()
@@ -280,7 +273,7 @@ class Checkpoints(Core):
         logger.info("Saving checkpoint to %s", filename)
         state = self.state_dict()
         state["extra_state"].update(extra_state)
-        if setting(self.cfg, "checkpoint", "write_checkpoints_asynchronously", False):
+        if setting(self.cfg, "checkpoint", "write_checkpoints_asynchronously"):
             self._saves.do(tools.file_to_save(filename, state))
             self._saves.do(lambda: _log_saved(filename))
         else:
@@ -300,7 +293,7 @@ class Checkpoints(Core):
         Args:
             job (Callable[[], None]): What to run.
         """
-        if setting(self.cfg, "checkpoint", "write_checkpoints_asynchronously", False):
+        if setting(self.cfg, "checkpoint", "write_checkpoints_asynchronously"):
             self._saves.do(job)
         else:
             job()
@@ -380,9 +373,7 @@ class Checkpoints(Core):
     def _read_checkpoint(self, filename: str) -> dict[str, Any] | None:
         """The file's content, None where there is none. Of several processes the first
         reads it and sends it to the others, unless load_checkpoint_on_all_dp_ranks."""
-        on_all = setting(
-            self.cfg, "checkpoint", "load_checkpoint_on_all_dp_ranks", False
-        )
+        on_all = setting(self.cfg, "checkpoint", "load_checkpoint_on_all_dp_ranks")
         alone = self.data_parallel_world_size == 1 or on_all or self._saves_shards
         if alone:
             found = is_there(filename)
@@ -467,9 +458,9 @@ class Checkpoints(Core):
                     meter.reset()
 
     def _load_ema(self, extra: dict[str, Any]) -> None:
-        if not setting(self.cfg, "ema", "store_ema", False):
+        if not self._stores_ema:
             return
-        fp32 = setting(self.cfg, "ema", "ema_fp32", False)
+        fp32 = setting(self.cfg, "ema", "ema_fp32")
         if "ema" not in extra:
             logger.warning(
                 "EMA not found in checkpoint. But store_ema is True. EMA is "
@@ -489,7 +480,7 @@ class Checkpoints(Core):
         self.ema.get_model().load_local_state_dict(own)
 
 
-# What fairseq's Trainer leaves behind when an update fails, and how to repeat it.
+# The files and messages of an update that failed, and its repetition.
 
 
 class Failures(Checkpoints):

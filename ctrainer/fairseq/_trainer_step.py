@@ -19,17 +19,14 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
+from ctrainer.fairseq.config.base import setting
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
 
 
-def setting(cfg: Any, group: str, name: str, default: Any) -> Any:
-    """cfg.group.name, or fairseq's default where the config lacks it."""
-    return getattr(getattr(cfg, group, None), name, default)
-
-
 def _number(cfg: Any, group: str, name: str, default: float) -> Any:
-    """The same for a number, a whole one where the default is whole."""
+    """An option that is a number, a whole one where the default is whole."""
     value = setting(cfg, group, name, default)
     try:
         if isinstance(default, float):
@@ -40,7 +37,7 @@ def _number(cfg: Any, group: str, name: str, default: float) -> Any:
 
 
 class Step(_C.FairseqTrainer):
-    """What train_step() asks of Python, and valid_step()."""
+    """The methods that train_step() calls, and valid_step()."""
 
     cfg: Any
     task: Any
@@ -52,17 +49,7 @@ class Step(_C.FairseqTrainer):
     _model: Any
     _criterion: Any
     _criterion_trains: bool
-    _dummy_batch: Any
-    _lr_scheduler: Any
-    _optimizer: Any
-    _wrapped_criterion: Any
-    _wrapped_model: Any
-    _num_updates: int
-    _amp_retries: int
-    _warn_once: set[str]
     _start_time: float
-    _previous_training_time: float
-    _cumulative_training_time: float | None
     _step_name: str | None = None  # of the sums that are under way
 
     @property
@@ -75,6 +62,25 @@ class Step(_C.FairseqTrainer):
         raise NotImplementedError
 
     # Settings
+
+    def _forget(self) -> None:
+        """Take the state of a trainer that has done nothing."""
+        self._dummy_batch: Any = None
+        self._epoch_itr: Any = None
+        self._group: _C.Communicator | None = None
+        self._ema: Any = None
+        self._gathered_optim_state = self._grad_norm_buf = None
+        self._lr_scheduler: Any = None
+        self._optim_history: list[dict[str, Any]] | None = None
+        self._optimizer: Any = None
+        self._wrapped_criterion: Any = None
+        self._wrapped_model: Any = None
+        self._num_updates = self._amp_retries = self._num_xla_compiles = 0
+        self._saves = BackgroundSaves()
+        self._warn_once: set[str] = set()
+        self._worker_states: tuple[int, list[Any]] | None = None
+        self._previous_training_time: float = 0
+        self._cumulative_training_time: float | None = None
 
     def _read_config(self) -> None:
         """Take over what every update reads of cfg. Called by the constructor and by
@@ -96,8 +102,7 @@ class Step(_C.FairseqTrainer):
             )
         self._ranks = self.data_parallel_world_size
         self._bmuf = bool(_number(cfg, "optimization", "use_bmuf", 0))
-        backend = setting(cfg, "distributed_training", "ddp_backend", None)
-        self._slowmo = backend == "slowmo"
+        self._slowmo = setting(cfg, "distributed_training", "ddp_backend") == "slowmo"
         self._take_settings(
             metrics=self._metrics,
             clip_norm=self._clip_norm,
@@ -224,7 +229,7 @@ class Step(_C.FairseqTrainer):
                 raise AssertionError(f"Invalid dummy batch: {dummy}")
             return self._prepare_sample(dummy, is_dummy=True)[0], True
         if self._fp16 or self._bf16 or self.cuda:
-            early = setting(self.cfg, "common", "on_cpu_convert_precision", False)
+            early = setting(self.cfg, "common", "on_cpu_convert_precision")
             dtype = tools.sample_dtype(self._fp16, self._bf16)
             sample = tools.convert_sample(sample, dtype, self.device, bool(early))
         if isinstance(self._dummy_batch, str) and self._dummy_batch == "DUMMY":

@@ -1,4 +1,4 @@
-"""What a fairseq data set offers: sizes, order, filtering and batching."""
+"""The methods of a fairseq data set: sizes, order, filtering and batching."""
 
 from __future__ import annotations
 
@@ -161,3 +161,15 @@ class FairseqDataset(EpochListening):
                 size().
         """
         return data_utils.split_by_size(self, indices, max_sizes)
+
+
+class SizedDataset(FairseqDataset):
+    """A data set whose samples have one length each: `sizes`, (n,)."""
+
+    sizes: Any = None
+
+    def num_tokens(self, index: int) -> int:
+        return int(self.sizes[index])
+
+    def size(self, index: int) -> int:
+        return int(self.sizes[index])

@@ -19,12 +19,13 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer.checkpoint.disk import sync_folder_of
-from ctrainer.fairseq.fairseq_dataset import FairseqDataset
+from ctrainer.fairseq.fairseq_dataset import SizedDataset
 
 # The two files of an indexed data set, PREFIX.bin and PREFIX.idx.
 
 
-# What an index calls a dtype. 6 was once a float of Python's, 7 a double: both 8 bytes.
+# The code of each dtype in an index. 6 was once a float of Python's, 7 a double: both
+# have 8 bytes.
 CODES: dict[int, Any] = {
     1: np.uint8,
     2: np.int8,
@@ -119,74 +120,6 @@ def _discard(file: BinaryIO, path: str, process: int) -> None:
     with contextlib.suppress(OSError):  # of a full disk, on which nothing was to stay
         file.close()
     Path(path).unlink(missing_ok=True)
-
-
-class PairWriter:
-    """Writes both files under other names and renames them when they are whole.
-
-    Whoever opens the pair finds the old one, the new one, or none: the old index goes
-    before the new data come. Without finalize() nothing remains. Base of the builders.
-    """
-
-    def __init__(self, out_file: str | os.PathLike[str], dtype: Any) -> None:
-        self._dtype = np.dtype(dtype)
-        self._code = code_of_dtype(dtype)
-        self._path = os.fspath(out_file)
-        self._temporary = f"{self._path}.{os.getpid()}.tmp"
-        self._file = open(self._temporary, "wb", 1 << 20)
-        self._items = self._bytes = 0
-        self._forget = weakref.finalize(
-            self, _discard, self._file, self._temporary, os.getpid()
-        )
-
-    def _write_item(self, values: Any) -> int:
-        """Appends an array in the pair's dtype; returns its number of elements."""
-        array = np.ascontiguousarray(values, self._dtype)
-        if not np.array_equal(array, values, equal_nan=self._dtype.kind == "f"):
-            raise ValueError(
-                f"item {self._items} of {self._path} holds values that {self._dtype} "
-                "does not: choose a wider dtype, or give make_builder the vocab_size"
-            )
-        self._file.write(array.data)
-        self._items += 1
-        self._bytes += array.nbytes
-        return array.size
-
-    def _append_file(self, path: str) -> None:
-        with open(path, "rb") as other:
-            shutil.copyfileobj(other, self._file, 1 << 20)
-        self._bytes += os.path.getsize(path)
-
-    def _sync_data(self) -> None:
-        self._file.flush()
-        written = os.fstat(self._file.fileno()).st_size
-        if written != self._bytes:
-            raise OSError(
-                f"{self._temporary} has {written} bytes of {self._bytes}: an item was "
-                "not written whole, and the data set cannot be finished"
-            )
-        os.fsync(self._file.fileno())
-
-    def _commit(self, index_file: str | os.PathLike[str], parts: Iterable[Any]) -> None:
-        """Writes the index's parts, then gives both files their names."""
-        index = os.fspath(index_file)
-        temporary = f"{index}.{os.getpid()}.tmp"
-        try:
-            self._sync_data()
-            with open(temporary, "wb") as out:
-                for part in parts:
-                    out.write(part)
-                out.flush()
-                os.fsync(out.fileno())
-            Path(index).unlink(missing_ok=True)
-            sync_folder_of(index)
-            self._file.close()
-            os.replace(self._temporary, self._path)
-            os.replace(temporary, index)
-            sync_folder_of(index)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-            self._forget()
 
 
 # Data sets in fairseq's MMIDIDX format, read where they lie in the file.
@@ -363,10 +296,12 @@ class MMapIndexedDataset:
         return pair_exists(path)
 
 
-class MMapIndexedDatasetBuilder(PairWriter):
+class MMapIndexedDatasetBuilder:
     """Writes a data set item by item.
 
-    The files appear, whole, with finalize(index_file), and not at all without it. For
+    Both files are written under other names. They appear, whole, with
+    finalize(index_file), and not at all without it: whoever opens the pair finds the
+    old one, the new one, or none, as the old index goes before the new data come. For
     an example see MMapIndexedDataset.
 
     Args:
@@ -381,8 +316,15 @@ class MMapIndexedDatasetBuilder(PairWriter):
     """
 
     def __init__(self, out_file: str | os.PathLike[str], dtype: Any = np.int64) -> None:
-        super().__init__(out_file, dtype)
-        self._sizes = array("i")
+        self._dtype = np.dtype(dtype)
+        self._code = code_of_dtype(dtype)
+        self._path = os.fspath(out_file)
+        self._temporary = f"{self._path}.{os.getpid()}.tmp"
+        self._file = open(self._temporary, "wb", 1 << 20)
+        self._sizes, self._bytes = array("i"), 0
+        self._forget = weakref.finalize(
+            self, _discard, self._file, self._temporary, os.getpid()
+        )
 
     def add_item(self, tensor: Any) -> None:
         """Append an item.
@@ -390,7 +332,17 @@ class MMapIndexedDatasetBuilder(PairWriter):
         Args:
             tensor: A tensor or array of whole numbers.
         """
-        self._sizes.append(self._write_item(np.asarray(tensor)))
+        values = np.asarray(tensor)
+        item = np.ascontiguousarray(values, self._dtype)
+        if not np.array_equal(item, values, equal_nan=self._dtype.kind == "f"):
+            raise ValueError(
+                f"item {len(self._sizes)} of {self._path} holds values that "
+                f"{self._dtype} does not: choose a wider dtype, or give make_builder "
+                "the vocab_size"
+            )
+        self._file.write(item.data)
+        self._bytes += item.nbytes
+        self._sizes.append(item.size)
 
     def merge_file_(self, another_file: str) -> None:
         """Append the items of another data set.
@@ -415,7 +367,9 @@ class MMapIndexedDatasetBuilder(PairWriter):
                 f"{data} has {os.path.getsize(data)} bytes, its items {used}: items "
                 "that overlap or leave gaps cannot be appended as a whole"
             )
-        self._append_file(data)
+        with open(data, "rb") as file:
+            shutil.copyfileobj(file, self._file, 1 << 20)
+        self._bytes += used
         self._sizes.extend(other.sizes.tolist())
 
     def finalize(self, index_file: str | os.PathLike[str]) -> None:
@@ -424,15 +378,42 @@ class MMapIndexedDatasetBuilder(PairWriter):
         Args:
             index_file (str | os.PathLike[str]): The .idx file.
         """
-        sizes = (
-            np.frombuffer(self._sizes, np.int32)
-            if self._sizes
-            else np.empty(0, np.int32)
-        )
+        sizes = np.array(self._sizes, np.int32)
         ends = np.cumsum(sizes, dtype=np.int64) * self._dtype.itemsize
         offsets = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
         header = _HEADER.pack(MMapIndex._HDR_MAGIC, 1, self._code, len(sizes))
         self._commit(index_file, [header, sizes.astype("<i4"), offsets.astype("<i8")])
+
+    def _sync_data(self) -> None:
+        self._file.flush()
+        written = os.fstat(self._file.fileno()).st_size
+        if written != self._bytes:
+            raise OSError(
+                f"{self._temporary} has {written} bytes of {self._bytes}: an item was "
+                "not written whole, and the data set cannot be finished"
+            )
+        os.fsync(self._file.fileno())
+
+    def _commit(self, index_file: str | os.PathLike[str], parts: Iterable[Any]) -> None:
+        """Writes the index's parts, then gives both files their names."""
+        index = os.fspath(index_file)
+        temporary = f"{index}.{os.getpid()}.tmp"
+        try:
+            self._sync_data()
+            with open(temporary, "wb") as out:
+                for part in parts:
+                    out.write(part)
+                out.flush()
+                os.fsync(out.fileno())
+            Path(index).unlink(missing_ok=True)
+            sync_folder_of(index)
+            self._file.close()
+            os.replace(self._temporary, self._path)
+            os.replace(temporary, index)
+            sync_folder_of(index)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+            self._forget()
 
 
 __all__ = [
@@ -460,7 +441,7 @@ _REJECTED = {
 }
 
 
-class IndexedRawTextDataset(FairseqDataset):
+class IndexedRawTextDataset(SizedDataset):
     r"""A text file, a line an item, encoded by `dictionary` when it is opened.
 
     Args:
@@ -538,12 +519,6 @@ class IndexedRawTextDataset(FairseqDataset):
 
     def __len__(self) -> int:
         return len(self.lines)
-
-    def num_tokens(self, index: int) -> int:
-        return int(self.sizes[index])
-
-    def size(self, index: int) -> int:
-        return int(self.sizes[index])
 
     @staticmethod
     def exists(path: str) -> bool:

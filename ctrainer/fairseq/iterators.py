@@ -150,13 +150,6 @@ class GroupedIterator(CountingIterator):
             iterable.take(total * chunk_size)
 
 
-def check_shard(num_shards: int, shard_id: int) -> None:
-    if not 0 <= shard_id < num_shards:
-        raise ValueError(
-            f"shard_id must be between 0 and num_shards, got {shard_id} of {num_shards}"
-        )
-
-
 # An iterator whose items a thread prefetches.
 
 
@@ -329,30 +322,10 @@ def _device_setter() -> Callable[[], None]:
     return lambda: None if device is None else _torch_data.use_device(device)
 
 
-# What a source of epochs of batches offers, and one that streams.
+# The base of iterators over epochs of batches, and the iterator over a stream.
 
 
 MOST_BUFFERED = 20  # batches; fairseq's guard against abuse of a shared machine
-
-
-def load(dataset: Any, collate: Callable[[Any], Any] | None, **options: Any) -> Any:
-    """torch's DataLoader, which is imported now that it is needed."""
-    from ctrainer.adapters import _torch_data
-
-    return _torch_data.loader(dataset, collate, **options)
-
-
-def epoch_of(reader: Any, epoch: int, first: int, state: Any = None) -> Any:
-    """The batches of an epoch from number `first` on, with a length."""
-    from ctrainer.adapters import _torch_data
-
-    return _torch_data.Epoch(reader, epoch, first, state)
-
-
-def reader_of(loader: Any, seed: int | None, rank: int, world_size: int) -> Any:
-    from ctrainer.adapters import _torch_data
-
-    return _torch_data.reader(loader, seed, rank, world_size)
 
 
 class EpochBatchIterating:
@@ -372,7 +345,40 @@ class EpochBatchIterating:
     seed_by_place = True
 
     epoch: int
+    num_workers: int
     _cur_epoch_itr: CountingIterator | None = None
+
+    def _set(
+        self, dataset: Any, collate_fn: Any, epoch: int, seed: int, timeout: float
+    ) -> None:
+        """Take over options that both iterators have."""
+        self.dataset, self.collate_fn, self.timeout = dataset, collate_fn, timeout
+        self.epoch, self.seed = max(epoch, 1), seed
+
+    def _begin_epoch(self, set_dataset_epoch: bool) -> None:
+        self.epoch = self.next_epoch_idx
+        if set_dataset_epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+
+    def _reader_of(self, rank: int, world_size: int, **options: Any) -> Any:
+        """The reader of torch's DataLoader with those options."""
+        from ctrainer.adapters import _torch_data  # torch is imported on first use
+
+        loader = _torch_data.loader(
+            self.dataset,
+            self.collate_fn,
+            num_workers=self.num_workers,
+            timeout=self.timeout,
+            **options,
+        )
+        seed = self.seed if self.seed_by_place else None
+        return _torch_data.reader(loader, seed, rank, world_size)
+
+    def _batches_of(self, reader: Any, first: int, state: Any = None) -> Any:
+        """The batches of the epoch from number `first` on, with a length."""
+        from ctrainer.adapters import _torch_data
+
+        return _torch_data.Epoch(reader, self.epoch, first, state)
 
     @property
     def next_epoch_idx(self) -> int:
@@ -443,15 +449,11 @@ class StreamingEpochBatchIterator(EpochBatchIterating):
                 f"dataset is a {type(dataset).__name__}, which is not iterable; one "
                 "with indices is for EpochBatchIterator"
             )
-        self.dataset = dataset
-        self.max_sentences = max_sentences
-        self.collate_fn = collate_fn
-        self.epoch = max(epoch, 1)
+        self._set(dataset, collate_fn, epoch, seed, timeout)
         self.num_workers = num_workers
-        self.persistent_workers = persistent_workers and num_workers > 0
         self.buffer_size = min(buffer_size, MOST_BUFFERED)
-        self.timeout = timeout
-        self.seed = seed
+        self.max_sentences = max_sentences
+        self.persistent_workers = persistent_workers and num_workers > 0
         self._reader: Any = None
         self._loaded: dict[str, Any] = {}  # a state, until its epoch begins
 
@@ -470,32 +472,26 @@ class StreamingEpochBatchIterator(EpochBatchIterating):
             set_dataset_epoch (bool, default True): Call the data set's set_epoch(), if
                 it has one.
         """
-        self.epoch = self.next_epoch_idx
-        if set_dataset_epoch and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.epoch)
+        self._begin_epoch(set_dataset_epoch)
         if self._reader is None:
-            seed = self.seed if self.seed_by_place else None
-            self._reader = reader_of(self._make_loader(), seed, 0, 1)
+            self._reader = self._stream_reader()
         loaded, self._loaded = self._loaded, {}
         n, stream = loaded.get("iterations_in_epoch", 0), loaded.get("stream")
-        batches = epoch_of(
-            self._reader, self.epoch, n, None if stream is None else from_json(stream)
-        )
+        state = None if stream is None else from_json(stream)
+        batches = self._batches_of(self._reader, n, state)
         self._cur_epoch_itr = CountingIterator(batches, start=n)
         return self._cur_epoch_itr
 
-    def _make_loader(self) -> Any:
+    def _stream_reader(self) -> Any:
         options: dict[str, Any] = {}
         if self.num_workers > 0:
             options["prefetch_factor"] = max(
                 -(-self.buffer_size // self.num_workers), 2
             )
-        return load(
-            self.dataset,
-            self.collate_fn,
+        return self._reader_of(
+            0,
+            1,
             batch_size=self.max_sentences,
-            num_workers=self.num_workers,
-            timeout=self.timeout,
             worker_init_fn=getattr(self.dataset, "worker_init_fn", None),
             persistent_workers=self.persistent_workers,
             **options,
@@ -619,19 +615,15 @@ class EpochBatchIterator(EpochBatchIterating):
                 "shard_id must be between 0 and num_shards, got "
                 f"{shard_id} of {num_shards}"
             )
-        self.dataset = dataset
-        self.collate_fn = collate_fn
-        self.frozen_batches = tuple(batch_sampler)  # of all workers, not shuffled
-        self.seed = seed
-        self.num_shards = num_shards
-        self.shard_id = shard_id
+        self._set(dataset, collate_fn, epoch, seed, timeout)
         self.num_workers = num_workers
         self.buffer_size = min(buffer_size, MOST_BUFFERED)
-        self.timeout = timeout
+        self.frozen_batches = tuple(batch_sampler)  # of all workers, not shuffled
+        self.num_shards = num_shards
+        self.shard_id = shard_id
         self.disable_shuffling = disable_shuffling
         self.skip_remainder_batch = skip_remainder_batch
         self.grouped_shuffling = grouped_shuffling
-        self.epoch = max(epoch, 1)
         self.shuffle = not disable_shuffling
         self._next_epoch_itr: CountingIterator | None = None  # one that was loaded
         self._supports_prefetch = bool(getattr(dataset, "supports_prefetch", False))
@@ -684,9 +676,7 @@ class EpochBatchIterator(EpochBatchIterating):
         Raises:
             RuntimeError: the epoch has no batches at the loaded place.
         """
-        self.epoch = self.next_epoch_idx
-        if set_dataset_epoch and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.epoch)
+        self._begin_epoch(set_dataset_epoch)
         itr, self._next_epoch_itr = self._next_epoch_itr, None
         offset = 0
         if itr is None:
@@ -746,7 +736,14 @@ class EpochBatchIterator(EpochBatchIterating):
         offset: int = 0,
     ) -> CountingIterator | None:
         """The epoch from batch `offset` on; None where there is none at that place."""
-        batches = self._loader(epoch, shuffle, fix_batches_to_gpus, offset)
+        order = self.ordered_batches(epoch, fix_batches_to_gpus, shuffle)
+        reader = self._reader_of(
+            self.shard_id,
+            self.num_shards,
+            batch_sampler=order[offset:],
+            persistent_workers=self.num_workers > 0,
+        )
+        batches = self._batches_of(reader, offset)
         if offset > 0 and len(batches) == 0:
             return None
         # Without workers a thread would draw from the generators that training uses.
@@ -757,19 +754,6 @@ class EpochBatchIterator(EpochBatchIterating):
             itr.take(max(len(itr) - 1, 0))
             logger.info("skip final residual batch, total_num_itrs = %d", len(itr))
         return itr
-
-    def _loader(self, epoch: int, shuffle: bool, fixed: bool, offset: int) -> Any:
-        loader = load(
-            self.dataset,
-            self.collate_fn,
-            batch_sampler=self.ordered_batches(epoch, fixed, shuffle)[offset:],
-            num_workers=self.num_workers,
-            timeout=self.timeout,
-            persistent_workers=self.num_workers > 0,
-        )
-        seed = self.seed if self.seed_by_place else None
-        reader = reader_of(loader, seed, self.shard_id, self.num_shards)
-        return epoch_of(reader, epoch, offset)
 
     def ordered_batches(
         self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool

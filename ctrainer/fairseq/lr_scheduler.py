@@ -18,26 +18,25 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ctrainer._C import Schedule
-from ctrainer.fairseq.config import default_options, schedules
+from ctrainer.fairseq.config import default_options
+from ctrainer.fairseq.config.schedules import SCHEDULES as _CONFIGS
 from ctrainer.schedules import get_scheduler
 
-# What fairseq's learning-rate schedules share.
+# The base of fairseq's learning-rate schedules.
 
-
-def unless_negative(value: Any) -> Any:
-    """fairseq's way to leave a number out is to give one below 0."""
-    return None if value is None or value < 0 else value
+SCHEDULES: dict[str, type[FairseqLRScheduler]] = {}  # by the name of --lr-scheduler
 
 
 def _setting(cfg: Any, name: str, default: Any) -> Any:
-    """What cfg says; default where it says nothing or refers to another option."""
+    """The option of cfg; the default where it is missing or refers to another one."""
     value = getattr(cfg, name, default)
     return default if isinstance(value, str) and value.startswith("${") else value
 
 
 class FairseqLRScheduler:
     """The base of the schedules: the best validation loss, and hooks that change
-    nothing.
+    nothing. `class Own(FairseqLRScheduler, name="inverse_sqrt")` has the options of
+    the schedule of that name and is built for it.
 
     Args:
         cfg (object): The schedule's options; those that are missing have
@@ -76,7 +75,13 @@ class FairseqLRScheduler:
         0.05
     """
 
-    _config: ClassVar[type[Any]] = schedules.PassThroughScheduleConfig
+    _name: ClassVar[str] = "pass_through"
+
+    def __init_subclass__(cls, name: str | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if name is not None:
+            cls._name = name
+            SCHEDULES[name] = cls
 
     def __init__(
         self, cfg: Any, optimizer: Any, *, maximize: bool | None = None
@@ -95,8 +100,16 @@ class FairseqLRScheduler:
         self._better = max if maximize else min
         self._settings: dict[str, Any] = {
             name: _setting(cfg, name, default)
-            for name, default in default_options(self._config).items()
+            for name, default in default_options(_CONFIGS[self._name]).items()
         }
+
+    def _made(self, *names: str, **more: Any) -> Schedule:
+        """C's schedule, of the settings of those names and of more. fairseq's way to
+        leave warmup_init_lr out is a number below 0."""
+        options = {**{name: self._settings[name] for name in names}, **more}
+        if (options.get("warmup_init_lr") or 0) < 0:
+            options["warmup_init_lr"] = None
+        return Schedule(f"fairseq.{self._name}", options)
 
     def _lrs(self) -> list[float]:
         lr = self._settings["lr"]
@@ -171,19 +184,14 @@ class FairseqLRScheduler:
 class OfUpdates(FairseqLRScheduler):
     """A learning rate that the number of updates alone decides."""
 
-    _name: ClassVar[str]
-
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
         super().__init__(cfg, optimizer, **options)
-        self._schedule = Schedule(f"fairseq.{self._name}", self._options())
+        self._schedule = self._made(**self._options())
         self.lr = self._schedule(0)
         self.optimizer.set_lr(self.lr)
 
     def _options(self) -> dict[str, Any]:
-        options = {**self._settings, "lr": self._lr()}
-        if "warmup_init_lr" in options:
-            options["warmup_init_lr"] = unless_negative(options["warmup_init_lr"])
-        return options
+        return {**self._settings, "lr": self._lr()}
 
     def step(self, epoch: int, val_loss: float | None = None) -> Any:
         """Note the loss; return the learning rate, which it does not change.
@@ -201,24 +209,18 @@ class OfUpdates(FairseqLRScheduler):
         return self.lr
 
 
-class InverseSquareRootSchedule(OfUpdates):
+class InverseSquareRootSchedule(OfUpdates, name="inverse_sqrt"):
     """Linear warm-up, then lr times the square root of warmup_updates / num_updates.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 5.3.
     """
 
-    _name = "inverse_sqrt"
-    _config = schedules.InverseSquareRootLRScheduleConfig
 
-
-class CosineLRSchedule(OfUpdates):
+class CosineLRSchedule(OfUpdates, name="cosine"):
     """Linear warm-up, then cosines from lr to min_lr whose lengths grow by t_mult.
 
     Source: Loshchilov and Hutter, "SGDR", 2017.
     """
-
-    _name = "cosine"
-    _config = schedules.CosineLRScheduleConfig
 
     def _options(self) -> dict[str, Any]:
         options = super()._options()
@@ -227,14 +229,11 @@ class CosineLRSchedule(OfUpdates):
         return options
 
 
-class TriStageLRSchedule(OfUpdates):
+class TriStageLRSchedule(OfUpdates, name="tri_stage"):
     """Linear warm-up, a plateau, and an exponential decay to final_lr_scale.
 
     Source: Park et al., "SpecAugment", 2019.
     """
-
-    _name = "tri_stage"
-    _config = schedules.TriStageLRScheduleConfig
 
     def _options(self) -> dict[str, Any]:
         options = super()._options()
@@ -245,39 +244,26 @@ class TriStageLRSchedule(OfUpdates):
         return options
 
 
-class TriangularLRSchedule(OfUpdates):
+class TriangularLRSchedule(OfUpdates, name="triangular"):
     """Triangles between lr and max_lr, which shrinks from cycle to cycle.
 
     Source: Smith, "Cyclical Learning Rates for Training Neural Networks", 2017.
     """
 
-    _name = "triangular"
-    _config = schedules.TriangularLRScheduleConfig
 
-
-class StepLRSchedule(OfUpdates):
+class StepLRSchedule(OfUpdates, name="step"):
     """Linear warm-up, then lr_decay times lr each lr_deacy_period updates."""
-
-    _name = "step"
-    _config = schedules.StepLRScheduleConfig
 
 
 # fairseq's schedules that epochs, losses or the optimizer have a say in.
 
 
-class FixedLRSchedule(FairseqLRScheduler):
-    """A learning rate for each epoch, with a linear warm-up."""
+class OfEpochs(FairseqLRScheduler):
+    """A schedule whose state is the learning rate that its epoch began with."""
 
-    _config = schedules.FixedLRScheduleConfig
-
-    def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
-        super().__init__(cfg, optimizer, **options)
-        self._updates = 0
-        self._set_base(self._lrs()[0])
+    lr: float
 
     def _set_base(self, lr: float) -> None:
-        warmup = self._settings["warmup_updates"]
-        self._schedule = Schedule("fairseq.fixed", {"lr": lr, "warmup_updates": warmup})
         self.lr = lr
 
     def state_dict(self) -> dict[str, Any]:
@@ -293,6 +279,19 @@ class FixedLRSchedule(FairseqLRScheduler):
         if "lr" in state_dict:
             self._set_base(state_dict["lr"])
 
+
+class FixedLRSchedule(OfEpochs, name="fixed"):
+    """A learning rate for each epoch, with a linear warm-up."""
+
+    def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
+        super().__init__(cfg, optimizer, **options)
+        self._updates = 0
+        self._set_base(self._lrs()[0])
+
+    def _set_base(self, lr: float) -> None:
+        self._schedule = self._made("warmup_updates", lr=lr)
+        self.lr = lr
+
     def get_next_lr(self, epoch: int) -> float:
         """Return the learning rate of an epoch.
 
@@ -302,11 +301,7 @@ class FixedLRSchedule(FairseqLRScheduler):
         lrs, forced = self._lrs(), self._settings["force_anneal"]
         if forced is None or epoch < forced:
             return lrs[min(epoch, len(lrs)) - 1]
-        anneal = {
-            "lr_shrink": self._settings["lr_shrink"],
-            "anneals": epoch + 1 - forced,
-        }
-        return Schedule("fairseq.fixed", {"lr": lrs[-1], **anneal})(0)
+        return self._made("lr_shrink", lr=lrs[-1], anneals=epoch + 1 - forced)(0)
 
     def step_begin_epoch(self, epoch: int) -> Any:
         self._set_base(self.get_next_lr(epoch))
@@ -318,14 +313,12 @@ class FixedLRSchedule(FairseqLRScheduler):
         return self.optimizer.get_lr()
 
 
-class PolynomialDecayLRSchedule(FairseqLRScheduler):
+class PolynomialDecayLRSchedule(FairseqLRScheduler, name="polynomial_decay"):
     """Linear warm-up, then a polynomial down to end_learning_rate.
 
     Of several numbers in lr, epoch e begins with number e, counted from 0, as in
     fairseq.
     """
-
-    _config = schedules.PolynomialDecayLRScheduleConfig
 
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
         super().__init__(cfg, optimizer, **options)
@@ -337,9 +330,8 @@ class PolynomialDecayLRSchedule(FairseqLRScheduler):
 
     def _set_base(self, lr: float) -> None:
         names = ("warmup_updates", "end_learning_rate", "power")
-        options = {name: self._settings[name] for name in names}
-        options.update(lr=lr, total_num_update=self.total_num_update)
-        self._schedule = Schedule("fairseq.polynomial_decay", options)
+        total = self.total_num_update
+        self._schedule = self._made(*names, lr=lr, total_num_update=total)
         self.lr = lr
 
     def get_next_lr(self, epoch: int) -> Any:
@@ -378,15 +370,13 @@ class PolynomialDecayLRSchedule(FairseqLRScheduler):
             self.step_update(num_updates)
 
 
-class ReduceLROnPlateauLRSchedule(FairseqLRScheduler):
+class ReduceLROnPlateauLRSchedule(FairseqLRScheduler, name="reduce_lr_on_plateau"):
     """Linear warm-up, then lr_shrink times the learning rate when the loss stops
     improving.
 
     num_bad_epochs is saved, so that patience continues after a resume; fairseq, which
     forgets it, ignores the key.
     """
-
-    _config = schedules.ReduceLROnPlateauLRScheduleConfig
 
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
         super().__init__(cfg, optimizer, **options)
@@ -403,12 +393,8 @@ class ReduceLROnPlateauLRSchedule(FairseqLRScheduler):
             getattr(optimizer, "optimizer", optimizer),
             scheduler_specific_kwargs=options,
         )
-        start = {
-            "lr": self._lr(),
-            "warmup_updates": self._warmup_updates,
-            "warmup_init_lr": unless_negative(s["warmup_init_lr"]),
-        }
-        self._warmup = Schedule("fairseq.reduce_lr_on_plateau", start)
+        names = ("warmup_updates", "warmup_init_lr")
+        self._warmup = self._made(*names, lr=self._lr())
         self.warmup_end = self._warmup_updates <= 0
         self.lr = self._warmup(0)
         self.optimizer.set_lr(self.lr)
@@ -458,17 +444,15 @@ class ReduceLROnPlateauLRSchedule(FairseqLRScheduler):
         return self.optimizer.get_lr()
 
 
-class ManualSchedule(FairseqLRScheduler):
+class ManualSchedule(OfEpochs, name="manual"):
     """Learning rates from given epochs and updates on; an update's comes first."""
-
-    _config = schedules.ManualScheduleConfig
 
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
         super().__init__(cfg, optimizer, **options)
         self.epoch2lr = self._table("epoch2lr")
         self.update2lr = self._table("update2lr")
         first = self.update2lr.get(1, self._lrs()[0])
-        self.lr: float = self.epoch2lr.get(1, first)
+        self.lr = self.epoch2lr.get(1, first)
         self.optimizer.set_lr(self.lr)
 
     def _table(self, name: str) -> dict[int, float]:
@@ -486,19 +470,6 @@ class ManualSchedule(FairseqLRScheduler):
         """The learning rate of the last number up to now, else the optimizer's."""
         past = bisect_right(list(table), now)
         return list(table.values())[past - 1] if past else self.optimizer.get_lr()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the epoch's learning rate."""
-        return {"lr": self.lr}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load an epoch's learning rate.
-
-        Args:
-            state_dict (Mapping[str, Any]): With "lr".
-        """
-        if "lr" in state_dict:
-            self.lr = state_dict["lr"]
 
     def get_next_lr(self, epoch: int) -> Any:
         """Return the learning rate of an epoch.
@@ -529,7 +500,7 @@ def _changes(table: Any) -> dict[int, float]:
     return made
 
 
-class PassThroughScheduleSchedule(FairseqLRScheduler):
+class PassThroughScheduleSchedule(FairseqLRScheduler, name="pass_through"):
     """Passes everything on to the optimizer's own lr_scheduler.
 
     (fairseq does not pass step() on, so that losses do not reach schedules in it.)
@@ -591,20 +562,6 @@ __all__ = [
     "TriangularLRSchedule",
     "build_lr_scheduler",
 ]
-
-
-SCHEDULES: dict[str, type[FairseqLRScheduler]] = {
-    "fixed": FixedLRSchedule,
-    "inverse_sqrt": InverseSquareRootSchedule,
-    "cosine": CosineLRSchedule,
-    "polynomial_decay": PolynomialDecayLRSchedule,
-    "reduce_lr_on_plateau": ReduceLROnPlateauLRSchedule,
-    "tri_stage": TriStageLRSchedule,
-    "triangular": TriangularLRSchedule,
-    "step": StepLRSchedule,
-    "manual": ManualSchedule,
-    "pass_through": PassThroughScheduleSchedule,
-}
 
 
 def build_lr_scheduler(

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 # What the metrics need to know of torch, which they never import themselves: a value
 # can only be a tensor where somebody else has.
@@ -62,9 +62,11 @@ class Meter:
         {}
     """
 
+    _saved: ClassVar[tuple[str, ...]] = ()  # the attributes that are the state
+
     def state_dict(self) -> State:
         """Return what load_state_dict() takes, of plain values and tensors."""
-        return {}
+        return {name: getattr(self, name) for name in self._saved}
 
     def load_state_dict(self, state_dict: State) -> None:
         """Take over what state_dict() returned.
@@ -72,6 +74,7 @@ class Meter:
         Args:
             state_dict (State): The state.
         """
+        vars(self).update({name: state_dict[name] for name in self._saved})
 
     def reset(self) -> None:
         """Forget all values."""
@@ -102,10 +105,19 @@ def safe_round(number: Any, ndigits: int) -> Any:
 class _RoundedMeter(Meter):
     """A meter whose smoothed value is rounded to `round` decimals, unless None."""
 
-    round: int | None
+    def __init__(self, round: int | None = None) -> None:
+        self.round = round
+        self.reset()
 
     def _value(self) -> Scalar:
         raise NotImplementedError
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "round": self.round}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        super().load_state_dict(state_dict)
+        self.round = state_dict.get("round")
 
     @property
     def smoothed_value(self) -> Scalar:
@@ -134,9 +146,7 @@ class AverageMeter(_RoundedMeter):
         2.0
     """
 
-    def __init__(self, round: int | None = None) -> None:
-        self.round = round
-        self.reset()
+    _saved = ("val", "sum", "count")
 
     def reset(self) -> None:
         self.val: Scalar = None
@@ -157,19 +167,6 @@ class AverageMeter(_RoundedMeter):
             self.count = type_as(self.count, n) + n
             self.sum = total
         self.val = val
-
-    def state_dict(self) -> State:
-        return {
-            "val": self.val,
-            "sum": self.sum,
-            "count": self.count,
-            "round": self.round,
-        }
-
-    def load_state_dict(self, state_dict: State) -> None:
-        names = ("val", "sum", "count")
-        self.val, self.sum, self.count = [state_dict[name] for name in names]
-        self.round = state_dict.get("round")
 
     @property
     def avg(self) -> Scalar:
@@ -194,9 +191,7 @@ class SumMeter(_RoundedMeter):
         3
     """
 
-    def __init__(self, round: int | None = None) -> None:
-        self.round = round
-        self.reset()
+    _saved = ("sum",)
 
     def reset(self) -> None:
         self.sum: Scalar = 0
@@ -209,13 +204,6 @@ class SumMeter(_RoundedMeter):
         """
         if val is not None:
             self.sum = type_as(self.sum, val) + val
-
-    def state_dict(self) -> State:
-        return {"sum": self.sum, "round": self.round}
-
-    def load_state_dict(self, state_dict: State) -> None:
-        self.sum = state_dict["sum"]
-        self.round = state_dict.get("round")
 
     def _value(self) -> Scalar:
         return self.sum
@@ -236,6 +224,8 @@ class ConcatTensorMeter(Meter):
         tensor([1., 1.])
     """
 
+    _saved = ("tensor",)
+
     def __init__(self, dim: int = 0) -> None:
         self.dim = dim
         self.reset()
@@ -254,12 +244,6 @@ class ConcatTensorMeter(Meter):
         else:
             torch = sys.modules["torch"]
             self.tensor = torch.cat([self.tensor, val], dim=self.dim)
-
-    def state_dict(self) -> State:
-        return {"tensor": self.tensor}
-
-    def load_state_dict(self, state_dict: State) -> None:
-        self.tensor = state_dict["tensor"]
 
     @property
     def smoothed_value(self) -> Scalar:
@@ -348,6 +332,8 @@ class StopwatchMeter(_RoundedMeter):
         True
     """
 
+    _saved = ("sum", "n")
+
     def __init__(self, round: int | None = None) -> None:
         self.round = round
         self.sum: float = 0
@@ -379,14 +365,9 @@ class StopwatchMeter(_RoundedMeter):
         self.n = 0
         self.start()
 
-    def state_dict(self) -> State:
-        return {"sum": self.sum, "n": self.n, "round": self.round}
-
     def load_state_dict(self, state_dict: State) -> None:
-        self.sum = state_dict["sum"]
-        self.n = state_dict["n"]
+        super().load_state_dict(state_dict)
         self.start_time = None
-        self.round = state_dict.get("round")
 
     @property
     def avg(self) -> Scalar:

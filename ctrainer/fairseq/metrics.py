@@ -84,10 +84,6 @@ class _Contexts:
         self.stack = _Stack()
         self.stack.enter("default", self.named["default"])
 
-    def use(self, stack: _Stack) -> None:
-        """Log into that stack from now on; after a reset() others are logged into."""
-        self.stack = stack
-
 
 _contexts = _Contexts()
 
@@ -118,21 +114,20 @@ def aggregate(name: str | None = None, new_root: bool = False) -> Iterator[Meter
     """
     if name == "default":
         raise ValueError("the aggregator 'default' is always active; name another")
-    contexts = _contexts
+    contexts = _contexts  # after a reset() within the block others are logged into
     key: Hashable = object() if name is None else name
     meters = MetersDict()
     if name is not None:
         meters = contexts.named.setdefault(name, meters)
     outer = contexts.stack
-    inner = _Stack() if new_root else outer
+    contexts.stack = inner = _Stack() if new_root else outer
     inner.enter(key, meters)
-    contexts.use(inner)
     try:
         yield meters
     finally:
         inner.leave(key)
         if new_root:
-            contexts.use(outer)
+            contexts.stack = outer
 
 
 def get_active_aggregators() -> list[MetersDict]:

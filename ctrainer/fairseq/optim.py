@@ -19,124 +19,30 @@ from ctrainer.adapters.fairseq_optimizer import FairseqOptimizer
 from ctrainer.bmuf import BMUF
 from ctrainer.fairseq import _sharding
 from ctrainer.fairseq._sharding import is_sharded
+from ctrainer.fairseq.config import default_options
+from ctrainer.fairseq.config.optimizers import OPTIMIZERS as _CONFIGS
 from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
-
-# fairseq's options of each optimizer, as the arguments of ours.
-
-
-# The class of ctrainer.optim for each name of --optimizer.
-OPTIMIZERS = {
-    "adafactor": "Adafactor",
-    "adam": "FairseqAdam",
-    "adamax": "FairseqAdamax",
-    "nag": "FairseqNAG",
-    "sgd": "SGD",
-    "adadelta": "Adadelta",
-    "adagrad": "Adagrad",
-    "composite": "Composite",
-    "cpu_adam": "AdamW",
-    "lamb": "LAMB",
-}
-
-
-def name_of(cfg: Any) -> str:
-    """The optimizer that a config group names. Raises ValueError where none is."""
-    name = getattr(cfg, "_name", None) or getattr(cfg, "optimizer", None)
-    if not isinstance(name, str) or name not in OPTIMIZERS:
-        raise ValueError(f"optimizer is {name!r}; expected one of {list(OPTIMIZERS)}")
-    return name
-
-
-def options_of(cfg: Any) -> tuple[str, dict[str, Any]]:
-    """The optimizer's name and the arguments of the class in ctrainer.optim; not of
-    composite, whose groups have them.
-
-    Raises ValueError for a name or an option that this package does not have.
-    """
-    name = name_of(cfg)
-    if name not in _ARGUMENTS:
-        raise ValueError(f"optimizer {name!r} is made of groups and cannot be in one")
-    return name, _arguments(name, cfg)
-
-
-def _lr(cfg: Any) -> float:
-    lr = cfg.lr
-    return float(lr if isinstance(lr, int | float) else lr[0])
-
-
-def _pair(value: Any) -> tuple[float, float]:
-    """(0.9, 0.98) or its text, as --adam-betas has it."""
-    first, second = ast.literal_eval(value) if isinstance(value, str) else value
-    return float(first), float(second)
-
-
-_DECAY = ("weight_decay", 0.0)
-_BETAS = (0.9, 0.999)
-# Of each optimizer: the argument of ours, with fairseq's option and its default.
-_ARGUMENTS: dict[str, dict[str, tuple[str, Any]]] = {
-    "adafactor": {
-        "eps": ("adafactor_eps", (1e-30, 1e-3)),
-        "clip_threshold": ("clip_threshold", 1.0),
-        "decay_rate": ("decay_rate", -0.8),
-        "beta1": ("beta1", None),
-        "scale_parameter": ("scale_parameter", False),
-        "relative_step": ("relative_step", False),
-        "warmup_init": ("warmup_init", False),
-    },
-    "adam": {"betas": ("adam_betas", _BETAS), "eps": ("adam_eps", 1e-8)},
-    "adamax": {
-        "betas": ("adamax_betas", _BETAS),
-        "eps": ("adamax_eps", 1e-8),
-        "bias_correction": ("no_bias_correction", False),
-    },
-    "cpu_adam": {"betas": ("adam_betas", _BETAS), "eps": ("adam_eps", 1e-8)},
-    "lamb": {"betas": ("lamb_betas", _BETAS), "eps": ("lamb_eps", 1e-8)},
-    "nag": {"momentum": ("momentum", 0.99)},
-    "sgd": {"momentum": ("momentum", 0.0)},
-    "adadelta": {"rho": ("adadelta_rho", 0.9), "eps": ("adadelta_eps", 1e-6)},
-    "adagrad": {},
-}
-
-
-def _arguments(name: str, cfg: Any) -> dict[str, Any]:
-    """The arguments of our class. fairseq rejects adafactor's relative_step beside its
-    lr, which is always there; here it takes the place of lr."""
-    if getattr(cfg, "fp16_adam_stats", False):
-        raise ValueError(
-            "fp16_adam_stats: the state is kept in float32 here; leave it off"
-        )
-    named = {**_ARGUMENTS[name], "weight_decay": _DECAY}
-    made = {key: getattr(cfg, option, value) for key, (option, value) in named.items()}
-    for key in named.keys() & {"betas", "eps"}:
-        if not isinstance(made[key], int | float):
-            made[key] = _pair(made[key])
-    if name == "adamax":
-        made["bias_correction"] = not made["bias_correction"]
-    return {**made, "lr": None if made.get("relative_step") else _lr(cfg)}
-
 
 # fairseq's optimizers by its class names, over ours.
 
 
-class FairseqAdam(FairseqOptimizer):
+class _Elementwise(FairseqOptimizer):
+    """An optimizer that works element by element, in any precision."""
+
+    supports_memory_efficient_fp16 = True
+    supports_flat_params = True
+
+
+class FairseqAdam(_Elementwise):
     """Adam with decoupled weight decay and eps outside of the bias correction."""
 
-    supports_memory_efficient_fp16 = True
-    supports_flat_params = True
 
-
-class FairseqAdamax(FairseqOptimizer):
+class FairseqAdamax(_Elementwise):
     """Adamax with decoupled weight decay."""
 
-    supports_memory_efficient_fp16 = True
-    supports_flat_params = True
 
-
-class FairseqNAG(FairseqOptimizer):
+class FairseqNAG(_Elementwise):
     """Nesterov's accelerated gradient, whose momentum follows the learning rate."""
-
-    supports_memory_efficient_fp16 = True
-    supports_flat_params = True
 
 
 class SGD(FairseqOptimizer):
@@ -165,11 +71,8 @@ class FairseqLAMB(FairseqOptimizer):
     """apex's LAMB, which clips all gradients to a norm of 1 as well."""
 
 
-class FairseqCPUAdam(FairseqOptimizer):
+class FairseqCPUAdam(_Elementwise):
     """DeepSpeed's Adam of the host, which is torch's AdamW."""
-
-    supports_memory_efficient_fp16 = True
-    supports_flat_params = True
 
 
 class FairseqCompositeOptimizer(FairseqOptimizer):
@@ -181,18 +84,82 @@ class FairseqCompositeOptimizer(FairseqOptimizer):
     supports_groups = True
 
 
-CLASSES: dict[str, type[FairseqOptimizer]] = {
-    "adafactor": FairseqAdafactor,
-    "composite": FairseqCompositeOptimizer,
-    "cpu_adam": FairseqCPUAdam,
-    "lamb": FairseqLAMB,
-    "adam": FairseqAdam,
-    "adamax": FairseqAdamax,
-    "nag": FairseqNAG,
-    "sgd": SGD,
-    "adadelta": Adadelta,
-    "adagrad": Adagrad,
-}
+# fairseq's options of each optimizer, as the arguments of ours.
+
+_SAME = ("beta1", "clip_threshold", "decay_rate", "relative_step", "scale_parameter",
+         "warmup_init")  # fmt: skip
+_ADAM = {"betas": "adam_betas", "eps": "adam_eps"}
+# By the name of --optimizer: fairseq's class, the class of ctrainer.optim, and of its
+# arguments those that fairseq has an option for, with the option.
+OPTIMIZERS: dict[str, tuple[type[FairseqOptimizer], str, dict[str, str]]] = {
+    "adafactor": (FairseqAdafactor, "Adafactor",
+                  {"eps": "adafactor_eps", **dict(zip(_SAME, _SAME, strict=True))}),
+    "adam": (FairseqAdam, "FairseqAdam", _ADAM),
+    "adamax": (FairseqAdamax, "FairseqAdamax",
+               {"betas": "adamax_betas", "eps": "adamax_eps",
+                "bias_correction": "no_bias_correction"}),
+    "nag": (FairseqNAG, "FairseqNAG", {"momentum": "momentum"}),
+    "sgd": (SGD, "SGD", {"momentum": "momentum"}),
+    "adadelta": (Adadelta, "Adadelta", {"rho": "adadelta_rho", "eps": "adadelta_eps"}),
+    "adagrad": (Adagrad, "Adagrad", {}),
+    "composite": (FairseqCompositeOptimizer, "Composite", {}),
+    "cpu_adam": (FairseqCPUAdam, "AdamW", _ADAM),
+    "lamb": (FairseqLAMB, "LAMB", {"betas": "lamb_betas", "eps": "lamb_eps"}),
+}  # fmt: skip
+
+
+def name_of(cfg: Any) -> str:
+    """The optimizer that a config group names. Raises ValueError where none is."""
+    name = getattr(cfg, "_name", None) or getattr(cfg, "optimizer", None)
+    if not isinstance(name, str) or name not in OPTIMIZERS:
+        raise ValueError(f"optimizer is {name!r}; expected one of {list(OPTIMIZERS)}")
+    return name
+
+
+def class_of(cfg: Any) -> type[FairseqOptimizer]:
+    """fairseq's class of the optimizer that a config group names."""
+    return OPTIMIZERS[name_of(cfg)][0]
+
+
+def is_composite(cfg: Any) -> bool:
+    """Whether a config group names composite."""
+    return name_of(cfg) == "composite"
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    """(0.9, 0.98) or its text, as --adam-betas has it."""
+    first, second = ast.literal_eval(value) if isinstance(value, str) else value
+    return float(first), float(second)
+
+
+def _engine_class(cfg: Any) -> tuple[Any, dict[str, Any]]:
+    """The class of ctrainer.optim for a config group, and its arguments.
+
+    fairseq rejects adafactor's relative_step beside its lr, which is always there; here
+    it takes the place of lr. Raises ValueError for a name or an option that this
+    package does not have.
+    """
+    name = name_of(cfg)
+    if is_composite(cfg):
+        raise ValueError(f"optimizer {name!r} is made of groups and cannot be in one")
+    if getattr(cfg, "fp16_adam_stats", False):
+        raise ValueError(
+            "fp16_adam_stats: the state is kept in float32 here; leave it off"
+        )
+    _, ours, named = OPTIMIZERS[name]
+    named, known = (
+        {**named, "weight_decay": "weight_decay"},
+        default_options(_CONFIGS[name]),
+    )
+    made = {key: getattr(cfg, option, known[option]) for key, option in named.items()}
+    for key in named.keys() & {"betas", "eps"}:
+        if not isinstance(made[key], int | float):
+            made[key] = _pair(made[key])
+    if name == "adamax":
+        made["bias_correction"] = not made["bias_correction"]
+    lr = cfg.lr if isinstance(cfg.lr, int | float) else cfg.lr[0]
+    made["lr"] = None if made.get("relative_step") else float(lr)
+    return getattr(optim, ours), made
 
 
 # fairseq's composite: an optimizer and a schedule for each group of parameters.
@@ -293,8 +260,6 @@ def schedules_of(cfg: Any, optimizer: Any) -> CompositeLRScheduler | None:
 
     Raises ValueError where some have and others have not.
     """
-    from ctrainer.adapters.torch_fairseq import OneGroup
-
     groups = groups_of(cfg, (p for g in optimizer.param_groups for p in g["params"]))
     without = [group.name for group in groups if group.lr_scheduler is None]
     if len(without) == len(groups):
@@ -307,16 +272,13 @@ def schedules_of(cfg: Any, optimizer: Any) -> CompositeLRScheduler | None:
     return CompositeLRScheduler(
         {
             group.name: build_lr_scheduler(
-                group.lr_scheduler._name, group.lr_scheduler, OneGroup(optimizer, index)
+                group.lr_scheduler._name,
+                group.lr_scheduler,
+                tools.OneGroup(optimizer, index),
             )
             for index, group in enumerate(groups)
         }
     )
-
-
-def is_composite(cfg: Any) -> bool:
-    """Whether a config group names composite."""
-    return name_of(cfg) == "composite"
 
 
 __all__ = [
@@ -344,17 +306,11 @@ __all__ = [
 Sharing = _C.Communicator | None
 
 
-def _wrapper(cfg: Any, params: list[Any]) -> tuple[Any, dict[str, Any]]:
-    """The class in ctrainer.optim for a config group, and its arguments."""
-    name, options = options_of(cfg)
-    return getattr(optim, OPTIMIZERS[name]), {"params": params, **options}
-
-
 def _composite(cfg: Any, params: list[Any], **precision: Any) -> Any:
     groups = []
     for group in groups_of(cfg, params):
-        cls, options = _wrapper(group.optimizer, group.params)
-        groups.append({"optimizer": cls, **options})
+        cls, options = _engine_class(group.optimizer)
+        groups.append({"optimizer": cls, "params": group.params, **options})
     return optim.Composite(groups, **precision)
 
 
@@ -371,10 +327,10 @@ def _inner(
         )
     if is_composite(cfg):
         return _composite(cfg, params, **precision)
-    cls, options = _wrapper(cfg, params)
+    cls, options = _engine_class(cfg)
     if sharing is not None:
-        return _sharding.sharded_optimizer(sharing, cls, precision, **options)
-    return cls(**options, **precision)
+        return _sharding.sharded_optimizer(sharing, cls, precision, params, **options)
+    return cls(params, **options, **precision)
 
 
 def _with_schedules(cfg: Any, made: FairseqOptimizer) -> FairseqOptimizer:
@@ -400,15 +356,15 @@ def build_optimizer(
             not supported.
     """
     inner = _inner(cfg, params, sharing)
-    return _with_schedules(cfg, CLASSES[name_of(cfg)](cfg, inner))
+    return _with_schedules(cfg, class_of(cfg)(cfg, inner))
 
 
 def _supports(cfg: Any, params: list[Any], what: str) -> bool:
-    """Whether the class of the optimizer does, or those of all groups."""
+    """Does the class of the optimizer, or of each group's, have the flag `what`?"""
     if what == "supports_flat_params" or not is_composite(cfg):
-        return bool(getattr(CLASSES[name_of(cfg)], what))
+        return bool(getattr(class_of(cfg), what))
     groups = groups_of(cfg, params)
-    return all(getattr(CLASSES[name_of(g.optimizer)], what) for g in groups)
+    return all(getattr(class_of(g.optimizer), what) for g in groups)
 
 
 class DynamicLossScaler:
@@ -450,7 +406,7 @@ class AmpScaler(DynamicLossScaler):
 
 
 class _Scaled(FairseqOptimizer):
-    """What the wrappers share: a scaler, whose scale is part of the state."""
+    """The base of the wrappers: a scaler, whose scale is part of the state."""
 
     scaler: DynamicLossScaler | None
 
@@ -583,7 +539,7 @@ def build_precise_optimizer(
         ValueError, RuntimeError: an optimizer that the precision excludes, in fairseq's
             words.
     """
-    common, kind = cfg.common, CLASSES[name_of(cfg.optimizer)]
+    common, kind = cfg.common, class_of(cfg.optimizer)
     params = list(params)
     if is_sharded(cfg) and not kind.supports_flat_params:
         raise ValueError(
@@ -601,18 +557,16 @@ def build_precise_optimizer(
 def _wrapped(
     cfg: Any, params: list[Any], fp16: bool, bf16: bool, sharing: Sharing
 ) -> FairseqOptimizer:
-    common, kind = cfg.common, CLASSES[name_of(cfg.optimizer)]
-    if is_sharded(cfg) and (fp16 or bf16):
-        core = _scaler(cfg) if fp16 else None
-        inner = _inner(cfg.optimizer, params)  # of shards, which are float32
-        return MemoryEfficientFP16Optimizer(cfg.optimizer, inner, core, "fp16")
-    if getattr(common, "memory_efficient_fp16", False) or getattr(
-        common, "memory_efficient_bf16", False
-    ):
-        if not _supports(cfg.optimizer, params, "supports_memory_efficient_fp16"):
+    common, kind = cfg.common, class_of(cfg.optimizer)
+    of_shards = is_sharded(cfg) and (fp16 or bf16)  # which are float32 themselves
+    names = ("memory_efficient_fp16", "memory_efficient_bf16")
+    if of_shards or any(getattr(common, name, False) for name in names):
+        what = "supports_memory_efficient_fp16"
+        if not of_shards and not _supports(cfg.optimizer, params, what):
             raise ValueError(f"Unsupported optimizer: {kind.__name__}")
+        wide = {} if of_shards else {"fp32_state": True}
+        inner = _inner(cfg.optimizer, params, sharing, **wide)
         core = _scaler(cfg) if fp16 else None
-        inner = _inner(cfg.optimizer, params, sharing, fp32_state=True)
         return MemoryEfficientFP16Optimizer(cfg.optimizer, inner, core, "fp16")
     if not (fp16 or bf16):
         inner = _inner(cfg.optimizer, params, sharing)

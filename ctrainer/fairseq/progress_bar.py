@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import sys
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from importlib import import_module
@@ -82,6 +81,8 @@ class BaseProgressBar:
         iterable (Iterable[Any]): The batches.
         epoch (int | None, default None): From 1; None: none is shown.
         prefix (str | None, default None): After the epoch.
+        log_interval (int | None, default 1000): Batches between two reports, of bars
+            that write lines.
 
     Args of every method:
         stats (dict): Numbers and meters by name.
@@ -100,8 +101,10 @@ class BaseProgressBar:
         iterable: Iterable[Any],
         epoch: int | None = None,
         prefix: str | None = None,
+        log_interval: int | None = 1000,
     ) -> None:
         self.iterable = iterable
+        self.log_interval = log_interval
         self.n: int = getattr(iterable, "n", 0)
         self.epoch = epoch
         parts = [] if epoch is None else [f"epoch {epoch:03d}"]
@@ -154,8 +157,8 @@ class NoopProgressBar(BaseProgressBar):
     """Reports nothing."""
 
 
-def _texts(stats: Stats) -> OrderedDict[str, str]:
-    return OrderedDict((name, str(format_stat(stats[name]))) for name in stats)
+def _texts(stats: Stats) -> dict[str, str]:
+    return {name: str(format_stat(stats[name])) for name in stats}
 
 
 def _write(tag: str | None, text: str) -> None:
@@ -166,17 +169,8 @@ def _write(tag: str | None, text: str) -> None:
 class _LineProgressBar(BaseProgressBar):
     """A line every `log_interval` steps; a step not given is the batch's index."""
 
-    def __init__(
-        self,
-        iterable: Iterable[Any],
-        epoch: int | None = None,
-        prefix: str | None = None,
-        log_interval: int | None = 1000,
-    ) -> None:
-        super().__init__(iterable, epoch, prefix)
-        self.log_interval = log_interval
-        self.i: int | None = None  # the index of the batch that was taken last
-        self.size: int | None = None
+    i: int | None = None  # the index of the batch that was taken last
+    size: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         self.size = len(self)
@@ -184,13 +178,17 @@ class _LineProgressBar(BaseProgressBar):
             self.i = i
             yield batch
 
-    def _is_due(self, step: int | None) -> bool:
-        step = step or self.i or 0
-        return (
-            step > 0
-            and self.log_interval is not None
-            and not (step % self.log_interval)
-        )
+    def log(self, stats: Stats, tag: Tag = None, step: Step = None) -> None:
+        step, every = step or self.i or 0, self.log_interval
+        if step > 0 and every is not None and step % every == 0:
+            _write(tag, self._progress(stats))
+
+    def print(self, stats: Stats, tag: Tag = None, step: Step = None) -> None:
+        _write(tag, self._line(stats))
+
+    def _progress(self, stats: Stats) -> str:
+        """The line of a report on the way."""
+        raise NotImplementedError
 
     def _position(self) -> tuple[int, int]:
         """How many batches have been taken, and of how many."""
@@ -199,65 +197,47 @@ class _LineProgressBar(BaseProgressBar):
 
 
 class JsonProgressBar(_LineProgressBar):
-    """A JSON object a line; `update` in it is the epoch with its fraction.
-
-    Args:
-        log_interval (int, default 1000): Batches between two lines.
-    """
-
-    def log(self, stats: Stats, tag: Tag = None, step: Step = None) -> None:
-        if not self._is_due(step):
-            return
-        update = None
-        if self.epoch is not None:
-            taken, size = self._position()
-            update = round(self.epoch - 1 + taken / float(size or 1), 3)
-        _write(tag, self._json(stats, update))
+    """A JSON object a line; `update` in it is the epoch with its fraction."""
 
     def print(self, stats: Stats, tag: Tag = None, step: Step = None) -> None:
         if tag is not None:
-            stats = OrderedDict((f"{tag}_{name}", stats[name]) for name in stats)
-        _write(tag, self._json(stats))
+            stats = {f"{tag}_{name}": stats[name] for name in stats}
+        super().print(stats, tag)
 
-    def _json(self, stats: Stats, update: float | None = None) -> str:
-        line: OrderedDict[str, Any] = OrderedDict()
-        if self.epoch is not None:
-            line["epoch"] = self.epoch
-        if update is not None:
-            line["update"] = update
-        line.update((name, format_stat(stats[name])) for name in stats)
-        return json.dumps(line)
+    def _progress(self, stats: Stats) -> str:
+        if self.epoch is None:
+            return self._line(stats)
+        taken, size = self._position()
+        update = round(self.epoch - 1 + taken / float(size or 1), 3)
+        return self._line(stats, {"update": update})
+
+    def _line(self, stats: Stats, more: Stats | None = None) -> str:
+        start = {} if self.epoch is None else {"epoch": self.epoch, **(more or {})}
+        return json.dumps({**start, **{k: format_stat(stats[k]) for k in stats}})
 
 
 class SimpleProgressBar(_LineProgressBar):
-    """A plain line, for output that is not a terminal.
+    """A plain line, for output that is not a terminal."""
 
-    Args:
-        log_interval (int, default 1000): Batches between two lines.
-    """
-
-    def log(self, stats: Stats, tag: Tag = None, step: Step = None) -> None:
-        if not self._is_due(step):
-            return
+    def _progress(self, stats: Stats) -> str:
         taken, size = self._position()
         parts = [f"{name}={text.strip()}" for name, text in _texts(stats).items()]
-        _write(tag, f"{self.prefix}:  {taken:5d} / {size:d} {', '.join(parts)}")
-
-    def print(self, stats: Stats, tag: Tag = None, step: Step = None) -> None:
-        _write(tag, self._line(stats))
+        return f"{self.prefix}:  {taken:5d} / {size:d} {', '.join(parts)}"
 
 
 class TqdmProgressBar(BaseProgressBar):
-    """tqdm's bar, with the stats behind it; quiet where INFO is not logged."""
+    """tqdm's bar, with the stats behind it; quiet where INFO is not logged.
 
-    def __init__(
-        self,
-        iterable: Iterable[Any],
-        epoch: int | None = None,
-        prefix: str | None = None,
-    ) -> None:
-        super().__init__(iterable, epoch, prefix)
-        self.tqdm = _tqdm_class()(
+    Args:
+        iterable (Iterable[Any]): The batches.
+        *options: Of the other bars: epoch, prefix and log_interval.
+        **named: The same by name.
+    """
+
+    def __init__(self, iterable: Iterable[Any], *options: Any, **named: Any) -> None:
+        super().__init__(iterable, *options, **named)
+        instead = "; or choose json, simple or none"
+        self.tqdm = _imported("tqdm", "log_format='tqdm'", instead).tqdm(
             iterable,
             self.prefix,
             leave=False,
@@ -274,13 +254,12 @@ class TqdmProgressBar(BaseProgressBar):
         _write(tag, self._line(stats))
 
 
-def _tqdm_class() -> Any:
+def _imported(package: str, option: str, instead: str = "") -> Any:
     try:
-        return import_module("tqdm").tqdm
+        return import_module(package)
     except ImportError:
         raise ImportError(
-            "log_format='tqdm' needs tqdm: pip install tqdm; or choose json, simple or "
-            "none"
+            f"{option} needs {package}: pip install {package}{instead}"
         ) from None
 
 
@@ -408,10 +387,7 @@ class WandBProgressBarWrapper(_TrackerBar):
         run_name: str | None = None,
     ) -> None:
         super().__init__(wrapped_bar)
-        try:
-            self._wandb = import_module("wandb")
-        except ImportError:
-            raise ImportError("wandb_project needs wandb: pip install wandb") from None
+        self._wandb = _imported("wandb", "wandb_project")
         self._wandb.init(project=wandb_project, reinit=False, name=run_name)
 
     def update_config(self, config: Mapping[str, Any]) -> None:
@@ -549,17 +525,17 @@ def _bar(
 ) -> BaseProgressBar:
     if log_format == "tqdm" and not sys.stderr.isatty():
         log_format = "simple"
-    if log_format == "json":
-        return JsonProgressBar(iterator, epoch, prefix, log_interval)
-    if log_format == "simple":
-        return SimpleProgressBar(iterator, epoch, prefix, log_interval)
-    if log_format == "tqdm":
-        return TqdmProgressBar(iterator, epoch, prefix)
-    if log_format == "none":
-        return NoopProgressBar(iterator, epoch, prefix)
-    raise ValueError(
-        f"Unknown log format: {log_format}; choose json, none, simple or tqdm"
-    )
+    if log_format not in _BARS:
+        raise ValueError(f"Unknown log format: {log_format}; choose {', '.join(_BARS)}")
+    return _BARS[log_format](iterator, epoch, prefix, log_interval)
+
+
+_BARS: dict[str, type[BaseProgressBar]] = {
+    "json": JsonProgressBar,
+    "none": NoopProgressBar,
+    "simple": SimpleProgressBar,
+    "tqdm": TqdmProgressBar,
+}
 
 
 def _copy_lines_to(log_file: str) -> None:

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ctrainer.fairseq.config.command_line import add_options
 from ctrainer.fairseq.config.components import (
     component_class,
     register_component,
@@ -14,6 +15,21 @@ from ctrainer.fairseq.config.components import (
 )
 
 C = TypeVar("C", bound=type)
+
+
+class Registered:
+    """The base of tasks, models and criterions: their options on a command line."""
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        """Declare the options of the class's dataclass, where it has one.
+
+        Args:
+            parser: An ArgumentParser, or a group of one.
+        """
+        dataclass = getattr(cls, "__dataclass", None)
+        if dataclass is not None:
+            add_options(parser, dataclass)
 
 
 class Registry:

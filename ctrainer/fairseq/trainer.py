@@ -16,9 +16,8 @@ from ctrainer.fairseq import metrics as own_metrics
 from ctrainer.fairseq._sharding import is_sharded
 from ctrainer.fairseq._trainer_base import Iterators, check_config
 from ctrainer.fairseq._trainer_checkpoint import Failures
-from ctrainer.fairseq._trainer_step import setting
-from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
 from ctrainer.fairseq.config import as_config
+from ctrainer.fairseq.config.base import setting
 
 __all__ = ["Trainer"]
 
@@ -71,7 +70,7 @@ class Trainer(Iterators, Failures):
         self.cfg, self.task, self.quantizer = cfg, task, quantizer
         self.original_dummies = original_dummies
         self.tpu = False
-        self.device = tools.choose_device(bool(setting(cfg, "common", "cpu", False)))
+        self.device = tools.choose_device(bool(setting(cfg, "common", "cpu")))
         self.cuda = self.device.type == "cuda"
         self.pipeline_model_parallel, self.last_device = False, None
         self.cuda_env = self.cuda_env_arr = None
@@ -86,7 +85,7 @@ class Trainer(Iterators, Failures):
 
     def _place(self, model: Any, criterion: Any) -> None:
         """Move model and criterion, and tie again what the move has untied."""
-        fp16, bf16 = (setting(self.cfg, "common", n, False) for n in ("fp16", "bf16"))
+        fp16, bf16 = (setting(self.cfg, "common", n) for n in ("fp16", "bf16"))
         half = not is_sharded(self.cfg)  # shards are float32 in any precision
         shared = tools.shared_parameters(model)
         self._criterion, self._model = (
@@ -98,26 +97,6 @@ class Trainer(Iterators, Failures):
                 logger.info("detected shared parameter: %s <- %s", first, path)
                 tools.tie(self._model, first, path)
         self._criterion_trains = tools.has_parameters(self._criterion)
-
-    def _forget(self) -> None:
-        """The state of a trainer that has done nothing."""
-        self._dummy_batch = None
-        self._ema = None
-        self._epoch_itr = None
-        self._group = None
-        self._gathered_optim_state = None
-        self._grad_norm_buf = None
-        self._lr_scheduler = None
-        self._optim_history = None
-        self._optimizer = None
-        self._wrapped_criterion = None
-        self._wrapped_model = None
-        self._num_updates = self._amp_retries = self._num_xla_compiles = 0
-        self._saves = BackgroundSaves()
-        self._warn_once = set()
-        self._worker_states = None
-        self._previous_training_time = 0
-        self._cumulative_training_time = None
 
     # Epochs
 

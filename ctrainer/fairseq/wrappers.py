@@ -139,7 +139,23 @@ class GPUDistributed(_Transparent, DistributedDataParallel):
     """torch's wrapper, for modules on a GPU."""
 
 
-class LegacyDistributed(_Transparent):
+class _Silent(_Transparent):
+    """A wrapper that exchanges nothing in the backward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: gradients stay each rank's own anyway."""
+        yield
+
+
+class LegacyDistributed(_Silent):
     """Averages gradients when all_reduce_grads() is called, after the backward pass.
 
     Parameters without a gradient count as zeros, and those marked as an expert's stay
@@ -148,21 +164,12 @@ class LegacyDistributed(_Transparent):
     """
 
     def __init__(self, module: nn.Module, group: Any) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self._group = group
         on_gpu = any(p.is_cuda for p in module.parameters())
         if on_gpu:
             _broadcast(module, group)
         self._reducer = None if on_gpu else _reducer(module, ranks(group, _HOST))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Nothing: gradients wait for all_reduce_grads() anyway."""
-        yield
 
     @torch.no_grad()
     def all_reduce_grads(self) -> None:
@@ -195,7 +202,7 @@ def _exchanged(module: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in named.items() if not hasattr(p, "expert")}
 
 
-class LocalDistributed(_Transparent):
+class LocalDistributed(_Silent):
     """Leaves every rank to its own updates, and averages the parameters after every
     `frequency` of them: SlowMo over local SGD.
 
@@ -210,8 +217,7 @@ class LocalDistributed(_Transparent):
     def __init__(
         self, module: nn.Module, group: Any, frequency: int, momentum: float = 0.0
     ) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self._group = ranks(group, next(module.parameters()).device)
         self._frequency = frequency
         self._momentum = momentum
@@ -219,14 +225,6 @@ class LocalDistributed(_Transparent):
         self._slow: BMUF | None = None
         self._saved: dict[str, Any] = {}
         _broadcast(module, group)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Nothing: no gradients are exchanged."""
-        yield
 
     def blocks_state_dict(self) -> dict[str, Any]:
         """What all ranks have alike: the updates, and with a momentum of the averages

@@ -561,8 +561,6 @@ AREAS = {
         {
             "ctrainer/fairseq/config/base.py ctrainer/fairseq/config/build.py "
             "ctrainer/fairseq/config/components.py "
-            "ctrainer/fairseq/config/flat.py "
-            "ctrainer/fairseq/config/references.py "
             "ctrainer/fairseq/config/trees.py ctrainer/fairseq/config/values.py":
                 "python/fairseq/test_fairseq_config.py "
                 "python/fairseq/test_fairseq_config_values.py",
@@ -657,7 +655,6 @@ AREAS = {
     "fairseq's models and data": Area(
         {
             "ctrainer/fairseq/models/__init__.py "
-            "ctrainer/fairseq/models/fairseq_decoder.py "
             "ctrainer/fairseq/models/fairseq_encoder.py "
             "ctrainer/fairseq/models/fairseq_model.py":
                 "python/fairseq/test_fairseq_models.py "

@@ -1,7 +1,7 @@
 /* ctrainer._C.FairseqOptimizer: fairseq's interface of an optimizer.
  *
- * Learning rates, the norm of the gradients, clipping and the update, over an engine of
- * ours or any torch.optim.Optimizer.
+ * The norm of the gradients, clipping and the update, over an engine of ours or any
+ * torch.optim.Optimizer.
  *
  * Invariant: .grad keeps the sums of autograd. `divisor` holds the loss scale, the
  * sample size and the clipping, and the engine's pass divides by the product; only for
@@ -225,25 +225,7 @@ FairseqOptimizer_multiply_grads(PyObject *op, PyObject *arg)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(all_reduce_grads_doc,
-             "all_reduce_grads($self, module, /)\n--\n\n"
-             "Call module.all_reduce_grads() where it has one, as wrappers that leave "
-             "the exchange of gradients to the trainer do.");
-
-static PyObject *
-FairseqOptimizer_all_reduce_grads(PyObject *op, PyObject *module)
-{
-    PyObject *name = ctpy_state_borrow(op)->str_all_reduce_grads, *found;
-    int has = ctpy_lookup(module, name, &found);
-    if (has < 1) {
-        return has < 0 ? NULL : Py_NewRef(Py_None);
-    }
-    PyObject *answer = PyObject_CallNoArgs(found);
-    Py_DECREF(found);
-    return answer;
-}
-
-/* ---- the learning rate ----------------------------------------------------------- */
+/* ---- the parameter groups ------------------------------------------------------- */
 
 static PyObject *
 param_groups(PyObject *op)
@@ -260,39 +242,6 @@ param_groups(PyObject *op)
         Py_CLEAR(groups);
     }
     return groups;
-}
-
-PyDoc_STRVAR(get_lr_doc, "get_lr($self, /)\n--\n\n"
-                         "Return the learning rate of the first parameter group.");
-
-static PyObject *
-FairseqOptimizer_get_lr(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    PyObject *groups = param_groups(op), *lr = NULL;
-    PyObject *first = groups == NULL ? NULL : PySequence_GetItem(groups, 0);
-    if (first != NULL) {
-        lr = PyObject_GetItem(first, ctpy_state_borrow(op)->str_lr);
-    }
-    Py_XDECREF(first);
-    Py_XDECREF(groups);
-    return lr;
-}
-
-PyDoc_STRVAR(set_lr_doc, "set_lr($self, lr, /)\n--\n\n"
-                         "Set the learning rate of every parameter group to lr.");
-
-static PyObject *
-FairseqOptimizer_set_lr(PyObject *op, PyObject *lr)
-{
-    PyObject *groups = param_groups(op);
-    int failed = groups == NULL;
-    for (Py_ssize_t g = 0; !failed && g < PyList_GET_SIZE(groups); g++) {
-        PyObject *group = Py_NewRef(PyList_GET_ITEM(groups, g));
-        failed = PyObject_SetItem(group, ctpy_state_borrow(op)->str_lr, lr) < 0;
-        Py_DECREF(group);
-    }
-    Py_XDECREF(groups);
-    return failed ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -603,18 +552,14 @@ static PyMemberDef FairseqOptimizer_members[] = {
 };
 
 static PyMethodDef FairseqOptimizer_methods[] = {
-    {"all_reduce_grads", FairseqOptimizer_all_reduce_grads,                            METH_O,
-     all_reduce_grads_doc                                                                                                              },
-    {"backward",         FairseqOptimizer_backward,                                    METH_O,      backward_doc                       },
-    {"clip_grad_norm",   (PyCFunction)(void (*)(void))FairseqOptimizer_clip_grad_norm,
-     METH_VARARGS | METH_KEYWORDS,                                                                  FairseqOptimizer_clip_grad_norm_doc},
-    {"get_lr",           FairseqOptimizer_get_lr,                                      METH_NOARGS, get_lr_doc                         },
-    {"multiply_grads",   FairseqOptimizer_multiply_grads,                              METH_O,      multiply_grads_doc                 },
-    {"set_lr",           FairseqOptimizer_set_lr,                                      METH_O,      set_lr_doc                         },
-    {"step",             (PyCFunction)(void (*)(void))FairseqOptimizer_step,
-     METH_VARARGS | METH_KEYWORDS,                                                                  FairseqOptimizer_step_doc          },
-    {"zero_grad",        FairseqOptimizer_zero_grad,                                   METH_NOARGS, zero_grad_doc                      },
-    {NULL,               NULL,                                                         0,           NULL                               },
+    {"backward",       FairseqOptimizer_backward,                                    METH_O,      backward_doc                       },
+    {"clip_grad_norm", (PyCFunction)(void (*)(void))FairseqOptimizer_clip_grad_norm,
+     METH_VARARGS | METH_KEYWORDS,                                                                FairseqOptimizer_clip_grad_norm_doc},
+    {"multiply_grads", FairseqOptimizer_multiply_grads,                              METH_O,      multiply_grads_doc                 },
+    {"step",           (PyCFunction)(void (*)(void))FairseqOptimizer_step,
+     METH_VARARGS | METH_KEYWORDS,                                                                FairseqOptimizer_step_doc          },
+    {"zero_grad",      FairseqOptimizer_zero_grad,                                   METH_NOARGS, zero_grad_doc                      },
+    {NULL,             NULL,                                                         0,           NULL                               },
 };
 
 static PyType_Slot FairseqOptimizer_slots[] = {

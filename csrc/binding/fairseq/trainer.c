@@ -160,17 +160,6 @@ report(PyObject *op, PyObject *name, PyObject *const *more, size_t n)
     set_exception_steal(value);
 }
 
-/* Enters a context, which may be NULL; returns the context, or NULL on failure. */
-static PyObject *
-enter_steal(PyObject *op, PyObject *context)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    if (context != NULL && call(context, names->str___enter__) < 0) {
-        Py_CLEAR(context);
-    }
-    return context;
-}
-
 /* Leaves a context as after success, also while an exception is set, and keeps the
  * exception: fairseq's aggregators have no `finally`. */
 static int
@@ -415,7 +404,8 @@ step_in_turn(PyObject *op, update *u, PyObject *prepared, PyObject *dummy)
         Py_XDECREF(model);
     }
     if (waits > 0) {
-        context = enter_steal(op, PyObject_CallNoArgs(method));
+        context =
+            ctpy_enter_context_steal(PyObject_CallNoArgs(method), names->str___enter__);
         Py_DECREF(method);
         waits = context == NULL ? -1 : 1;
     }
@@ -775,8 +765,9 @@ FairseqTrainer_train_step(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_RuntimeError, "__init__ of this trainer was not called");
         return NULL;
     }
-    PyObject *context =
-        enter_steal(op, PyObject_CallMethod(self->metrics, "aggregate", "s", "train"));
+    PyObject *context = ctpy_enter_context_steal(
+        PyObject_CallMethod(self->metrics, "aggregate", "s", "train"),
+        ctpy_state_borrow(op)->str___enter__);
     if (context == NULL) {
         return NULL;
     }

@@ -1,4 +1,4 @@
-"""What fairseq's config dataclasses are made of: options with help, defaults that refer
+"""The parts of fairseq's config dataclasses: options with help, defaults that refer
 to other options, and reading by key as well as by attribute."""
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def II(reference: str) -> Any:
         reference (str): The other option, such as "common.seed".
     """
     return "${" + reference + "}"
+
+
+def setting(cfg: Any, group: str, name: str, default: Any = None) -> Any:
+    """An option of a config, the default where the group or the option is missing."""
+    return getattr(getattr(cfg, group, None), name, default)
 
 
 def opt(default: Any, text: str, **metadata: Any) -> Any:

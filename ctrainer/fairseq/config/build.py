@@ -11,12 +11,6 @@ from typing import Any, Literal
 from ctrainer.arguments.settings import hints
 from ctrainer.fairseq.config.base import MISSING, OpenConfig
 from ctrainer.fairseq.config.components import component_class
-from ctrainer.fairseq.config.flat import tree_of_flat
-from ctrainer.fairseq.config.references import (
-    referred_groups,
-    resolve,
-    resolve_group,
-)
 from ctrainer.fairseq.config.root import COMPONENTS, LEFT_OUT, FairseqConfig
 from ctrainer.fairseq.config.trees import (
     Tree,
@@ -24,7 +18,11 @@ from ctrainer.fairseq.config.trees import (
     groups,
     is_dict_config,
     nested_class,
+    referred_groups,
+    resolve,
+    resolve_group,
     tree_of,
+    tree_of_flat,
     unknown_option,
 )
 from ctrainer.fairseq.config.values import as_lists, convert

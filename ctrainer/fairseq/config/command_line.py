@@ -29,9 +29,8 @@ from ctrainer.fairseq.config.data import (
     OptimizationConfig,
 )
 from ctrainer.fairseq.config.distributed import DistributedTrainingConfig
-from ctrainer.fairseq.config.flat import tree_of_flat
 from ctrainer.fairseq.config.root import COMPONENTS, FairseqConfig
-from ctrainer.fairseq.config.trees import nested_class
+from ctrainer.fairseq.config.trees import nested_class, tree_of_flat
 from ctrainer.fairseq.config.values import convert, is_reference
 
 # The default components of a program that trains, as in fairseq.

@@ -8,10 +8,10 @@ from typing import Any
 from torch.nn.modules.loss import _Loss
 
 from ctrainer.fairseq import metrics
-from ctrainer.fairseq.config.command_line import add_options
+from ctrainer.fairseq.registry import Registered
 
 
-class FairseqCriterion(_Loss):
+class FairseqCriterion(Registered, _Loss):
     """A loss: forward(model, sample) returns (loss, sample size, logging output).
 
     The loss is a sum, which the Trainer divides by the sample sizes of an update.
@@ -35,17 +35,6 @@ class FairseqCriterion(_Loss):
         self.task = task
         dictionary = getattr(task, "target_dictionary", None)
         self.padding_idx: int = -100 if dictionary is None else dictionary.pad()
-
-    @classmethod
-    def add_args(cls, parser: Any) -> None:
-        """Declare the options of the class's dataclass, where it has one.
-
-        Args:
-            parser: An ArgumentParser, or a group of one.
-        """
-        dataclass = getattr(cls, "__dataclass", None)
-        if dataclass is not None:
-            add_options(parser, dataclass)
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:

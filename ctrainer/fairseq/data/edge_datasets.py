@@ -9,23 +9,11 @@ import numpy as np
 import torch
 
 from ctrainer.fairseq.data.base_wrapper_dataset import BaseWrapperDataset
+from ctrainer.fairseq.fairseq_dataset import SizedDataset
 
 
-class _Resized(BaseWrapperDataset):
-    """One whose items have lengths of their own."""
-
-    _sizes: Any
-
-    @property
-    def sizes(self) -> Any:
-        """Lengths of the items, (n,)."""
-        return self._sizes
-
-    def num_tokens(self, index: int) -> int:
-        return int(self._sizes[index])
-
-    def size(self, index: int) -> int:
-        return int(self._sizes[index])
+class _Resized(SizedDataset, BaseWrapperDataset):
+    """A data set whose items have other lengths than those of the one below."""
 
 
 class TruncateDataset(_Resized):
@@ -47,7 +35,7 @@ class TruncateDataset(_Resized):
     def __init__(self, dataset: Any, truncation_length: int) -> None:
         super().__init__(dataset)
         self.truncation_length = truncation_length
-        self._sizes = np.minimum(dataset.sizes, truncation_length)
+        self.sizes = np.minimum(dataset.sizes, truncation_length)
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index][: self.truncation_length]
@@ -97,7 +85,7 @@ class AppendTokenDataset(_Resized):
     def __init__(self, dataset: Any, token: int | None = None) -> None:
         super().__init__(dataset)
         self.token = token
-        self._sizes = np.asarray(dataset.sizes) + (token is not None)
+        self.sizes = np.asarray(dataset.sizes) + (token is not None)
 
     def __getitem__(self, index: int) -> Any:
         item = self.dataset[index]
@@ -126,7 +114,7 @@ class PrependTokenDataset(AppendTokenDataset):
         return torch.cat([item.new_tensor([self.token]), item])
 
 
-class RandomCropDataset(_Resized):
+class RandomCropDataset(TruncateDataset):
     """Tokens in a row of each item, from anywhere: where, depends on seed, epoch and
     item alone.
 
@@ -145,10 +133,8 @@ class RandomCropDataset(_Resized):
     """
 
     def __init__(self, dataset: Any, truncation_length: int, seed: int = 1) -> None:
-        super().__init__(dataset)
-        self.truncation_length = truncation_length
+        super().__init__(dataset, truncation_length)
         self.seed, self.epoch = seed, 0
-        self._sizes = np.minimum(dataset.sizes, truncation_length)
 
     def __getitem__(self, index: int) -> Any:
         item = self.dataset[index]

@@ -10,6 +10,7 @@ import torch
 
 from ctrainer.fairseq.data.base_wrapper_dataset import DatasetOverAnother
 from ctrainer.fairseq.data_utils import collate_tokens
+from ctrainer.fairseq.fairseq_dataset import SizedDataset
 
 _TARGETS = {"self", "future", "past"}
 
@@ -50,7 +51,7 @@ def collate(
     }
 
 
-class MonolingualDataset(DatasetOverAnother):
+class MonolingualDataset(SizedDataset, DatasetOverAnother):
     """The items of `dataset` with their targets, as a language model takes them.
 
     Args:
@@ -145,14 +146,8 @@ class MonolingualDataset(DatasetOverAnother):
             return target
         return target.masked_fill(target >= len(self.tgt_vocab), self.tgt_vocab.unk())
 
-    def num_tokens(self, index: int) -> int:
-        return int(self.sizes[index])
-
     def num_tokens_vec(self, indices: Any) -> Any:
         return self.sizes[indices]
-
-    def size(self, index: int) -> int:
-        return int(self.sizes[index])
 
     def ordered_indices(self) -> Any:
         """Return the indices by length; equal lengths in a random order with `shuffle`,

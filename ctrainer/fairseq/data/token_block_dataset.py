@@ -9,9 +9,10 @@ import torch
 
 from ctrainer import _C
 from ctrainer.fairseq.data.base_wrapper_dataset import DatasetOverAnother
+from ctrainer.fairseq.fairseq_dataset import SizedDataset
 
 
-class TokenBlockDataset(DatasetOverAnother):
+class TokenBlockDataset(SizedDataset, DatasetOverAnother):
     """Blocks of the items of `dataset`, one after another, cut by `break_mode`. The
     cuts are made in C.
 
@@ -64,7 +65,7 @@ class TokenBlockDataset(DatasetOverAnother):
             document_sep_len,
         )
         self._blocks = np.frombuffer(rows, np.int64).reshape(-1, 5)
-        self._sizes = (self._blocks[:, 1] - self._blocks[:, 0]).astype(np.int32)
+        self.sizes = (self._blocks[:, 1] - self._blocks[:, 0]).astype(np.int32)
 
     @property
     def slice_indices(self) -> Any:
@@ -76,11 +77,6 @@ class TokenBlockDataset(DatasetOverAnother):
         """First item, position in it and last item of each block: int64, (blocks,
         3)."""
         return self._blocks[:, 2:]
-
-    @property
-    def sizes(self) -> Any:
-        """Tokens of each block: int32, (blocks,)."""
-        return self._sizes
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -99,12 +95,6 @@ class TokenBlockDataset(DatasetOverAnother):
         context = torch.cat([before, buffer[: offset + end - start]])
         source = context[offset + 1 : offset + 1 + len(block)]
         return source, block, context[offset : offset + len(block)]
-
-    def num_tokens(self, index: int) -> int:
-        return int(self._sizes[index])
-
-    def size(self, index: int) -> int:
-        return int(self._sizes[index])
 
     def prefetch(self, indices: Any) -> None:
         """Announce to the items' data set those that these blocks touch.

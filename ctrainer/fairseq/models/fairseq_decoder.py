@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from ctrainer.fairseq import utils
+from ctrainer.fairseq.models.fairseq_encoder import OverDictionary
 
 
-class FairseqDecoder(nn.Module):
+class FairseqDecoder(OverDictionary):
     """Predicts for each position which word may follow.
 
     Args:
@@ -21,10 +21,6 @@ class FairseqDecoder(nn.Module):
         >>> FairseqDecoder(dictionary=None).max_positions()
         1000000
     """
-
-    def __init__(self, dictionary: Any) -> None:
-        super().__init__()
-        self.dictionary = dictionary
 
     def forward(
         self, prev_output_tokens: torch.Tensor, encoder_out: Any = None, **kwargs: Any
@@ -75,19 +71,6 @@ class FairseqDecoder(nn.Module):
         """
         normalise = utils.log_softmax if log_probs else utils.softmax
         return normalise(net_output[0], dim=-1)
-
-    def max_positions(self) -> int:
-        """Return the words of a target at most."""
-        return int(1e6)
-
-    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> Any:
-        """Bring an older state dict up to date, and return it.
-
-        Args:
-            state_dict (dict[str, Any]): Tensors by name.
-            name (str): With which the keys begin.
-        """
-        return state_dict
 
 
 class FairseqIncrementalDecoder(FairseqDecoder):

@@ -8,7 +8,28 @@ import torch
 from torch import nn
 
 
-class FairseqEncoder(nn.Module):
+class OverDictionary(nn.Module):
+    """The base of encoders and decoders: the dictionary of the words."""
+
+    def __init__(self, dictionary: Any) -> None:
+        super().__init__()
+        self.dictionary = dictionary
+
+    def max_positions(self) -> int:
+        """Return the greatest number of words in a sequence."""
+        return int(1e6)
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> Any:
+        """Bring an older state dict up to date, and return it.
+
+        Args:
+            state_dict (dict[str, Any]): Tensors by name.
+            name (str): With which the keys begin.
+        """
+        return state_dict
+
+
+class FairseqEncoder(OverDictionary):
     """Encodes source words for a decoder's attention.
 
     Args:
@@ -19,10 +40,6 @@ class FairseqEncoder(nn.Module):
         >>> FairseqEncoder(dictionary=None).max_positions()
         1000000
     """
-
-    def __init__(self, dictionary: Any) -> None:
-        super().__init__()
-        self.dictionary = dictionary
 
     def forward(
         self, src_tokens: torch.Tensor, src_lengths: Any = None, **kwargs: Any
@@ -35,19 +52,6 @@ class FairseqEncoder(nn.Module):
             **kwargs: Of subclasses.
         """
         raise NotImplementedError
-
-    def max_positions(self) -> int:
-        """Return the words of a source at most."""
-        return int(1e6)
-
-    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> Any:
-        """Bring an older state dict up to date, and return it.
-
-        Args:
-            state_dict (dict[str, Any]): Tensors by name.
-            name (str): With which the keys begin.
-        """
-        return state_dict
 
     def set_num_updates(self, num_updates: int) -> None:
         """Take in the number of updates before each.

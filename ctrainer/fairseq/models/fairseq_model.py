@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from ctrainer.fairseq import utils
-from ctrainer.fairseq.config.command_line import add_options
 from ctrainer.fairseq.models.fairseq_decoder import FairseqDecoder
 from ctrainer.fairseq.models.fairseq_encoder import FairseqEncoder
+from ctrainer.fairseq.registry import Registered
 
 
-class BaseFairseqModel(nn.Module):
+class BaseFairseqModel(Registered, nn.Module):
     """The interface of models for the Trainer and criterions.
 
     Example:
@@ -26,17 +26,6 @@ class BaseFairseqModel(nn.Module):
         >>> Net().get_normalized_probs(logits, log_probs=False)
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
-
-    @classmethod
-    def add_args(cls, parser: Any) -> None:
-        """Declare the options of the class's dataclass, where it has one.
-
-        Args:
-            parser: An ArgumentParser, or a group of one.
-        """
-        dataclass = getattr(cls, "__dataclass", None)
-        if dataclass is not None:
-            add_options(parser, dataclass)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where words are, as vectors: learnt ones, or waves."""
+"""The positions of words as vectors: learnt ones, or waves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ctrainer.fairseq.modules.small import drawn
 from ctrainer.fairseq.utils import make_positions
 
 _MOST = 100_000
@@ -156,10 +157,5 @@ def PositionalEmbedding(
         return SinusoidalPositionalEmbedding(
             embedding_dim, padding_idx, num_embeddings + unused
         )
-    module = LearnedPositionalEmbedding(
-        num_embeddings + unused, embedding_dim, padding_idx
-    )
-    nn.init.normal_(module.weight, mean=0, std=embedding_dim**-0.5)
-    if padding_idx is not None:
-        nn.init.zeros_(module.weight[padding_idx])
-    return module
+    positions = num_embeddings + unused
+    return drawn(LearnedPositionalEmbedding(positions, embedding_dim, padding_idx))

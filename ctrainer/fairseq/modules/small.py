@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TypeVar
+
 from torch import nn
 
 
@@ -52,9 +53,7 @@ def Embedding(
         embedding_dim (int): Width.
         padding_idx (int | None): The number of padding; None: none.
     """
-    module = nn.Embedding(num_embeddings, embedding_dim, padding_idx)
-    nn.init.normal_(module.weight, mean=0, std=embedding_dim**-0.5)
-    return _without_padding(module)
+    return drawn(nn.Embedding(num_embeddings, embedding_dim, padding_idx))
 
 
 def Linear(in_features: int, out_features: int, bias: bool = True) -> nn.Linear:
@@ -71,8 +70,12 @@ def Linear(in_features: int, out_features: int, bias: bool = True) -> nn.Linear:
     return module
 
 
-def _without_padding(module: nn.Embedding) -> nn.Embedding:
+E = TypeVar("E", bound=nn.Embedding)
+
+
+def drawn(module: E) -> E:
+    """The module, its vectors drawn anew and that of padding 0."""
+    nn.init.normal_(module.weight, mean=0, std=module.embedding_dim**-0.5)
     if module.padding_idx is not None:
-        with torch.no_grad():
-            module.weight[module.padding_idx] = 0
+        nn.init.zeros_(module.weight[module.padding_idx])
     return module

@@ -22,29 +22,37 @@ _COPIES = tuple(
 
 
 class _Layer(nn.Module):
-    """The feed-forward half, and where norms stand: before each half or after it."""
+    """Attention to the sequence itself, the feed-forward network, and the norms, which
+    stand before both or after them. side: "encoder" or "decoder", with which the names
+    of its options begin."""
 
     # By the numbers that releases before 0.6 give them.
     norms: ClassVar[tuple[str, ...]]
 
-    normalize_before: bool
     fc1: nn.Linear
     fc2: nn.Linear
     final_layer_norm: nn.LayerNorm
 
-    def __init__(self, args: Any, embed_dim: int, ffn_embed_dim: int) -> None:
+    def __init__(self, args: Any, side: str) -> None:
         super().__init__()
-        self.embed_dim = embed_dim
+        self.embed_dim: int = getattr(args, f"{side}_embed_dim")
+        self.normalize_before: bool = getattr(args, f"{side}_normalize_before")
         name = type(self).__name__
         self.dropout_module = FairseqDropout(args.dropout, module_name=name)
         inner = args.activation_dropout or getattr(args, "relu_dropout", 0.0) or 0.0
         self.activation_dropout_module = FairseqDropout(inner, module_name=name)
         self.activation_fn = get_activation_fn(args.activation_fn)
+        self.self_attn = MultiheadAttention(
+            self.embed_dim,
+            getattr(args, f"{side}_attention_heads"),
+            dropout=args.attention_dropout,
+        )
+        self.self_attn_layer_norm = LayerNorm(self.embed_dim)
 
-    def _add_feed_forward(self, embed_dim: int, ffn_embed_dim: int) -> None:
-        self.fc1 = nn.Linear(embed_dim, ffn_embed_dim)
-        self.fc2 = nn.Linear(ffn_embed_dim, embed_dim)
-        self.final_layer_norm = LayerNorm(embed_dim)
+    def _add_feed_forward(self, ffn_embed_dim: int) -> None:
+        self.fc1 = nn.Linear(self.embed_dim, ffn_embed_dim)
+        self.fc2 = nn.Linear(ffn_embed_dim, self.embed_dim)
+        self.final_layer_norm = LayerNorm(self.embed_dim)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Bring a layer of an older release up to date, in place.
@@ -69,6 +77,15 @@ class _Layer(nn.Module):
     ) -> torch.Tensor:
         x = x + self.dropout_module(change)
         return x if self.normalize_before else norm(x)
+
+    def _attended(
+        self, attention: Any, norm: nn.LayerNorm, x: Any, source: Any, *masks: Any
+    ) -> torch.Tensor:
+        """x and the attention to a source, None for x itself."""
+        seen = self._before(norm, x)
+        source = seen if source is None else source
+        change, _ = attention(seen, source, source, *masks)
+        return self._after(norm, x, change)
 
     def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.activation_fn(self.fc1(self._before(self.final_layer_norm, x)))
@@ -96,13 +113,8 @@ class TransformerEncoderLayer(_Layer):
     norms = ("self_attn_layer_norm", "final_layer_norm")
 
     def __init__(self, args: Any) -> None:
-        super().__init__(args, args.encoder_embed_dim, args.encoder_ffn_embed_dim)
-        self.normalize_before = args.encoder_normalize_before
-        self.self_attn = MultiheadAttention(
-            self.embed_dim, args.encoder_attention_heads, dropout=args.attention_dropout
-        )
-        self.self_attn_layer_norm = LayerNorm(self.embed_dim)
-        self._add_feed_forward(self.embed_dim, args.encoder_ffn_embed_dim)
+        super().__init__(args, "encoder")
+        self._add_feed_forward(args.encoder_ffn_embed_dim)
 
     def forward(
         self,
@@ -119,11 +131,8 @@ class TransformerEncoderLayer(_Layer):
             attn_mask (torch.Tensor | None, default None): (length, length), true or
                 -inf where nothing is to be seen.
         """
-        seen = self._before(self.self_attn_layer_norm, x)
-        change, _ = self.self_attn(
-            seen, seen, seen, encoder_padding_mask, attn_mask=attn_mask
-        )
-        x = self._after(self.self_attn_layer_norm, x, change)
+        norm, masks = self.self_attn_layer_norm, (encoder_padding_mask, attn_mask)
+        x = self._attended(self.self_attn, norm, x, None, *masks)
         return self._feed_forward(x)
 
 
@@ -145,11 +154,8 @@ class TransformerDecoderLayer(_Layer):
     norms = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
 
     def __init__(self, args: Any, no_encoder_attn: bool = False) -> None:
-        super().__init__(args, args.decoder_embed_dim, args.decoder_ffn_embed_dim)
-        self.normalize_before = args.decoder_normalize_before
+        super().__init__(args, "decoder")
         heads, dropout = args.decoder_attention_heads, args.attention_dropout
-        self.self_attn = MultiheadAttention(self.embed_dim, heads, dropout=dropout)
-        self.self_attn_layer_norm = LayerNorm(self.embed_dim)
         self.encoder_attn: MultiheadAttention | None = None
         if not no_encoder_attn:
             source = args.encoder_embed_dim
@@ -157,7 +163,7 @@ class TransformerDecoderLayer(_Layer):
                 self.embed_dim, heads, source, source, dropout
             )
             self.encoder_attn_layer_norm = LayerNorm(self.embed_dim)
-        self._add_feed_forward(self.embed_dim, args.decoder_ffn_embed_dim)
+        self._add_feed_forward(args.decoder_ffn_embed_dim)
 
     def forward(
         self,
@@ -181,15 +187,12 @@ class TransformerDecoderLayer(_Layer):
                 true for padding.
             is_causal (bool, default False): A position sees itself and those before it.
         """
-        seen = self._before(self.self_attn_layer_norm, x)
-        change, _ = self.self_attn(
-            seen, seen, seen, self_attn_padding_mask, self_attn_mask, is_causal
+        norm, masks = (
+            self.self_attn_layer_norm,
+            (self_attn_padding_mask, self_attn_mask),
         )
-        x = self._after(self.self_attn_layer_norm, x, change)
+        x = self._attended(self.self_attn, norm, x, None, *masks, is_causal)
         if self.encoder_attn is not None and encoder_out is not None:
-            seen = self._before(self.encoder_attn_layer_norm, x)
-            change, _ = self.encoder_attn(
-                seen, encoder_out, encoder_out, encoder_padding_mask
-            )
-            x = self._after(self.encoder_attn_layer_norm, x, change)
+            norm, mask = self.encoder_attn_layer_norm, encoder_padding_mask
+            x = self._attended(self.encoder_attn, norm, x, encoder_out, mask)
         return self._feed_forward(x), None, None

@@ -9,10 +9,10 @@ from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import data_utils, iterators, metrics
-from ctrainer.fairseq.config.command_line import add_options
 from ctrainer.fairseq.data.dictionary import Dictionary
 from ctrainer.fairseq.fairseq_dataset import FairseqDataset
 from ctrainer.fairseq.optim import AMPOptimizer
+from ctrainer.fairseq.registry import Registered
 from ctrainer.fairseq.tokenizer import tokenize_line
 from ctrainer.fairseq.utils import deprecation_warning
 
@@ -64,7 +64,7 @@ class StatefulContainer:
         return self._state[name]
 
 
-class FairseqTask:
+class FairseqTask(Registered):
     """Holds dictionaries and data sets, builds model and criterion, does a step.
 
     `datasets` has data sets by split; `state` is a StatefulContainer.
@@ -87,17 +87,6 @@ class FairseqTask:
         self.datasets: dict[str, Any] = {}
         self.dataset_to_epoch_iter: dict[Any, Any] = {}
         self.state = StatefulContainer()
-
-    @classmethod
-    def add_args(cls, parser: Any) -> None:
-        """Declare the options of the class's dataclass, where it has one.
-
-        Args:
-            parser: An ArgumentParser, or a group of one.
-        """
-        dataclass = getattr(cls, "__dataclass", None)
-        if dataclass is not None:
-            add_options(parser, dataclass)
 
     @classmethod
     def setup_task(cls, cfg: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 
 from ctrainer._C import Schedule
 from ctrainer.fairseq import lr_scheduler as ours
+from ctrainer.fairseq.config.schedules import InverseSquareRootLRScheduleConfig
 
 Rule = Callable[[int], float]
 LR = 0.3
@@ -224,7 +225,7 @@ def test_the_config_stays_as_it_is(
 
 
 def test_defaults_are_those_of_the_dataclasses() -> None:
-    cfg = ours.InverseSquareRootSchedule._config()
+    cfg = InverseSquareRootLRScheduleConfig()
     assert (cfg.warmup_updates, cfg.warmup_init_lr) == (4000, -1)
     assert cfg.lr == "${optimization.lr}"
     scheduler = ours.build_lr_scheduler("inverse_sqrt", cfg, Optimizer())

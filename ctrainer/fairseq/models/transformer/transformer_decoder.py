@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import nn
 
 from ctrainer.fairseq.models import FairseqIncrementalDecoder
-from ctrainer.fairseq.modules import (
-    FairseqDropout,
-    LayerNorm,
-    Linear,
-    PositionalEmbedding,
-    TransformerDecoderLayer,
-)
+from ctrainer.fairseq.models.transformer.transformer_encoder import Embedded
+from ctrainer.fairseq.modules import LayerNorm, Linear, TransformerDecoderLayer
 
 
-class TransformerDecoder(FairseqIncrementalDecoder):
+class TransformerDecoder(Embedded, FairseqIncrementalDecoder):
     """The decoder of a transformer.
 
     Args:
@@ -40,23 +34,11 @@ class TransformerDecoder(FairseqIncrementalDecoder):
         output_projection: nn.Module | None = None,
     ) -> None:
         super().__init__(dictionary)
-        self.register_buffer("version", torch.tensor([3.0]))
-        self.dropout_module = FairseqDropout(args.dropout, type(self).__name__)
+        dim, length = args.decoder_embed_dim, args.max_target_positions
+        self._add_embedding(args, embed_tokens, dim, length, args.decoder_learned_pos)
         self.share_input_output_embed = args.share_decoder_input_output_embed
-        dim, inputs = args.decoder_embed_dim, embed_tokens.embedding_dim
         self.embed_dim, self.output_embed_dim = dim, args.decoder_output_dim
-        self.padding_idx: Any = embed_tokens.padding_idx
-        self.max_target_positions = args.max_target_positions
-        self.embed_tokens = embed_tokens
-        self.embed_scale = 1.0 if args.no_scale_embedding else math.sqrt(dim)
-        self.project_in_dim = Linear(inputs, dim, bias=False) if inputs != dim else None
-        self.embed_positions = None
-        if not args.no_token_positional_embeddings:
-            self.embed_positions = PositionalEmbedding(
-                self.max_target_positions, dim, self.padding_idx,
-                learned=args.decoder_learned_pos,
-            )  # fmt: skip
-        self.layernorm_embedding = LayerNorm(dim) if args.layernorm_embedding else None
+        self.max_target_positions = length
         self.layers = nn.ModuleList(
             self.build_decoder_layer(args, no_encoder_attn)
             for _ in range(args.decoder_layers)
@@ -96,17 +78,6 @@ class TransformerDecoder(FairseqIncrementalDecoder):
         """
         return TransformerDecoderLayer(args, no_encoder_attn)
 
-    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed_scale * self.embed_tokens(tokens)
-        if self.project_in_dim is not None:
-            x = self.project_in_dim(x)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(tokens)
-        if self.layernorm_embedding is not None:
-            x = self.layernorm_embedding(x)
-        dropped: torch.Tensor = self.dropout_module(x)
-        return dropped
-
     def extract_features(  # type: ignore[override]
         self,
         prev_output_tokens: torch.Tensor,
@@ -115,7 +86,7 @@ class TransformerDecoder(FairseqIncrementalDecoder):
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         source, source_padding = _of_encoder(encoder_out)
         padding = self._padding(prev_output_tokens)
-        x = self._embedded(prev_output_tokens).transpose(0, 1)
+        x = self.forward_embedding(prev_output_tokens).transpose(0, 1)
         states = [x]
         for layer in self.layers:
             x, _, _ = layer(
@@ -139,11 +110,6 @@ class TransformerDecoder(FairseqIncrementalDecoder):
     def output_layer(self, features: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         logits: torch.Tensor = self.output_projection(features)
         return logits
-
-    def max_positions(self) -> int:
-        if self.embed_positions is None:
-            return int(self.max_target_positions)
-        return int(min(self.max_target_positions, self.embed_positions.max_positions))
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> Any:
         """Bring an older state dict, without output_projection, up to date, and return

@@ -12,6 +12,7 @@ from ctrainer.fairseq.models import FairseqEncoder
 from ctrainer.fairseq.modules import (
     FairseqDropout,
     LayerNorm,
+    Linear,
     PositionalEmbedding,
     TransformerEncoderLayer,
 )
@@ -19,7 +20,50 @@ from ctrainer.fairseq.modules import (
 EncoderOut = dict[str, list[torch.Tensor]]
 
 
-class TransformerEncoder(FairseqEncoder):
+class Embedded(nn.Module):
+    """The vectors of words and positions that enter an encoder or a decoder."""
+
+    def _add_embedding(
+        self, args: Any, words: nn.Embedding, dim: int, length: int, learned: bool
+    ) -> None:
+        """Add the modules, for sequences of up to `length` words."""
+        self.register_buffer("version", torch.tensor([3.0]))
+        self.dropout_module = FairseqDropout(args.dropout, type(self).__name__)
+        self.padding_idx: Any = words.padding_idx
+        self.embed_tokens, inputs = words, words.embedding_dim
+        self.embed_scale = 1.0 if args.no_scale_embedding else math.sqrt(dim)
+        self.project_in_dim = Linear(inputs, dim, bias=False) if inputs != dim else None
+        self.embed_positions, self._length = None, length
+        if not args.no_token_positional_embeddings:
+            self.embed_positions = PositionalEmbedding(
+                length, dim, self.padding_idx, learned
+            )
+        self.layernorm_embedding = LayerNorm(dim) if args.layernorm_embedding else None
+
+    def forward_embedding(self, src_tokens: torch.Tensor) -> torch.Tensor:
+        """Return vectors of words and their positions, (rows, length, dim).
+
+        Args:
+            src_tokens (torch.Tensor): (rows, length).
+        """
+        x = self.embed_scale * self.embed_tokens(src_tokens)
+        if self.project_in_dim is not None:
+            x = self.project_in_dim(x)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(src_tokens)
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        dropped: torch.Tensor = self.dropout_module(x)
+        return dropped
+
+    def max_positions(self) -> int:
+        """Return the greatest length of a sequence."""
+        if self.embed_positions is None:
+            return int(self._length)
+        return int(min(self._length, self.embed_positions.max_positions))
+
+
+class TransformerEncoder(Embedded, FairseqEncoder):
     """The encoder of a transformer.
 
     Args:
@@ -30,20 +74,9 @@ class TransformerEncoder(FairseqEncoder):
 
     def __init__(self, args: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__(dictionary)
-        self.register_buffer("version", torch.tensor([3.0]))
-        self.dropout_module = FairseqDropout(args.dropout, type(self).__name__)
-        dim = embed_tokens.embedding_dim
-        self.padding_idx: Any = embed_tokens.padding_idx
-        self.max_source_positions = args.max_source_positions
-        self.embed_tokens = embed_tokens
-        self.embed_scale = 1.0 if args.no_scale_embedding else math.sqrt(dim)
-        self.embed_positions = None
-        if not args.no_token_positional_embeddings:
-            self.embed_positions = PositionalEmbedding(
-                args.max_source_positions, dim, self.padding_idx,
-                learned=args.encoder_learned_pos,
-            )  # fmt: skip
-        self.layernorm_embedding = LayerNorm(dim) if args.layernorm_embedding else None
+        dim, length = embed_tokens.embedding_dim, args.max_source_positions
+        self._add_embedding(args, embed_tokens, dim, length, args.encoder_learned_pos)
+        self.max_source_positions = length
         self.layers = nn.ModuleList(
             self.build_encoder_layer(args) for _ in range(args.encoder_layers)
         )
@@ -57,20 +90,6 @@ class TransformerEncoder(FairseqEncoder):
             args: The options.
         """
         return TransformerEncoderLayer(args)
-
-    def forward_embedding(self, src_tokens: torch.Tensor) -> torch.Tensor:
-        """Return vectors of words and their places, (rows, length, dim).
-
-        Args:
-            src_tokens (torch.Tensor): (rows, length).
-        """
-        x = self.embed_scale * self.embed_tokens(src_tokens)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(src_tokens)
-        if self.layernorm_embedding is not None:
-            x = self.layernorm_embedding(x)
-        dropped: torch.Tensor = self.dropout_module(x)
-        return dropped
 
     def forward(
         self,
@@ -106,8 +125,3 @@ class TransformerEncoder(FairseqEncoder):
             "encoder_embedding": [embedded],
             "src_lengths": [src_tokens.ne(self.padding_idx).sum(1, keepdim=True)],
         }
-
-    def max_positions(self) -> int:
-        if self.embed_positions is None:
-            return int(self.max_source_positions)
-        return int(min(self.max_source_positions, self.embed_positions.max_positions))
