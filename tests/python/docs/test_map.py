@@ -38,3 +38,19 @@ def test_symbols_are_defined_in_the_files_named(symbol: str, path: str) -> None:
     else:
         found = re.search(rf"^{symbol}\([^;]*?\)\n\{{", text, re.MULTILINE)
     assert found, f"{path} does not define {symbol}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"],
+    ids=lambda p: p.name,
+)
+def test_paths_in_pages_exist(page: Path) -> None:
+    """Paths from the root in backticks, and links; NAME stands for any file."""
+    text = page.read_text()
+    folders = "csrc|cuda|ctrainer|tests|docs|benchmarks|examples"
+    paths = re.findall(rf"`((?:{folders})/[\w./-]*)`", text)
+    links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
+    named = {ROOT / p for p in paths if "NAME" not in p}
+    named |= {page.parent / p for p in links}
+    assert not {str(p) for p in named if not p.exists()}
