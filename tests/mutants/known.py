@@ -88,12 +88,6 @@ EQUIVALENT = (
         "hint is where the search begins, which goes over all places whatever it is",
     ),
     (
-        "csrc/core/base/io.c",
-        "int used = advance(v, n, done < 0 ? 0 : (size_t)done);",
-        "int used = advance(v, n, done <= 0 ? 0 : (size_t)done);",
-        "where done is 0, it is 0 that is passed on either way",
-    ),
-    (
         "csrc/core/base/pool.c",
         "(void)work_off();",
         ";",
