@@ -279,7 +279,11 @@ class BMUF(_C.BMUF):
         return [rank for rank, answer in enumerate(answers) if answer == b"\1"]
 
     def roll_call(self, stays: bool = True) -> list[int]:
-        """Return remaining_ranks(stays), as which it is deprecated."""
+        """Return remaining_ranks(stays): the former name, which is deprecated.
+
+        Args:
+            stays (bool, default True): False on a rank that is about to leave.
+        """
         warnings.warn(
             "BMUF.roll_call is called remaining_ranks", DeprecationWarning, stacklevel=2
         )
