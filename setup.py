@@ -39,8 +39,8 @@ OLDEST_NVCC = 13
 SHARED = [
     f"csrc/core/{name}.c"
     for name in (
-        *("base/alloc", "base/owner", "base/span", "base/status", "base/wait"),
-        *("comm/comm", "device/factored", "device/update"),
+        *("base/alloc", "base/status", "base/wait"),
+        *("comm/comm", "device/update"),
     )
 ]
 

@@ -4,6 +4,7 @@
 #define CT_CUDA_ELEMENT_CUH
 
 #include "core/base/span.h"
+#include "math/ema.h"
 #include "math/half.h"
 
 #include <cuda_runtime.h>
@@ -129,6 +130,30 @@ ct_store_as(Real value, void *data, ct_dtype dtype, size_t i)
         typedef typename decltype(tag)::type element;
         ct_store(value, &((element *)data)[i]);
     });
+}
+
+/* ---- averages -------------------------------------------------------------------- */
+
+__device__ inline float
+ct_average_of(const ct_ema_coef &coef, float average, float value)
+{
+    return ct_ema_apply_f32(&coef, average, value);
+}
+
+__device__ inline double
+ct_average_of(const ct_ema_coef &coef, double average, double value)
+{
+    return ct_ema_apply_f64(&coef, average, value);
+}
+
+/* Element i of `data` takes in the value. */
+template <typename Real>
+__device__ inline void
+ct_average_element(const ct_ema_coef &coef, Real value, void *data, ct_dtype dtype,
+                   size_t i)
+{
+    const Real average = ct_load_as<Real>(data, dtype, i);
+    ct_store_as(ct_average_of(coef, average, value), data, dtype, i);
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* Writing 8-bit state by the threads of a block. Mirrors csrc/cpu/quant.c. */
+/* Writing 8-bit state by the threads of a block. Mirrors part of csrc/cpu/update.c. */
 #ifndef CT_CUDA_QUANT_CUH
 #define CT_CUDA_QUANT_CUH
 

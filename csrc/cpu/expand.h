@@ -8,13 +8,13 @@
  *     ct_elem              the type in memory
  *     ct_real              the type of the computation: double for F64, else float
  *     CT_LOAD, CT_STORE    between the two; CT_STORE_F64 from a double
- *     CT_PAIRS             defined for bfloat16, with conversions of pairs in
- * math/half.h CT_REAL(name)        name_f32 or name_f64, by ct_real
+ *     CT_PAIRS             defined for bfloat16: math/half.h converts pairs
+ *     CT_REAL(name)        name_f32 or name_f64, by ct_real
  *
  * Every function inlined by a body was compiled for the base set, a part of the other
  * sets. Features are listed instead of arch=x86-64-v3 because GCC inlines across a
  * difference in features but not in arch. */
-#include "cpu/isa.h"
+#include "cpu/kernels.h"
 #include "math/half.h"
 
 #define CT_SET base
@@ -34,3 +34,7 @@
 #undef CT_SET
 #pragma GCC pop_options
 #endif
+
+#undef CT_BODY
+#undef CT_NO_F16
+#undef CT_ONLY_F32_F64

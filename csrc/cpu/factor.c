@@ -2,7 +2,7 @@
  *
  * A matrix is cut into slabs of rows. Each slab writes sums of its rows and columns;
  * the sums are folded in order after all slabs. */
-#include "cpu/isa.h"
+
 #include "cpu/kernels.h"
 
 #include "core/base/pool.h"

@@ -5,7 +5,7 @@
  * first two levels of cache. Factors in bfloat16 are converted to float32 exactly, and
  * the product is rounded once. */
 #define _GNU_SOURCE /* dl_iterate_phdr */
-#include "cpu/isa.h"
+
 #include "cpu/kernels.h"
 
 #include "core/base/pool.h"

@@ -4,11 +4,10 @@
  * index order, then the batches: the compiler may vectorise the lanes, and neither the
  * vector length nor the number of threads changes a bit. For separate sums of spans
  * each piece has lanes, and the pieces of a span are folded in order. */
-#include "cpu/partition.h"
+
 #include "cpu/kernels.h"
 
 #include "core/base/pool.h"
-#include "math/norm.h"
 
 enum {
     LANES = 32
@@ -54,10 +53,7 @@ job_init(norm_job *job, double p, const ct_span *spans, size_t n_spans, ct_error
 {
     *job = (norm_job){.spans = spans, .kind = ct_norm_kind_of(p), .p = p};
     ct_status status = ct_isa_get(&job->isa, err);
-    for (size_t i = 0; status == CT_OK && i < n_spans; i++) {
-        status = ct_check_float("norm", i, job->spans[i].dtype, err);
-    }
-    return status;
+    return status == CT_OK ? ct_check_floats("norm", spans, n_spans, err) : status;
 }
 
 /* ---- all spans together ---------------------------------------------------------- */
@@ -104,31 +100,12 @@ ct_cpu_norm(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
 /* ---- each span by itself --------------------------------------------------------- */
 
 static void
-run_pieces(void *arg, size_t batch)
+run_piece(const void *arg, const ct_piece *piece)
 {
     const norm_job *job = arg;
-    ct_piece piece = ct_partition_start(job->partition, batch);
-    while (ct_partition_next(job->partition, batch, &piece)) {
-        double lanes[LANES] = {0.0};
-        add_piece(job, &piece, lanes);
-        job->partial[ct_partition_number(batch, &piece)] = fold(job, lanes);
-    }
-}
-
-static void
-fold_pieces(const norm_job *job, size_t n_spans, double *sums)
-{
-    for (size_t i = 0; i < n_spans; i++) {
-        sums[i] = 0.0;
-    }
-    for (size_t b = 0; b < job->partition->n_batches; b++) {
-        ct_piece piece = ct_partition_start(job->partition, b);
-        while (ct_partition_next(job->partition, b, &piece)) {
-            double *sum = &sums[piece.span];
-            *sum = ct_norm_merge(job->kind, *sum,
-                                 job->partial[ct_partition_number(b, &piece)]);
-        }
-    }
+    double lanes[LANES] = {0.0};
+    add_piece(job, piece, lanes);
+    job->partial[piece->number] = fold(job, lanes);
 }
 
 ct_status
@@ -146,10 +123,9 @@ ct_cpu_norms(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
     status = ct_cpu_scratch_grow(scratch,
                                  (n_spans + partition.n_batches) * sizeof(double), err);
     if (status == CT_OK) {
-        job.partition = &partition;
         job.partial = scratch->data;
-        ct_pool_run(run_pieces, &job, partition.n_batches);
-        fold_pieces(&job, n_spans, sums);
+        ct_partition_run(&partition, run_piece, &job);
+        ct_partition_fold(&partition, job.partial, 1, n_spans, job.kind, sums);
     }
     return status;
 }

@@ -1,6 +1,6 @@
 /* Quantized values of 8 or 4 bits for other ranks, on the CPU. Mirrors
  * cuda/quantized.cu. */
-#include "cpu/partition.h"
+
 #include "cpu/kernels.h"
 
 #include "math/quantized.h"
@@ -46,8 +46,8 @@ run(quantized_job *job, const ct_span *values, const char *kernel, ct_error *err
     if (status == CT_OK) {
         status = ct_check_float(kernel, 0, values->dtype, err);
     }
-    if (status == CT_OK && values->n > 0) {
-        ct_for_pieces(&values->n, sizeof *values, 1, run_piece, job);
+    if (status == CT_OK) {
+        ct_for_pieces(values, 1, run_piece, job);
     }
     return status;
 }

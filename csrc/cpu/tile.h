@@ -1,12 +1,9 @@
-/* A few elements between the stored dtype and the type of the computation, in the
- * first-level cache. */
+/* A few elements in the first-level cache, for kernels that convert or average them in
+ * a pass of their own; in cpu/elementwise.c. */
 #ifndef CT_CPU_TILE_H
 #define CT_CPU_TILE_H
 
-#include "cpu/isa.h"
-
-#include <stdbool.h>
-#include <stddef.h>
+#include "cpu/kernels.h"
 
 enum {
     CT_TILE = 512
@@ -25,5 +22,11 @@ void ct_tile_load(ct_isa isa, ct_tile *tile, bool wide, ct_dtype dtype,
 /* And back, rounded to nearest, ties to even. */
 void ct_tile_store(ct_isa isa, const ct_tile *tile, bool wide, ct_dtype dtype,
                    void *data, size_t to, size_t n);
+
+/* Adds elements [at, at + n) of value to the moving average, for any two dtypes:
+ * computed in `real`, F32 or F64; n <= CT_TILE unless both dtypes are `real`. */
+void ct_average_elements(ct_isa isa, ct_dtype real, void *average,
+                         ct_dtype average_dtype, const void *value,
+                         ct_dtype value_dtype, size_t at, size_t n, double decay);
 
 #endif

@@ -21,8 +21,8 @@ EMUL_INCLUDE := -DCT_EMUL '-DCT_EMUL_WHEELS="$(EMUL_WHEELS)"' \
 EMUL_LIBRARIES := $(EMUL_WHEELS)/nvidia/cu13/lib/libcublas.so.13 \
     $(EMUL_WHEELS)/nvidia/nccl/lib/libnccl.so.2
 PYTHON_INCLUDE = $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))')
-PLUGIN_CORE := base/alloc base/owner base/span base/status base/wait \
-    comm/comm device/factored device/update
+PLUGIN_CORE := base/alloc base/status base/wait \
+    comm/comm device/update
 EMUL_FLAGS := -O1 -g -Wall -Wextra -Wshadow -Werror -ffp-contract=off -fPIC -pthread $(SAN)
 
 .PHONY: cuda cuda-emul cuda-emul-build cuda-emul-libraries cuda-emul-python cuda-emul-plain cuda-check

@@ -52,7 +52,7 @@ def test_nothing_is_atomic(path: Path) -> None:
 
 
 def test_without_the_flag_there_would_be_fused_arithmetic() -> None:
-    assert "fma." in ptx(ROOT / "cuda/average.cu")
+    assert "fma." in ptx(ROOT / "cuda/elementwise.cu")
 
 
 def test_the_build_passes_the_flag() -> None:

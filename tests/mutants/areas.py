@@ -64,22 +64,18 @@ AREAS = {
                  "parts", "formula/rmsprop", "formula/schedule_free"):
                 "core/optim/test_adamw.c core/optim/test_sgd.c core/optim/test_kinds.c "
                 "core/cpu/test_kernels.c binding/test_optimizer_rules.py",
-            core("engine/clip"):
-                "core/engine/test_clip.c",
-            core("device/factored") + " " +
             "csrc/cpu/factor.c csrc/cpu/body/factor.h":
                 "core/cpu/test_factor.c",
-            core("engine/step", "optim/grads"):
-                "core/engine/test_step.c",
+            core("engine/step"):
+                "core/engine/test_step.c core/engine/test_clip.c",
             core("engine/average"):
                 "core/engine/test_average.c",
             "csrc/cpu/update.c":
-                "core/cpu/test_kernels.c core/cpu/test_half.c",
+                "core/cpu/test_kernels.c core/cpu/test_half.c core/cpu/test_quant.c "
+                "core/cpu/test_measure.c",
             "csrc/cpu/norm.c csrc/cpu/body/norm.h" + " " +
             math("norm"):
                 "core/cpu/test_norm.c",
-            "csrc/cpu/quant.c":
-                "core/cpu/test_quant.c",
             "csrc/cpu/body/quant.h" + " " +
             math("quant"):
                 "core/cpu/test_quant.c binding/test_eight_bit.py",
@@ -128,7 +124,7 @@ AREAS = {
     ),
     "schedules": Area(
         {
-            core("schedule/schedule", "schedule/transformers"):
+            core("schedule/schedule"):
                 "core/schedule/test_schedule.c binding/test_scheduler.py",
             core("schedule/fairseq"):
                 "core/schedule/test_schedule.c "
@@ -136,7 +132,7 @@ AREAS = {
             core("schedule/deepspeed"):
                 "core/schedule/test_schedule.c "
                 "python/compat/test_deepspeed_schedules.py",
-            binding("schedule/schedule", "schedule/scheduler") + " " +
+            binding("schedule/scheduler") + " " +
             "ctrainer/schedules.py":
                 "binding/test_scheduler.py",
             "csrc/core/schedule/family.h":
@@ -708,20 +704,16 @@ AREAS = {
             "csrc/core/base/check.h" + " " +
             math("half"):
                 "core/base/test_dtype.c core/cpu/test_half.c core/cpu/test_copy.c",
-            "csrc/cpu/add.c csrc/cpu/average.c csrc/cpu/body/average.h "
-            "csrc/cpu/copy.c csrc/cpu/body/dither.h csrc/cpu/scale.c "
-            "csrc/cpu/body/scale.h csrc/cpu/update_tile.c csrc/cpu/tile.c "
-            "csrc/cpu/body/tile.h csrc/cpu/zero.c csrc/cpu/device.c" + " " +
+            "csrc/cpu/elementwise.c csrc/cpu/body/average.h csrc/cpu/body/dither.h "
+            "csrc/cpu/body/scale.h csrc/cpu/body/tile.h" + " " +
             math("ema", "philox", "formula/scale"):
                 "core/cpu/test_kernels.c core/cpu/test_copy.c core/cpu/test_half.c",
             "csrc/cpu/quantized.c csrc/cpu/body/quantized.h" + " " +
             math("quantized"):
                 "core/cpu/test_quantized.c",
-            "csrc/cpu/partition.c":
-                "core/cpu/test_partition.c",
-            "csrc/cpu/isa.c":
-                "core/cpu/test_isa.c",
-            "csrc/cpu/measure.c":
+            "csrc/cpu/device.c":
+                "core/cpu/test_partition.c core/cpu/test_isa.c core/cpu/test_kernels.c",
+            "csrc/cpu/body/measure.h":
                 "core/cpu/test_measure.c",
             "csrc/cpu/gemm.c csrc/cpu/body/gemm.h":
                 "core/cpu/test_gemm.c",
@@ -730,14 +722,13 @@ AREAS = {
     ),
     "cuda": Area(
         {
-            "cuda/add.cu cuda/zero.cu cuda/element.cuh cuda/update.cuh "
-            "cuda/average.cuh":
+            "cuda/element.cuh cuda/update.cuh":
                 "cuda/test_elementwise.cpp cuda/test_launch.cpp",
             "cuda/quant.cuh":
                 "cuda/test_quant.cpp",
             "cuda/reduce.cuh":
                 "cuda/test_norm.cpp cuda/test_measure.cpp",
-            "cuda/factor.cu cuda/measure.cu":
+            "cuda/factor.cu":
                 "cuda/test_measure.cpp",
             "cuda/gemm.cu cuda/cublas.c":
                 "cuda/test_gemm.cpp cuda/test_dynlib.cpp",
@@ -755,7 +746,7 @@ AREAS = {
                 "cuda/test_nccl_groups.py cuda/test_fsdp_device.py",
             "cuda/norm.cu":
                 "cuda/test_launch.cpp cuda/test_norm.cpp",
-            "cuda/update.cu cuda/average.cu cuda/copy.cu cuda/scale.cu":
+            "cuda/update.cu cuda/elementwise.cu":
                 "cuda/test_launch.cpp cuda/test_elementwise.cpp "
                 "cuda/test_step.cpp",
             "cuda/quantized.cu":

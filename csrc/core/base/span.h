@@ -29,10 +29,49 @@ typedef enum ct_dtype {
     CT_DTYPE_COUNT
 } ct_dtype;
 
-size_t ct_dtype_size(ct_dtype dtype);      /* bytes of one element */
-const char *ct_dtype_name(ct_dtype dtype); /* "float32", "bfloat16", ... */
-const char *ct_dtype_tag(ct_dtype dtype);  /* safetensors' "F32", "BF16", ... */
-bool ct_dtype_is_float(ct_dtype dtype);    /* F32, F64, BF16 or F16 */
+/* In the order of ct_dtype: a table that C++ takes too has no designators. */
+static const struct {
+    const char *name; /* torch's and NumPy's */
+    const char *tag;  /* safetensors' */
+    size_t size;
+    bool is_float;
+} ct_dtypes[CT_DTYPE_COUNT] = {
+    {"float32",  "F32",  4, true },
+    {"float64",  "F64",  8, true },
+    {"bfloat16", "BF16", 2, true },
+    {"float16",  "F16",  2, true },
+    {"int64",    "I64",  8, false},
+    {"int32",    "I32",  4, false},
+    {"int16",    "I16",  2, false},
+    {"int8",     "I8",   1, false},
+    {"uint8",    "U8",   1, false},
+    {"bool",     "BOOL", 1, false},
+};
+
+/* Bytes of one element. */
+static inline size_t
+ct_dtype_size(ct_dtype dtype)
+{
+    return ct_dtypes[dtype].size;
+}
+
+static inline const char *
+ct_dtype_name(ct_dtype dtype)
+{
+    return ct_dtypes[dtype].name;
+}
+
+static inline const char *
+ct_dtype_tag(ct_dtype dtype)
+{
+    return ct_dtypes[dtype].tag;
+}
+
+static inline bool
+ct_dtype_is_float(ct_dtype dtype)
+{
+    return ct_dtypes[dtype].is_float;
+}
 
 typedef struct ct_span {
     void *data;
@@ -41,7 +80,13 @@ typedef struct ct_span {
 } ct_span;
 
 /* Elements [at, at + n) of a span of at least at + n. */
-ct_span ct_span_part(ct_span whole, size_t at, size_t n);
+static inline ct_span
+ct_span_part(ct_span whole, size_t at, size_t n)
+{
+    whole.data = (char *)whole.data + at * ct_dtype_size(whole.dtype);
+    whole.n = n;
+    return whole;
+}
 
 CT_END_DECLS
 

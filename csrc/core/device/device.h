@@ -1,14 +1,14 @@
 /* The device table: one entry per kernel, one table per kind of device.
  *
- * csrc/cpu/NAME.c and cuda/NAME.cu each implement entry NAME over a list of spans; the
- * step engine sees only this table and an opaque stream, so it neither includes nor
- * links CUDA. Work is only enqueued: operands must stay alive until the stream has
- * drained; no entry but transfer and read waits for the stream. */
+ * The .c files of csrc/cpu/ and the .cu files of the same names in cuda/ implement its
+ * entries over lists of spans; the step engine sees only this table and an opaque
+ * stream, so it neither includes nor links CUDA. Work is only enqueued: operands must
+ * stay alive until the stream has drained; no entry but transfer and read waits for the
+ * stream. */
 #ifndef CT_DEVICE_H
 #define CT_DEVICE_H
 
 #include "core/device/quantized.h"
-#include "core/device/factored.h"
 #include "core/base/mapping.h"
 #include "core/base/span.h"
 #include "core/device/update.h"

@@ -20,14 +20,14 @@ CT_NAME(look_up)(ct_isa isa, const ct_real *restrict x, float scale,
         keys[i] = key_of(ct_quant_unit((float)x[i], scale));
     } while (++i < n);
     for (i = gather_quantized(isa, keys, entries, quantized, n); i < n; i++) {
-        const uint32_t entry = entries[(keys[i] >> 16) + CT_QUANT_BUCKETS];
+        const uint32_t entry = entries[(keys[i] >> 16) + BUCKETS];
         quantized[i] = (uint8_t)(entry + (((uint32_t)keys[i] & 0xffff) > entry >> 8));
     }
 }
 
 /* Returns absmax. */
 static float
-CT_NAME(quantise)(ct_isa isa, const void *from, const ct_quant_search *search,
+CT_NAME(quantise)(ct_isa isa, const void *from, const quant_search *search,
                   uint8_t *restrict quantized, size_t n)
 {
     const ct_real *restrict x = from;

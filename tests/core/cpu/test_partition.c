@@ -1,4 +1,4 @@
-#include "cpu/partition.h"
+#include "cpu/kernels.h"
 #include "ct_random.h"
 #include "ct_test.h"
 

@@ -1,7 +1,7 @@
 /* 8-bit state: an update of it leaves the parameters and, once they are quantised
  * by plain loops, the state of the same update of floats. */
 #include "core/base/alloc.h"
-#include "cpu/quant.h"
+#include "cpu/update.c" /* for its tables, which nobody else needs */
 #include "ct_kernels.h"
 #include "ct_random.h"
 #include "ct_rule_examples.h"
@@ -13,19 +13,19 @@
 
 enum {
     N_SPANS = 7,
-    MOST = 70000, /* elements: more than a batch */
+    MOST_ELEMS = 70000, /* elements: more than a batch */
     MAPS = 3
 };
 
-static const size_t lengths[N_SPANS] = {0, 1, 255, 256, 257, 4096, MOST};
+static const size_t lengths[N_SPANS] = {0, 1, 255, 256, 257, 4096, MOST_ELEMS};
 static const ct_dtype dtypes[N_SPANS] = {CT_F32, CT_F64, CT_F32, CT_BF16,
                                          CT_F16, CT_F64, CT_F32};
 
 typedef struct arrays {
-    double grad[MOST], param[MOST];
-    double state[CT_RULE_MAX_STATES][MOST]; /* of the type that is computed in */
-    uint8_t quantized[CT_RULE_MAX_STATES][MOST];
-    float absmax[CT_RULE_MAX_STATES][MOST / CT_QUANT_BLOCK + 1];
+    double grad[MOST_ELEMS], param[MOST_ELEMS];
+    double state[CT_RULE_MAX_STATES][MOST_ELEMS]; /* of the type that is computed in */
+    uint8_t quantized[CT_RULE_MAX_STATES][MOST_ELEMS];
+    float absmax[CT_RULE_MAX_STATES][MOST_ELEMS / CT_QUANT_BLOCK + 1];
 } arrays;
 
 typedef struct fixture {
@@ -221,7 +221,7 @@ check_setting(void *arg)
 
 /* Some blocks are zero, tiny, or have one bad element in their gradients. */
 static void
-fill(fixture *f, ct_random *r)
+fill_spans(fixture *f, ct_random *r)
 {
     memset(f->start, 0, N_SPANS * sizeof *f->start);
     for (size_t s = 0; s < N_SPANS; s++) {
@@ -246,7 +246,7 @@ static void
 test_updates_of_codes_equal_those_of_floats(fixture *f)
 {
     ct_random r = {5};
-    fill(f, &r);
+    fill_spans(f, &r);
     for (int rule = 0; rule < CT_RULE_COUNT; rule++) {
         f->rule = (ct_rule)rule;
         if (ct_rule_is_measured(f->rule) || ct_rule_n_states(f->rule) == 0) {
@@ -299,15 +299,15 @@ test_the_nearest_number_is_found(const fixture *f)
 static void
 test_dynamic_maps_are_searched_directly(const fixture *f)
 {
-    static ct_quant_searches searches;
+    static quant_searches searches;
     ct_update_span span = {.n = 1};
     for (size_t m = 0; m < MAPS; m++) {
         span.quant[m].map = f->maps[m];
     }
-    ct_quant_searches_init(&searches);
-    CHECK(!ct_quant_fits(&searches, &span, MAPS));
-    ct_quant_prepare(&searches, &span, MAPS);
-    CHECK(ct_quant_fits(&searches, &span, MAPS));
+    quant_searches_init(&searches);
+    CHECK(!quant_fits(&searches, &span, MAPS));
+    quant_prepare(&searches, &span, MAPS);
+    CHECK(quant_fits(&searches, &span, MAPS));
     CHECK(searches.of[0].direct && searches.of[1].direct && !searches.of[2].direct);
 }
 
