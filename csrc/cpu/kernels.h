@@ -135,6 +135,9 @@ ct_add_fn ct_cpu_add;
 ct_gemm_fn ct_cpu_gemm;
 ct_encode_fn ct_cpu_encode;
 ct_decode_fn ct_cpu_decode;
-ct_status ct_cpu_scratch_grow(ct_scratch *scratch, size_t bytes, ct_error *err);
+ct_transfer_fn ct_cpu_transfer;
+ct_read_fn ct_cpu_read;
+ct_scratch_grow_fn ct_cpu_scratch_grow;
+ct_scratch_release_fn ct_cpu_scratch_release;
 
 #endif

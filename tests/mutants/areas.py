@@ -711,7 +711,7 @@ AREAS = {
             "csrc/cpu/quantized.c csrc/cpu/body/quantized.h" + " " +
             math("quantized"):
                 "core/cpu/test_quantized.c",
-            "csrc/cpu/device.c":
+            "csrc/cpu/kernels.c csrc/cpu/device.c":
                 "core/cpu/test_partition.c core/cpu/test_isa.c core/cpu/test_kernels.c",
             "csrc/cpu/body/measure.h":
                 "core/cpu/test_measure.c",
