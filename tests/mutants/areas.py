@@ -711,7 +711,7 @@ AREAS = {
             "csrc/cpu/quantized.c csrc/cpu/body/quantized.h" + " " +
             math("quantized"):
                 "core/cpu/test_quantized.c",
-            "csrc/cpu/kernels.c csrc/cpu/device.c":
+            "csrc/cpu/kernels.c":
                 "core/cpu/test_partition.c core/cpu/test_isa.c core/cpu/test_kernels.c",
             "csrc/cpu/body/measure.h":
                 "core/cpu/test_measure.c",
@@ -761,6 +761,7 @@ NOT_DRAWN = {
     "ctrainer/runtime/lazy.py":
         "names that are imported when they are asked for",
     "ctrainer/__main__.py": "the table of commands",
+    "csrc/cpu/device.c": "the table of the CPU's kernels",
     "ctrainer/arguments/fields.py": "a table of fields and their defaults",
 }  # fmt: skip
 
