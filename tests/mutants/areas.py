@@ -713,8 +713,6 @@ AREAS = {
                 "core/cpu/test_quantized.c",
             "csrc/cpu/kernels.c":
                 "core/cpu/test_partition.c core/cpu/test_isa.c core/cpu/test_kernels.c",
-            "csrc/cpu/body/measure.h":
-                "core/cpu/test_measure.c",
             "csrc/cpu/gemm.c csrc/cpu/body/gemm.h":
                 "core/cpu/test_gemm.c",
         },
