@@ -2,9 +2,14 @@
 
 import inspect
 from collections.abc import Callable
+from types import BuiltinMethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+_accepted: WeakKeyDictionary[Any, frozenset[str] | None] = WeakKeyDictionary()
 
 
 def takes_positional(function: Callable[..., Any], n: int) -> bool:
@@ -31,7 +36,15 @@ def accepted_keywords(function: Callable[..., Any]) -> frozenset[str] | None:
 
 def call_adapted(method: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """Call an overridden hook with those of the keywords that it takes."""
-    taken = accepted_keywords(method)
+    if isinstance(method, BuiltinMethodType):  # of ours, which take every keyword
+        return method(*args, **keywords)
+    function = getattr(method, "__func__", method)
+    try:
+        taken = _accepted.get(function, False)
+        if taken is False:
+            taken = _accepted[function] = accepted_keywords(function)
+    except TypeError:  # nothing that a dictionary can remember
+        taken = accepted_keywords(method)
     return method(
         *args, **{k: v for k, v in keywords.items() if taken is None or k in taken}
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import pickle
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -147,15 +148,15 @@ def evaluation_loop(
         trainer.callback_handler.eval_dataloader = loader
         if getattr(trainer, "_past", None) is not None:
             trainer._past = None
-        n_batches, n_seen, loss, loss_by_token = trainer._evaluate_batches(
+        n_batches, n_seen, loss, loss_by_token = _run_batches(
+            trainer,
+            loader,
             model,
-            trainer._evaluation_batches(loader),
-            sinks[:3],
+            sinks=sinks[:3],
             loss_only=args.prediction_loss_only if loss_only is None else loss_only,
             ignore_keys=ignore_keys,
             default_rows=args.eval_batch_size,
             max_waiting=_max_waiting(trainer),
-            repeated_after=_repeated_after(loader),
             keeps_values=not args.batch_eval_metrics or description == "Prediction",
             by_token=getattr(args, "eval_loss_by_token", False),
             keep_input=_main_input(trainer),
@@ -183,6 +184,24 @@ def evaluation_loop(
         _with_prefix(metrics, losses, prefix),
         n_rows or n_seen,
     )
+
+
+def _run_batches(
+    trainer: TrainerRun, loader: Any, model: Any, **options: Any
+) -> tuple[int, int, float | None, float | None]:
+    batches = trainer._evaluation_batches(loader)
+    if trainer._communicator.world_size == 1:
+        return trainer._evaluate_batches(model, batches, **options, exchange=None)
+    ranks = _Ranks(trainer, _repeated_after(loader), options["gather"] is not None)
+    try:
+        return trainer._evaluate_batches(
+            model, ranks.rounds(batches), **options, exchange=ranks.exchange
+        )
+    except BaseException as error:
+        ranks.tell(error)
+        raise
+    finally:
+        trainer._dummy_batch = False
 
 
 def _length(sized: Any) -> int | None:
@@ -334,3 +353,234 @@ def _with_prefix(metrics: Any, losses: dict[str, Any], prefix: str) -> dict[str,
     named |= {f"{prefix}_{k}": v for k, v in losses.items() if v is not None}
     has = {k: v for k, v in named.items() if k.startswith(f"{prefix}_")}
     return has | {f"{prefix}_{k}": v for k, v in named.items() if k not in has}
+
+
+# One batch
+
+
+def prediction_step(
+    trainer: TrainerRun,
+    model: Any,
+    inputs: Any,
+    loss_only: bool,
+    ignore_keys: list[str] | None,
+) -> tuple[Any, Any, Any]:
+    names, with_loss = tuple(trainer.label_names), True
+    if hasattr(inputs, "keys"):  # any other can be run by an override of compute_loss
+        given = [_entry(inputs, name) for name in names]
+        with_loss = bool(given) and all(value is not None for value in given)
+        if not names:
+            said = _entry(inputs, "return_loss")  # of models such as CLIP
+            with_loss = bool(trainer.can_return_loss if said is None else said)
+    inputs = trainer._prepare_inputs(inputs)
+    ignored = _ignored(trainer) if ignore_keys is None else list(ignore_keys)
+    labels = None
+    if with_loss:  # compute_loss may pop them
+        labels = _C.nested_detach(tuple(_entry(inputs, name) for name in names))
+        labels = labels[0] if len(labels) == 1 else labels
+        ignored.append("loss")
+    loss, outputs = _forward(trainer, model, inputs, with_loss)
+    if loss_only:
+        return loss, None, None
+    return loss, _predictions(outputs, ignored, with_loss), labels
+
+
+def _forward(
+    trainer: TrainerRun, model: Any, inputs: Any, with_loss: bool
+) -> tuple[Any, Any]:
+    """The loss, None without one, and the outputs."""
+    with trainer._adapter.no_grad(), trainer.compute_loss_context_manager():
+        if with_loss:
+            return _loss_and_outputs(trainer, model, inputs)
+        outputs = model(**inputs)
+        index = getattr(trainer.args, "past_index", -1)
+        if index >= 0:  # it counts the loss, and these outputs have none
+            trainer._past = outputs[index - 1]
+        return None, outputs
+
+
+def _entry(batch: Any, key: str) -> Any:
+    """batch[key]; None for a mapping without it, and for what is no mapping."""
+    try:
+        return batch[key] if hasattr(batch, "keys") else None
+    except KeyError:
+        return None
+
+
+def _ignored(trainer: TrainerRun) -> list[str]:
+    """Outputs that the model's configuration says are no predictions."""
+    if not hasattr(trainer.model, "config"):
+        return []
+    missing = ["past_key_values"]
+    return list(getattr(trainer.model.config, "keys_to_ignore_at_inference", missing))
+
+
+def _loss_and_outputs(trainer: TrainerRun, model: Any, inputs: Any) -> tuple[Any, Any]:
+    """What compute_loss returns, the loss without its graph, and as one number."""
+    count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+    pair = call_adapted(
+        trainer.compute_loss, model, inputs, return_outputs=True,
+        num_items_in_batch=count,
+    )  # fmt: skip
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(
+            "compute_loss(..., return_outputs=True) must return (loss, outputs), got a "
+            f"{type(pair).__name__}; evaluation needs the outputs"
+        )
+    loss, outputs = pair
+    if hasattr(loss, "detach"):
+        loss = loss.detach()
+        loss = loss.mean() if len(loss.shape) > 0 else loss
+    return loss, outputs
+
+
+def _predictions(outputs: Any, ignored: list[str], with_loss: bool) -> Any:
+    """The predictions among the outputs, detached; a single one stands alone. A bare
+    tensor is one: transformers would take its first row for the loss."""
+    if hasattr(outputs, "keys"):
+        outputs = tuple(outputs[key] for key in outputs.keys() if key not in ignored)
+    elif with_loss and isinstance(outputs, tuple | list):
+        outputs = outputs[1:]
+    found = _C.nested_detach(outputs)
+    return found[0] if isinstance(found, tuple | list) and len(found) == 1 else found
+
+
+# Several ranks
+
+_DONE, _HAS_BATCH, _STOPPED, _FAILED = range(4)
+
+
+class _Ranks:
+    """The exchange between the ranks of an evaluation.
+
+    All run equally many batches, since a hook or a wrapped model may contain
+    collectives: a rank without a batch runs the last one again, as a dummy batch of no
+    rows. After each batch a small collective tells who continues and who has failed;
+    the values follow. A failure of a rank is raised on all.
+    """
+
+    def __init__(self, trainer: TrainerRun, left: int, gathered: bool) -> None:
+        self.trainer = trainer
+        self.group = trainer._communicator
+        self.left = left  # rows still wanted of a loader that repeats some; -1: all
+        self.gathered = gathered  # the user's gather_function joins the values
+        self.told = False  # do all ranks know of the failure?
+
+    def rounds(self, batches: Any) -> Iterator[Any]:
+        """This rank's batches, and its last one, or another's, as long as there are
+        ranks that continue."""
+        iterator = iter(batches)
+        batch, none = next(iterator, self), self  # no batch is None
+        dummy = None
+        continuing = self.sync(_DONE if batch is none else _HAS_BATCH)
+        if 0 < len(continuing) < self.group.world_size:
+            dummy = self.broadcast(batch, continuing[0])
+        while continuing:
+            counts = batch is not none
+            dummy = batch if counts else dummy
+            self.trainer._dummy_batch = not counts
+            yield dummy
+            self.trainer._dummy_batch = False
+            batch = next(iterator, none) if counts else none
+            continuing = self.sync(_DONE if batch is none else _HAS_BATCH)
+
+    def collective(self, run: Callable[..., Any], *args: Any) -> Any:
+        """run(*args), whose failures all ranks raise, naming what they were doing."""
+        self.told = True
+        try:
+            return run(*args)
+        except (RuntimeError, ValueError) as error:
+            raise type(error)(f"evaluation: {error}") from error
+
+    def sync(self, state: int) -> list[int]:
+        """The ranks that have a batch. Raises where one has failed or was stopped."""
+        states = np.empty(self.group.world_size, np.int64)
+        self.collective(self.group.all_gather, states, np.array([state]))
+        for rank, theirs in enumerate(states):
+            if theirs == _STOPPED:
+                raise KeyboardInterrupt
+            if theirs == _FAILED:
+                raise _failure_of(rank)
+        self.told = False
+        return np.flatnonzero(states == _HAS_BATCH).tolist()
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other ranks raise, too, unless they do already."""
+        if not self.told:
+            stopped = isinstance(error, KeyboardInterrupt)
+            with contextlib.suppress(BaseException):  # the first failure is reported
+                self.sync(_STOPPED if stopped else _FAILED)
+
+    def broadcast(self, batch: Any, root: int) -> Any:
+        """The batch of rank `root` on every rank."""
+        data = None
+        if self.group.rank == root:
+            try:
+                data = pickle.dumps(batch, -1)
+            except Exception:  # the others must not wait for it
+                logger.exception("A batch of rank %d cannot be pickled.", root)
+                data = b""
+        data = self.collective(self.group.broadcast_bytes, data, root)
+        if not data:
+            raise RuntimeError(
+                f"rank {root} has the only batch of this evaluation, and pickle cannot "
+                "send it to the others; give each rank a batch of its own"
+            )
+        self.told = False
+        return batch if self.group.rank == root else _unpickled(data, root)
+
+    def exchange(self, batch: tuple[Any, ...], as_tensors: bool) -> list[Any]:
+        """The batches of all ranks in this round, (predictions, labels, inputs, whole
+        inputs, loss, rows, targets): each row once, as far as it is wanted. as_tensors:
+        values that are tensors here arrive as tensors, else as arrays."""
+        *values, whole, loss, rows, targets = batch
+        sent = (None, None, None, whole) if self.gathered else (*values, whole)
+        try:
+            nodes = _C.nested_flatten(sent) if rows > 0 else []
+            message = pickle.dumps((rows, targets, _number(loss), nodes), -1)
+        except BaseException:
+            with contextlib.suppress(Exception):  # no message: it has failed
+                self.collective(self.group.gather_bytes, b"")
+            raise
+        messages = self.collective(self.group.gather_bytes, message)
+        if b"" in messages:
+            raise _failure_of(messages.index(b""))
+        self.told = False
+        batches = []
+        for rank in range(len(messages)):
+            rows, targets, mean, nodes = _unpickled(messages[rank], rank)
+            messages[rank] = b""
+            kept = rows if self.left < 0 else min(rows, self.left)
+            self.left -= kept if self.left > 0 else 0
+            if kept == 0:
+                continue
+            if as_tensors and mean is not None and hasattr(loss, "new_tensor"):
+                mean = loss.new_tensor(mean)
+            found = _C.nested_rebuild(nodes, sent, rank, rows, kept, as_tensors)
+            batches.append((*found, mean, kept, targets))
+        if self.gathered:  # every rank has the joined values; the losses are counted
+            batches.append((*values, whole, None, 0, 0))
+        return batches
+
+
+def _failure_of(rank: int) -> RuntimeError:
+    return RuntimeError(f"evaluation: rank {rank} failed; its own error says why")
+
+
+def _number(loss: Any) -> float | None:
+    """The mean of a loss."""
+    if loss is None:
+        return None
+    vector = len(getattr(loss, "shape", ())) > 0
+    return math.ldexp(loss.mean() if vector else loss, 0)  # of a number, not a text
+
+
+def _unpickled(data: bytes, rank: int) -> Any:
+    try:
+        return pickle.loads(data)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the message of rank {rank} cannot be read: {error}"
+        ) from error

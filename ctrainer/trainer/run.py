@@ -958,6 +958,51 @@ class TrainerRun(TrainerBase):
         """
         return evaluation.predict(self, test_dataset, ignore_keys, metric_key_prefix)
 
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Run one batch without gradients; return (loss, predictions, labels),
+        detached.
+
+        A batch with labels goes through compute_loss, so that an override is evaluated
+        as in training; another one through the model alone, and has no loss.
+
+        Args:
+            model (torch.nn.Module): The model, in its wrapper where it has one.
+            inputs (dict): A batch.
+            prediction_loss_only (bool): Return None for predictions and labels.
+            ignore_keys (list[str] | None, default None): Outputs of the model that are
+                no predictions; None takes model.config.keys_to_ignore_at_inference.
+        """
+        return evaluation.prediction_step(
+            self, model, inputs, prediction_loss_only, ignore_keys
+        )
+
+    def gather_function(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return the rows that all ranks have of nested tensors, each row once, in rank
+        order; what is given, where there is one rank. All ranks have to call it.
+
+        A function that is assigned to this name takes its place in evaluation; the
+        loop then does not gather what it returns.
+
+        Args:
+            input_data: Nested tensors of this rank. Shorter rows are filled with -100.
+            use_gather_object (bool, default False): Changes nothing: other objects
+                travel pickled anyway.
+        """
+        group = self._communicator
+        if group.world_size == 1 or input_data is None:
+            return input_data
+        return _C.nested_gather(input_data, group, -100, not self._dummy_batch)
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """Do what gather_function does, by the name it had in older releases."""
+        return TrainerRun.gather_function(self, tensors)
+
     def evaluation_loop(
         self,
         dataloader: Any,

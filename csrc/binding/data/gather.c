@@ -7,9 +7,11 @@
 
 #include "binding/comm/communicator.h"
 #include "binding/data/accumulator.h"
+#include "binding/runtime/buffer.h"
 
-PyObject *
-ctpy_pickle(PyObject *value)
+/* pickle.dumps(value) with the newest protocol, as bytes. */
+static PyObject *
+pickled(PyObject *value)
 {
     PyObject *module = PyImport_ImportModule("pickle"), *bytes = NULL;
     if (module != NULL) {
@@ -36,8 +38,10 @@ name_sender(int rank)
     Py_XDECREF(trace);
 }
 
-PyObject *
-ctpy_unpickle(PyObject *bytes, int rank)
+/* pickle.loads(bytes) of a rank's message; ValueError, naming the rank, for damaged
+ * bytes. */
+static PyObject *
+unpickled(PyObject *bytes, int rank)
 {
     PyObject *module = PyImport_ImportModule("pickle"), *value = NULL;
     if (module != NULL) {
@@ -68,8 +72,11 @@ flatten_leaf(PyObject *list, PyObject *leaf, const ctpy_state *state)
     return result;
 }
 
-int
-ctpy_flatten(PyObject *list, PyObject *value, const ctpy_state *state)
+/* Appends the nodes of a nested batch to a list: None, an array for a tensor or a
+ * number, another object as it is, and for a container the tuple (number of children,)
+ * before the children. bfloat16 becomes float32. 0, or -1 with an exception. */
+static int
+flatten(PyObject *list, PyObject *value, const ctpy_state *state)
 {
     const int kind = ctpy_kind_of(value);
     if (kind < 0 || kind == CTPY_NONE) {
@@ -86,7 +93,7 @@ ctpy_flatten(PyObject *list, PyObject *value, const ctpy_state *state)
     PyObject *head = children == NULL ? NULL : Py_BuildValue("(n)", n);
     int result = head == NULL ? -1 : PyList_Append(list, head);
     for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
-        result = ctpy_flatten(list, PyTuple_GET_ITEM(children, i), state);
+        result = flatten(list, PyTuple_GET_ITEM(children, i), state);
     }
     Py_LeaveRecursiveCall();
     Py_XDECREF(head);
@@ -94,10 +101,20 @@ ctpy_flatten(PyObject *list, PyObject *value, const ctpy_state *state)
     return result;
 }
 
+/* A reader over the nodes of a rank's batch. */
+typedef struct node_reader {
+    PyObject *list;  /* borrowed */
+    Py_ssize_t at;   /* of the next node */
+    int rank;        /* of the sender, for messages */
+    Py_ssize_t rows; /* of the batch; -1: every row is kept */
+    Py_ssize_t kept; /* how many of the first rows are kept */
+    int tensors;     /* make tensors if this rank's values are tensors */
+} node_reader;
+
 /* The rows of the array that are kept; as a tensor of the dtype and on the device of
  * this rank's, if tensors are wanted. */
 static PyObject *
-take_leaf(const ctpy_nodes *nodes, PyObject *leaf, PyObject *like,
+take_leaf(const node_reader *nodes, PyObject *leaf, PyObject *like,
           const ctpy_state *state)
 {
     const Py_ssize_t rows = nodes->rows < 0 ? -1 : ctpy_batch_size(leaf, state);
@@ -117,7 +134,7 @@ take_leaf(const ctpy_nodes *nodes, PyObject *leaf, PyObject *like,
 /* This rank's children of a container, or NULL with an exception if the sender's
  * container has more or fewer children. */
 static PyObject *
-own_children(const ctpy_nodes *nodes, Py_ssize_t n, PyObject *like, PyObject **keys)
+own_children(const node_reader *nodes, Py_ssize_t n, PyObject *like, PyObject **keys)
 {
     const int kind = ctpy_kind_of(like);
     PyObject *children = kind == CTPY_SEQUENCE || kind == CTPY_MAPPING
@@ -133,8 +150,10 @@ own_children(const ctpy_nodes *nodes, Py_ssize_t n, PyObject *like, PyObject **k
     return children;
 }
 
-PyObject *
-ctpy_unflatten(ctpy_nodes *nodes, PyObject *like, const ctpy_state *state)
+/* The next nested batch, in the containers of `like`, this rank's own. NULL with an
+ * exception, a ValueError for differing structures. */
+static PyObject *
+unflatten(node_reader *nodes, PyObject *like, const ctpy_state *state)
 {
     PyObject *node = PyList_GetItem(nodes->list, nodes->at++); /* borrowed */
     if (node == NULL || node == Py_None) {
@@ -150,7 +169,7 @@ ctpy_unflatten(ctpy_nodes *nodes, PyObject *like, const ctpy_state *state)
         goto done;
     }
     for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = ctpy_unflatten(nodes, PyTuple_GET_ITEM(children, i), state);
+        PyObject *item = unflatten(nodes, PyTuple_GET_ITEM(children, i), state);
         if (item == NULL) {
             goto done;
         }
@@ -168,12 +187,12 @@ static int
 append_rows(PyObject *sink, PyObject *bytes, int rank, PyObject *like,
             const ctpy_state *state)
 {
-    ctpy_nodes nodes = {.rank = rank, .rows = -1};
-    PyObject *message = ctpy_unpickle(bytes, rank), *rows = NULL;
+    node_reader nodes = {.rank = rank, .rows = -1};
+    PyObject *message = unpickled(bytes, rank), *rows = NULL;
     int counts, result = -1;
     if (message != NULL && PyArg_ParseTuple(message, "pO", &counts, &nodes.list)) {
         result = counts ? -1 : 0;
-        rows = counts ? ctpy_unflatten(&nodes, like, state) : NULL;
+        rows = counts ? unflatten(&nodes, like, state) : NULL;
     }
     if (rows != NULL) {
         PyObject *answer = PyObject_CallMethodOneArg(sink, state->str_append, rows);
@@ -189,10 +208,10 @@ append_rows(PyObject *sink, PyObject *bytes, int rank, PyObject *like,
 static PyObject *
 as_given(PyObject *arrays, PyObject *like, const ctpy_state *state)
 {
-    ctpy_nodes nodes = {.list = PyList_New(0), .rows = -1, .tensors = true};
+    node_reader nodes = {.list = PyList_New(0), .rows = -1, .tensors = 1};
     PyObject *result = NULL;
-    if (nodes.list != NULL && ctpy_flatten(nodes.list, arrays, state) == 0) {
-        result = ctpy_unflatten(&nodes, like, state);
+    if (nodes.list != NULL && flatten(nodes.list, arrays, state) == 0) {
+        result = unflatten(&nodes, like, state);
     }
     Py_XDECREF(nodes.list);
     return result;
@@ -223,15 +242,16 @@ join(ctpy_state *state, PyObject *parts, PyObject *like, PyObject *padding_index
     return arrays;
 }
 
-PyObject *
-ctpy_gather_nested(ctpy_state *state, PyObject *communicator, PyObject *value,
-                   PyObject *padding_index, bool counts)
+/* counts: are this rank's rows among the result? */
+static PyObject *
+gather_nested(ctpy_state *state, PyObject *communicator, PyObject *value,
+              PyObject *padding_index, int counts)
 {
     PyObject *bytes = NULL, *parts = NULL, *result = NULL, *list = PyList_New(0);
     PyObject *message = NULL;
-    if (list != NULL && ctpy_flatten(list, value, state) == 0 &&
+    if (list != NULL && flatten(list, value, state) == 0 &&
         (message = PyTuple_Pack(2, counts ? Py_True : Py_False, list)) != NULL &&
-        (bytes = ctpy_pickle(message)) != NULL &&
+        (bytes = pickled(message)) != NULL &&
         (parts = ctpy_exchange(state, communicator, bytes)) != NULL) {
         result = join(state, parts, value, padding_index);
     }
@@ -243,12 +263,14 @@ ctpy_gather_nested(ctpy_state *state, PyObject *communicator, PyObject *value,
 }
 
 static const char ctpy_nested_gather_doc[] =
-    "nested_gather($module, tensors, communicator, padding_index=-100, /)\n--\n\n"
+    "nested_gather($module, tensors, communicator, padding_index=-100, counts=True,\n"
+    "              /)\n--\n\n"
     "Return the rows of all ranks, in rank order, of nested tensors or arrays.\n\n"
     "tensors: of any dtypes, in tuples, lists, mappings and None; of one structure on\n"
     "all ranks. A value without dimensions is one row. Rows that are shorter in the\n"
     "second dimension are filled with padding_index. Tensors come back on their\n"
-    "device; the others as NumPy arrays. Every rank has to call it.\n\n"
+    "device; the others as NumPy arrays. Every rank has to call it; a rank whose rows\n"
+    "are not to be among the result says so by counts.\n\n"
     "Raises TypeError or ValueError where structures, dtypes or other dimensions\n"
     "differ, RuntimeError naming rank and collective when a rank stays away.";
 
@@ -256,19 +278,55 @@ static PyObject *
 ctpy_nested_gather(PyObject *module, PyObject *args)
 {
     PyObject *value, *communicator, *padding = NULL, *result;
-    if (!PyArg_ParseTuple(args, "OO|O:nested_gather", &value, &communicator,
-                          &padding)) {
+    int counts = 1;
+    if (!PyArg_ParseTuple(args, "OO|Op:nested_gather", &value, &communicator, &padding,
+                          &counts)) {
         return NULL;
     }
     padding = padding == NULL ? PyLong_FromLong(-100) : Py_NewRef(padding);
     result = padding == NULL ? NULL
-                             : ctpy_gather_nested(PyModule_GetState(module),
-                                                  communicator, value, padding, true);
+                             : gather_nested(PyModule_GetState(module), communicator,
+                                             value, padding, counts);
     Py_XDECREF(padding);
     return result;
 }
 
+static const char ctpy_nested_flatten_doc[] =
+    "nested_flatten($module, tensors, /)\n--\n\n"
+    "Return nested tensors or arrays as a list that can be pickled: None, arrays,\n"
+    "other objects as they are, and (number of children,) before a container's.";
+
+static PyObject *
+ctpy_nested_flatten(PyObject *module, PyObject *value)
+{
+    PyObject *list = PyList_New(0);
+    if (list != NULL && flatten(list, value, PyModule_GetState(module)) < 0) {
+        Py_CLEAR(list);
+    }
+    return list;
+}
+
+static const char ctpy_nested_rebuild_doc[] =
+    "nested_rebuild($module, nodes, like, rank, rows, kept, as_tensors, /)\n--\n\n"
+    "Return what `rank` gave to nested_flatten(), in the containers of `like`, this\n"
+    "rank's own: of values of so many rows the first `kept`, and with as_tensors\n"
+    "tensors where `like` has some. Raises ValueError for another structure.";
+
+static PyObject *
+ctpy_nested_rebuild(PyObject *module, PyObject *args)
+{
+    node_reader nodes = {0};
+    PyObject *like;
+    return PyArg_ParseTuple(args, "O!Oinnp:nested_rebuild", &PyList_Type, &nodes.list,
+                            &like, &nodes.rank, &nodes.rows, &nodes.kept,
+                            &nodes.tensors)
+               ? unflatten(&nodes, like, PyModule_GetState(module))
+               : NULL;
+}
+
 PyMethodDef ctpy_data_gather_functions[] = {
-    {"nested_gather", ctpy_nested_gather, METH_VARARGS, ctpy_nested_gather_doc},
-    {NULL,            NULL,               0,            NULL                  },
+    {"nested_flatten", ctpy_nested_flatten, METH_O,       ctpy_nested_flatten_doc},
+    {"nested_gather",  ctpy_nested_gather,  METH_VARARGS, ctpy_nested_gather_doc },
+    {"nested_rebuild", ctpy_nested_rebuild, METH_VARARGS, ctpy_nested_rebuild_doc},
+    {NULL,             NULL,                0,            NULL                   },
 };

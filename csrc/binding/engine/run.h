@@ -1,11 +1,16 @@
-/* The structures of a run: Trainer, of the object, and ctpy_run, of one train().
- * Training, evaluation and checkpoints share both; attributes that Python sees are in
- * the instance's __dict__. */
+/* What training and evaluation share: the structures Trainer, of the object, and
+ * ctpy_run, of one train(); calls of hooks, targets and ranks. Attributes that Python
+ * sees are in the instance's __dict__.
+ *
+ * No rank decides alone whether a collective takes place: the reasons (batches left, a
+ * callback's wish, a signal) have been in the collective before. With a single rank
+ * the functions of ranks do nothing and cost nothing. */
 #ifndef BINDING_ENGINE_RUN_H
 #define BINDING_ENGINE_RUN_H
 
 #include "binding/runtime/ctpy.h"
 #include "core/base/owner.h"
+#include "core/comm/comm.h"
 
 typedef struct Trainer {
     PyObject_HEAD
@@ -17,7 +22,6 @@ typedef struct Trainer {
     PyObject *signatures; /* dict: function -> what keywords it accepts; never NULL */
     double share;         /* of the current micro-batch in its update; 0 outside one */
     int agreed_signal;    /* that all ranks know of; 0: none */
-    bool dummy_batch;     /* a batch that runs again for the other ranks' collectives */
     bool in_update;       /* between the first micro-batch and the end of an update */
 } Trainer;
 
@@ -48,5 +52,58 @@ ctpy_field(PyObject *value)
 {
     return value == Py_None ? NULL : Py_XNewRef(value);
 }
+
+/* ---- hooks of every age, and the adapter ---- */
+
+/* op.name(*args, **keywords): the hook of that name, by attribute lookup, so that an
+ * override wins. args holds nargs positional values and then one for each name of the
+ * tuple kwnames (NULL for none), at most CTPY_HOOK_MAX_ARGS in all. A keyword that the
+ * override does not accept is left out, so that overrides for older releases run too.
+ * Returns a new reference or NULL. */
+PyObject *ctpy_call_adapted(PyObject *op, PyObject *name, PyObject *const *args,
+                            size_t nargs, PyObject *kwnames);
+
+/* adapter.name(*args): what only the framework can do. */
+PyObject *
+ctpy_ask_adapter(PyObject *op, PyObject *name, PyObject *const *args, size_t n);
+
+/* Enters compute_loss_context_manager(); *context is the context to leave, or NULL
+ * without an override. Returns 0, or -1 with an exception. */
+int ctpy_enter_loss_context(PyObject *op, PyObject **context);
+
+/* model.train(), and the optimizer's, unless `model` and op.model are in that mode
+ * already: the question costs 80 ns, the change walks all modules. 0 or -1. */
+int ctpy_ensure_train_mode(PyObject *op, PyObject *model);
+
+/* ---- targets ---- */
+
+/* Targets of a batch: labels that are not -100; -1 for a batch without labels to count,
+ * with *failed set on error. */
+int64_t ctpy_count_targets(PyObject *op, PyObject *batch, int *failed);
+
+/* The same of a list of batches; -1 for an empty list too. */
+int64_t ctpy_count_batches(PyObject *op, PyObject *batches, int *failed);
+
+/* ---- the group of ranks ---- */
+
+/* The group of the trainer's ranks, from _join_ranks() at the first call; owned by the
+ * trainer. NULL with an exception. */
+ct_comm *ctpy_trainer_comm_borrow(PyObject *op);
+
+/* The getter of Trainer._communicator. */
+PyObject *ctpy_trainer_get_communicator(PyObject *op, void *closure);
+
+/* How many ranks there are; -1 with an exception. */
+int ctpy_trainer_world_size(PyObject *op);
+
+/* Whether the trainer is in no group of several ranks, not yet or no longer. Calls no
+ * Python and leaves the exception that is set. */
+bool ctpy_trainer_is_alone(const PyObject *op);
+
+/* Reduces n numbers in place over the ranks, without the GIL. 0, or -1 with an
+ * exception. */
+int ctpy_trainer_reduce(PyObject *op, double *values, size_t n, ct_reduce_op how);
+int ctpy_trainer_reduce_span(PyObject *op, const ct_span *span, ct_reduce_op how);
+int ctpy_trainer_sum(PyObject *op, int64_t *values, size_t n);
 
 #endif

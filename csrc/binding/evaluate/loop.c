@@ -2,16 +2,31 @@
  *
  * Python's evaluation_loop prepares the model and computes the metrics; here each batch
  * goes through prediction_step, and the values go into the sinks. Sums of losses are in
- * double. On several ranks each sink gets the rows of all, in rank order. */
+ * double. On several ranks Python's `exchange` gives the batches of all, in rank order.
+ */
 #include "binding/callbacks/handler.h"
-#include "binding/comm/communicator.h"
-#include "binding/engine/adapt.h"
-#include "binding/engine/targets.h"
-#include "binding/evaluate/evaluate.h"
+#include "binding/engine/run.h"
 #include "binding/runtime/buffer.h"
 #include "binding/runtime/ctpy.h"
 
-/* One run of the loop. Borrowed from the arguments, but for `waiting` and the group. */
+/* The values of a batch that are kept. */
+enum {
+    PREDICTIONS,
+    LABELS,
+    INPUTS,
+    KINDS
+};
+
+/* A batch that has run. All borrowed; None for what is absent. */
+typedef struct eval_batch {
+    PyObject *values[KINDS];
+    PyObject *whole; /* the model's inputs, for compute_metrics by batch */
+    PyObject *loss;
+    Py_ssize_t rows;   /* 0: a dummy batch, for the collectives of other ranks */
+    long long targets; /* labels that count, or 0 when nobody asks for the count */
+} eval_batch;
+
+/* One run of the loop. Borrowed from the arguments, but for `waiting`. */
 typedef struct eval_loop {
     PyObject *op, *model;
     PyObject *loss_only;     /* bool, for prediction_step */
@@ -22,12 +37,12 @@ typedef struct eval_loop {
     PyObject *preprocess;    /* preprocess_logits_for_metrics, or None */
     PyObject *gather;        /* the user's gather_function, or None */
     PyObject *on_batch;      /* compute_metrics by batch, or None */
+    PyObject *exchange;      /* (*batch, as_tensors) -> the ranks' batches, or None */
     PyObject *waiting;       /* list of batches that are still on the device */
     Py_ssize_t max_waiting;  /* 0 for a model in host memory */
     Py_ssize_t default_rows; /* of a batch without a tensor */
     int keeps_values;        /* predictions, labels and inputs go into the sinks */
     int by_token;            /* weigh batches by their targets too */
-    ctpy_eval_ranks ranks;
     bool has_loss;
     Py_ssize_t n_batches;          /* that have run on this rank */
     Py_ssize_t n_rows;             /* of all ranks */
@@ -52,11 +67,30 @@ keep_value(const eval_loop *loop, const ctpy_state *names, int kind, PyObject *v
     return result;
 }
 
+/* The loss as a number: the mean of a vector, which an override may return. */
 static int
-add_loss(eval_loop *loop, const ctpy_state *names, const ctpy_eval_batch *batch)
+loss_value(PyObject *loss, const ctpy_state *names, double *value)
+{
+    int failed;
+    PyObject *mean = NULL, *shape = ctpy_get_optional(loss, names->str_shape, &failed);
+    if (shape != NULL && PyObject_Length(shape) > 0) {
+        mean = PyObject_CallMethodNoArgs(loss, names->str_mean);
+        failed = mean == NULL;
+    }
+    Py_XDECREF(shape);
+    if (failed || PyErr_Occurred()) {
+        return -1;
+    }
+    *value = PyFloat_AsDouble(mean == NULL ? loss : mean);
+    Py_XDECREF(mean);
+    return *value == -1.0 && PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+add_loss(eval_loop *loop, const ctpy_state *names, const eval_batch *batch)
 {
     double value;
-    if (ctpy_eval_loss_value(batch->loss, names, &value) < 0) {
+    if (loss_value(batch->loss, names, &value) < 0) {
         return -1;
     }
     loop->has_loss = true;
@@ -77,13 +111,13 @@ add_loss(eval_loop *loop, const ctpy_state *names, const ctpy_eval_batch *batch)
 
 /* Puts the batch of a rank into the sinks. */
 static int
-commit_one(eval_loop *loop, ctpy_state *names, const ctpy_eval_batch *batch)
+commit_one(eval_loop *loop, const ctpy_state *names, const eval_batch *batch)
 {
     loop->n_rows += batch->rows;
     if (batch->loss != Py_None && add_loss(loop, names, batch) < 0) {
         return -1;
     }
-    for (int kind = 0; kind < CTPY_EVAL_KINDS; kind++) {
+    for (int kind = 0; kind < KINDS; kind++) {
         if (batch->values[kind] != Py_None &&
             keep_value(loop, names, kind, batch->values[kind]) < 0) {
             return -1;
@@ -92,44 +126,68 @@ commit_one(eval_loop *loop, ctpy_state *names, const ctpy_eval_batch *batch)
     return 0;
 }
 
-typedef struct batch_visit {
-    eval_loop *loop;
-    ctpy_state *names;
-    bool round_is_last;
-} batch_visit;
-
-static int
-visit_commit(void *context, const ctpy_eval_batch *batch, bool Py_UNUSED(last))
+static PyObject *
+batch_tuple(const eval_batch *b)
 {
-    const batch_visit *v = context;
-    return commit_one(v->loop, v->names, batch);
+    return Py_BuildValue("(OOOOOnL)", b->values[PREDICTIONS], b->values[LABELS],
+                         b->values[INPUTS], b->whole, b->loss, b->rows, b->targets);
+}
+
+/* Reads a tuple of batch_tuple(), which the batch then borrows from. */
+static int
+open_batch(PyObject *item, eval_batch *b)
+{
+    return PyArg_ParseTuple(item, "OOOOOnL", &b->values[PREDICTIONS],
+                            &b->values[LABELS], &b->values[INPUTS], &b->whole, &b->loss,
+                            &b->rows, &b->targets)
+               ? 0
+               : -1;
+}
+
+/* The batches of all ranks in this round, a list of tuples. as_tensors: values that are
+ * tensors here arrive as tensors, else as arrays. */
+static PyObject *
+of_all_ranks(const eval_loop *loop, const eval_batch *own, PyObject *as_tensors)
+{
+    PyObject *item = batch_tuple(own), *all = NULL;
+    if (item != NULL) {
+        PyObject *stack[] = {item, as_tensors};
+        all = PyObject_Vectorcall(loop->exchange, stack, 2, NULL);
+        Py_DECREF(item);
+    }
+    if (all != NULL) {
+        Py_SETREF(all, PySequence_List(all));
+    }
+    return all;
 }
 
 /* Puts the batches of all ranks in this round into the sinks. */
 static int
-commit(eval_loop *loop, ctpy_state *names, const ctpy_eval_batch *batch)
+commit(eval_loop *loop, const ctpy_state *names, const eval_batch *batch)
 {
-    batch_visit context = {.loop = loop, .names = names};
-    return loop->ranks.group == NULL || loop->on_batch != Py_None
-               ? commit_one(loop, names, batch)
-               : ctpy_eval_exchange(&loop->ranks, names, batch, false, visit_commit,
-                                    &context);
+    if (loop->exchange == Py_None || loop->on_batch != Py_None) {
+        return commit_one(loop, names, batch);
+    }
+    PyObject *all = of_all_ranks(loop, batch, Py_False);
+    int result = all == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; result == 0 && i < PyList_GET_SIZE(all); i++) {
+        eval_batch one;
+        result = open_batch(PyList_GET_ITEM(all, i), &one) < 0
+                     ? -1
+                     : commit_one(loop, names, &one);
+    }
+    Py_XDECREF(all);
+    return result;
 }
 
 /* Brings the first n waiting batches into host memory. */
 static int
-commit_waiting(eval_loop *loop, ctpy_state *names, Py_ssize_t n)
+commit_waiting(eval_loop *loop, const ctpy_state *names, Py_ssize_t n)
 {
     for (Py_ssize_t i = 0; i < n; i++) {
-        ctpy_eval_batch batch = {.whole = Py_None};
-        long long targets;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(loop->waiting, i), "OOOOnL",
-                              &batch.values[0], &batch.values[1], &batch.values[2],
-                              &batch.loss, &batch.rows, &targets)) {
-            return -1;
-        }
-        batch.targets = targets;
-        if (commit(loop, names, &batch) < 0) {
+        eval_batch batch;
+        if (open_batch(PyList_GET_ITEM(loop->waiting, i), &batch) < 0 ||
+            commit(loop, names, &batch) < 0) {
             return -1;
         }
     }
@@ -139,14 +197,12 @@ commit_waiting(eval_loop *loop, ctpy_state *names, Py_ssize_t n)
 /* Adds a batch; on a device the batch may wait until the next batches are under way, so
  * that the copy overlaps with a forward. */
 static int
-add_batch(eval_loop *loop, ctpy_state *names, const ctpy_eval_batch *batch)
+add_batch(eval_loop *loop, const ctpy_state *names, const eval_batch *batch)
 {
     if (loop->max_waiting == 0) {
         return commit(loop, names, batch);
     }
-    PyObject *item =
-        Py_BuildValue("(OOOOnL)", batch->values[0], batch->values[1], batch->values[2],
-                      batch->loss, batch->rows, (long long)batch->targets);
+    PyObject *item = batch_tuple(batch);
     int result = item == NULL ? -1 : PyList_Append(loop->waiting, item);
     Py_XDECREF(item);
     return result == 0 && PyList_GET_SIZE(loop->waiting) > loop->max_waiting
@@ -156,11 +212,12 @@ add_batch(eval_loop *loop, ctpy_state *names, const ctpy_eval_batch *batch)
 
 /* Stores a batch, and passes the batch to compute_metrics by batch. */
 static int
-keep_batch(eval_loop *loop, const ctpy_eval_batch *batch, bool is_last,
-           ctpy_state *names)
+keep_batch(eval_loop *loop, const eval_batch *batch, bool is_last,
+           const ctpy_state *names)
 {
-    ctpy_eval_batch kept = *batch;
-    for (int kind = 0; !loop->keeps_values && kind < CTPY_EVAL_KINDS; kind++) {
+    eval_batch kept = *batch;
+    kept.whole = Py_None;
+    for (int kind = 0; !loop->keeps_values && kind < KINDS; kind++) {
         kept.values[kind] = Py_None;
     }
     if (add_batch(loop, names, &kept) < 0) {
@@ -170,9 +227,8 @@ keep_batch(eval_loop *loop, const ctpy_eval_batch *batch, bool is_last,
         return 0;
     }
     PyObject *answer = PyObject_CallFunction(
-        loop->on_batch, "OOOOnO", batch->values[CTPY_EVAL_PREDICTIONS],
-        batch->values[CTPY_EVAL_LABELS], batch->whole, batch->loss, batch->rows,
-        is_last ? Py_True : Py_False);
+        loop->on_batch, "OOOOnO", batch->values[PREDICTIONS], batch->values[LABELS],
+        batch->whole, batch->loss, batch->rows, is_last ? Py_True : Py_False);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
 }
@@ -181,15 +237,15 @@ keep_batch(eval_loop *loop, const ctpy_eval_batch *batch, bool is_last,
 
 /* A batch that has run, with the values that are kept. */
 typedef struct taken_batch {
-    ctpy_eval_batch batch; /* borrowed from the fields below */
-    PyObject *answer;      /* of prediction_step */
-    PyObject *kept[CTPY_EVAL_KINDS];
+    eval_batch batch; /* borrowed from the fields below */
+    PyObject *answer; /* of prediction_step */
+    PyObject *kept[KINDS];
 } taken_batch;
 
 static void
 taken_fini(taken_batch *taken)
 {
-    for (int kind = 0; kind < CTPY_EVAL_KINDS; kind++) {
+    for (int kind = 0; kind < KINDS; kind++) {
         Py_CLEAR(taken->kept[kind]);
     }
     Py_CLEAR(taken->answer);
@@ -240,33 +296,32 @@ preprocessed(const eval_loop *loop, PyObject *logits, PyObject *labels)
 static int
 keep_all(const eval_loop *loop, PyObject *inputs, taken_batch *taken)
 {
-    ctpy_eval_batch *batch = &taken->batch;
+    eval_batch *batch = &taken->batch;
     PyObject *logits = PyTuple_GET_ITEM(taken->answer, 1);
     PyObject *labels = PyTuple_GET_ITEM(taken->answer, 2);
     PyObject **kept = taken->kept;
-    kept[CTPY_EVAL_PREDICTIONS] =
-        gathered_steal(loop, preprocessed(loop, logits, labels));
-    if (kept[CTPY_EVAL_PREDICTIONS] != NULL) {
-        kept[CTPY_EVAL_LABELS] = gathered_steal(loop, Py_NewRef(labels));
+    kept[PREDICTIONS] = gathered_steal(loop, preprocessed(loop, logits, labels));
+    if (kept[PREDICTIONS] != NULL) {
+        kept[LABELS] = gathered_steal(loop, Py_NewRef(labels));
     }
-    if (kept[CTPY_EVAL_LABELS] != NULL) {
-        kept[CTPY_EVAL_INPUTS] =
+    if (kept[LABELS] != NULL) {
+        kept[INPUTS] =
             gathered_steal(loop, loop->keep_input == Py_None
                                      ? Py_NewRef(Py_None)
                                      : PyObject_CallOneArg(loop->keep_input, inputs));
     }
-    for (int kind = 0; kind < CTPY_EVAL_KINDS; kind++) {
+    for (int kind = 0; kind < KINDS; kind++) {
         batch->values[kind] = kept[kind];
     }
     batch->loss = PyTuple_GET_ITEM(taken->answer, 0);
     batch->whole =
         loop->on_batch != Py_None && loop->keep_input != Py_None ? inputs : Py_None;
-    return kept[CTPY_EVAL_INPUTS] == NULL ? -1 : 0;
+    return kept[INPUTS] == NULL ? -1 : 0;
 }
 
 /* Targets of the batch for the mean by token; 0 when nobody asks for that mean. */
 static int
-count_batch(const eval_loop *loop, PyObject *inputs, int64_t *targets)
+count_batch(const eval_loop *loop, PyObject *inputs, long long *targets)
 {
     int failed = 0;
     *targets = loop->by_token ? ctpy_count_targets(loop->op, inputs, &failed) : 0;
@@ -284,12 +339,14 @@ static int
 take_batch(eval_loop *loop, PyObject *inputs, taken_batch *taken,
            const ctpy_state *names)
 {
-    ctpy_eval_batch *batch = &taken->batch;
+    eval_batch *batch = &taken->batch;
     *taken = (taken_batch){.batch = {.rows = ctpy_batch_size(inputs, names)}};
     if (batch->rows == -2 || count_batch(loop, inputs, &batch->targets) < 0) {
         return -1;
     }
-    batch->rows = batch->rows < 0 ? loop->default_rows : batch->rows;
+    batch->rows = ((Trainer *)loop->op)->dummy_batch ? 0
+                  : batch->rows < 0                  ? loop->default_rows
+                                                     : batch->rows;
     loop->n_batches++;
     taken->answer = predict_batch(loop, inputs, names);
     return taken->answer == NULL ? -1 : keep_all(loop, inputs, taken);
@@ -306,131 +363,59 @@ check_stop(void)
     return 0;
 }
 
-/* ---- a trainer that is alone ----------------------------------------------------- */
-
-static int
-run_batch(eval_loop *loop, PyObject *inputs, bool is_last, ctpy_state *names)
-{
-    taken_batch taken;
-    int result = take_batch(loop, inputs, &taken, names);
-    if (result == 0 &&
-        (keep_batch(loop, &taken.batch, is_last, names) < 0 ||
-         ctpy_trainer_fire(loop->op, names->str_on_prediction_step, NULL) < 0)) {
-        result = -1;
-    }
-    taken_fini(&taken);
-    return result;
-}
-
-/* A batch is known to be the last only after a request for another; only
- * compute_metrics by batch wants to know. */
-static int
-run_alone(eval_loop *loop, PyObject *iterator, ctpy_state *names)
-{
-    const bool by_batch = loop->on_batch != Py_None;
-    PyObject *inputs = PyIter_Next(iterator), *next = NULL;
-    int result = 0;
-    while (result == 0 && inputs != NULL) {
-        if (by_batch) {
-            next = PyIter_Next(iterator);
-            result = PyErr_Occurred() ? -1 : 0;
-        }
-        if (result == 0 && (result = check_stop()) == 0) {
-            result = run_batch(loop, inputs, next == NULL, names);
-        }
-        Py_DECREF(inputs);
-        inputs = by_batch || result < 0 ? next : PyIter_Next(iterator);
-        next = NULL;
-    }
-    Py_XDECREF(inputs);
-    return result < 0 || PyErr_Occurred() ? -1 : 0;
-}
-
-/* ---- several ranks --------------------------------------------------------------- */
-
-static int
-visit_keep(void *context, const ctpy_eval_batch *batch, bool last)
-{
-    const batch_visit *v = context;
-    return keep_batch(v->loop, batch, last && v->round_is_last, v->names);
-}
+/* ---- the batches ----------------------------------------------------------------- */
 
 /* The batches of this round, of all ranks: they may wait on the device, but not with
  * compute_metrics by batch. */
 static int
-keep_round(eval_loop *loop, const ctpy_eval_batch *own, bool is_last, ctpy_state *names)
+keep_round(eval_loop *loop, const eval_batch *own, bool is_last, ctpy_state *names)
 {
-    batch_visit context = {loop, names, is_last};
-    const int failed =
-        loop->on_batch != Py_None
-            ? ctpy_eval_exchange(&loop->ranks, names, own, true, visit_keep, &context)
-            : keep_batch(loop, own, is_last, names);
-    return failed < 0
+    int result = 0;
+    if (loop->exchange == Py_None || loop->on_batch == Py_None) {
+        result = keep_batch(loop, own, is_last, names);
+    }
+    else {
+        PyObject *all = of_all_ranks(loop, own, Py_True);
+        const Py_ssize_t n = all == NULL ? 0 : PyList_GET_SIZE(all);
+        result = all == NULL ? -1 : 0;
+        for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
+            eval_batch one;
+            result = open_batch(PyList_GET_ITEM(all, i), &one) < 0
+                         ? -1
+                         : keep_batch(loop, &one, is_last && i + 1 == n, names);
+        }
+        Py_XDECREF(all);
+    }
+    return result < 0
                ? -1
                : ctpy_trainer_fire(loop->op, names->str_on_prediction_step, NULL);
 }
 
-/* One round: this rank's batch, or the last batch again as a dummy batch. *inputs
- * becomes the next batch, NULL at the end. Returns how many ranks continue, or -1. */
+/* A batch is known to be the last only after a request for another: compute_metrics by
+ * batch wants to know, and on several ranks the request says whether all continue. */
 static int
-run_round(eval_loop *loop, PyObject *iterator, PyObject **inputs, PyObject **dummy,
-          ctpy_state *names)
+run_batches(eval_loop *loop, PyObject *iterator, ctpy_state *names)
 {
-    Trainer *self = (Trainer *)loop->op;
-    taken_batch taken = {0};
-    int first, continuing;
-    const bool counts = *inputs != NULL;
-    if (counts) {
-        Py_XSETREF(*dummy, *inputs);
-        *inputs = NULL;
-    }
-    self->dummy_batch = !counts;
-    if (check_stop() == 0 && take_batch(loop, *dummy, &taken, names) == 0) {
-        taken.batch.rows = counts ? taken.batch.rows : 0;
-        *inputs = counts ? PyIter_Next(iterator) : NULL;
-    }
-    self->dummy_batch = false;
-    continuing = ctpy_eval_sync_round(&loop->ranks, names, *inputs != NULL, &first);
-    if (continuing >= 0 && keep_round(loop, &taken.batch, continuing == 0, names) < 0) {
-        continuing = -1;
-    }
-    taken_fini(&taken);
-    return continuing;
-}
-
-static int
-run_rounds(eval_loop *loop, PyObject *iterator, PyObject **inputs, PyObject **dummy,
-           ctpy_state *names)
-{
-    const ct_comm *comm = ctpy_comm_borrow(names, loop->ranks.group);
-    int first, continuing = -1;
-    if (comm != NULL) {
-        *inputs = PyIter_Next(iterator);
-        continuing = ctpy_eval_sync_round(&loop->ranks, names, *inputs != NULL, &first);
-    }
-    if (continuing > 0 && continuing < comm->world_size) { /* some have no batch */
-        *dummy = ctpy_eval_broadcast_batch(&loop->ranks, names, *inputs, first);
-        continuing = *dummy == NULL ? -1 : continuing;
-    }
-    while (continuing > 0) {
-        continuing = run_round(loop, iterator, inputs, dummy, names);
-    }
-    return continuing;
-}
-
-/* Batches that the ranks run side by side; a failure of a rank is raised on all. */
-static int
-run_together(eval_loop *loop, PyObject *iterator, ctpy_state *names)
-{
-    PyObject *inputs = NULL, *dummy = NULL;
-    int first;
-    int result = run_rounds(loop, iterator, &inputs, &dummy, names);
-    if (result < 0 && !loop->ranks.reported) {
-        result = ctpy_eval_sync_round(&loop->ranks, names, false, &first);
+    const bool asks_first = loop->on_batch != Py_None || loop->exchange != Py_None;
+    PyObject *inputs = PyIter_Next(iterator), *next = NULL;
+    int result = 0;
+    while (result == 0 && inputs != NULL) {
+        taken_batch taken = {0};
+        result = check_stop() < 0 ? -1 : take_batch(loop, inputs, &taken, names);
+        if (result == 0 && asks_first) {
+            next = PyIter_Next(iterator);
+            result = PyErr_Occurred() ? -1 : 0;
+        }
+        if (result == 0) {
+            result = keep_round(loop, &taken.batch, next == NULL, names);
+        }
+        taken_fini(&taken);
+        Py_DECREF(inputs);
+        inputs = asks_first || result < 0 ? next : PyIter_Next(iterator);
+        next = NULL;
     }
     Py_XDECREF(inputs);
-    Py_XDECREF(dummy);
-    return result;
+    return result < 0 || PyErr_Occurred() ? -1 : 0;
 }
 
 /* ---- the method ------------------------------------------------------------------ */
@@ -449,8 +434,7 @@ run_loop(eval_loop *loop, PyObject *batches, ctpy_state *names)
     if (iterator == NULL) {
         return NULL;
     }
-    int result = loop->ranks.group == NULL ? run_alone(loop, iterator, names)
-                                           : run_together(loop, iterator, names);
+    int result = run_batches(loop, iterator, names);
     Py_DECREF(iterator);
     if (result < 0 || commit_waiting(loop, names, PyList_GET_SIZE(loop->waiting)) < 0) {
         return NULL;
@@ -463,9 +447,9 @@ run_loop(eval_loop *loop, PyObject *batches, ctpy_state *names)
 
 static const char Trainer__evaluate_batches_doc[] =
     "_evaluate_batches($self, model, batches, sinks, *, loss_only, ignore_keys,\n"
-    "                  default_rows, max_waiting, repeated_after, keeps_values,\n"
-    "                  by_token, keep_input, keep_losses, preprocess, gather,\n"
-    "                  on_batch)\n--\n\n"
+    "                  default_rows, max_waiting, keeps_values, by_token,\n"
+    "                  keep_input, keep_losses, preprocess, gather, on_batch,\n"
+    "                  exchange)\n--\n\n"
     "Run prediction_step on every batch, whose values go into the sinks: one for\n"
     "predictions, one for labels and one for inputs, an ArrayAccumulator or a list.\n\n"
     "Returns (batches run here, rows of all ranks, mean loss by row, mean loss by\n"
@@ -476,28 +460,22 @@ static PyObject *
 Trainer__evaluate_batches(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {
-        "model",        "batches",      "sinks",       "loss_only",
-        "ignore_keys",  "default_rows", "max_waiting", "repeated_after",
-        "keeps_values", "by_token",     "keep_input",  "keep_losses",
-        "preprocess",   "gather",       "on_batch",    NULL};
+        "model",       "batches",      "sinks",       "loss_only",
+        "ignore_keys", "default_rows", "max_waiting", "keeps_values",
+        "by_token",    "keep_input",   "keep_losses", "preprocess",
+        "gather",      "on_batch",     "exchange",    NULL};
     eval_loop loop = {.op = op};
-    PyObject *batches, *result = NULL;
+    PyObject *batches, *result;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOO!$OOnnnppOOOOO:_evaluate_batches", keywords, &loop.model,
+            args, kwargs, "OOO!$OOnnppOOOOOO:_evaluate_batches", keywords, &loop.model,
             &batches, &PyTuple_Type, &loop.sinks, &loop.loss_only, &loop.ignore_keys,
-            &loop.default_rows, &loop.max_waiting, &loop.ranks.left, &loop.keeps_values,
-            &loop.by_token, &loop.keep_input, &loop.keep_losses, &loop.preprocess,
-            &loop.gather, &loop.on_batch)) {
+            &loop.default_rows, &loop.max_waiting, &loop.keeps_values, &loop.by_token,
+            &loop.keep_input, &loop.keep_losses, &loop.preprocess, &loop.gather,
+            &loop.on_batch, &loop.exchange) ||
+        (loop.waiting = PyList_New(0)) == NULL) {
         return NULL;
     }
-    const int n = ctpy_trainer_world_size(op);
-    loop.ranks.gathered = loop.gather != Py_None;
-    if (n < 0 || (loop.waiting = PyList_New(0)) == NULL) {
-        return NULL;
-    }
-    loop.ranks.group = n > 1 ? Py_NewRef(((Trainer *)op)->rank_group) : NULL;
     result = run_loop(&loop, batches, ctpy_state_borrow(op));
-    Py_XDECREF(loop.ranks.group);
     Py_DECREF(loop.waiting);
     return result;
 }

@@ -2,13 +2,289 @@
  *
  * Python prepares a run and finishes the run; between both, C decides on the next
  * action. Attributes that a hook may replace (control, state, args) are read again
- * after the hook. */
-#include "binding/engine/ranks.h"
+ * after the hook. The ranks agree, before and after each update, on the number of
+ * batches and on what callbacks and signals request: each takes part in each agreement,
+ * in the same order, or every rank raises. */
 #include "binding/optim/optim.h"
 #include "binding/runtime/buffer.h"
 #include "binding/trainer/trainer.h"
 
 #include "core/data/targets.h"
+
+#include <string.h>
+
+/* ---- agreement of the ranks before an update, on batches and targets --------------
+ */
+
+static int
+warn_left_over(PyObject *op, Py_ssize_t batches, int64_t without)
+{
+    int64_t step;
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
+        return -1;
+    }
+    return PyErr_WarnFormat(
+        PyExc_UserWarning, 1,
+        "the epoch ends after step %lld, where %lld of %d ranks have no batch left; "
+        "%zd batches of rank %d are not trained on. even_batches in accelerator_config "
+        "gives all ranks equally many",
+        (long long)step, (long long)without, ctpy_trainer_world_size(op), batches,
+        ctpy_trainer_comm_borrow(op)->rank);
+}
+
+/* The hook _ranks_differ raises for different numbers of batches, unless the arguments
+ * allow them. */
+static int
+report_batches(PyObject *op, Py_ssize_t n)
+{
+    int64_t step;
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
+        return -1;
+    }
+    PyObject *what = PyUnicode_FromFormat(
+        "the ranks have different numbers of batches for update %lld",
+        (long long)step + 1);
+    PyObject *own = PyUnicode_FromFormat("has %zd", n), *answer = NULL;
+    if (what != NULL && own != NULL) {
+        PyObject *stack[] = {op, what, own};
+        answer = PyObject_VectorcallMethod(names->str__ranks_differ, stack, 3, NULL);
+    }
+    Py_XDECREF(own);
+    Py_XDECREF(what);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+/* Before an update: *enough is whether all ranks have a batch; run->targets is the sum
+ * of the ranks' targets. Ranks with different numbers of batches all raise, with each
+ * rank's number, or warn of batches that are left over where the arguments allow them.
+ */
+static int
+ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough)
+{
+    enum {
+        WITHOUT,
+        TARGETS,
+        UNCOUNTED,
+        BATCHES,
+        SQUARES, /* of their numbers: those are alike where none is above the mean */
+        COUNT
+    };
+    ctpy_state *names = ctpy_state_borrow(op);
+    const Py_ssize_t n = PyList_GET_SIZE(batches);
+    const int ranks = ctpy_trainer_world_size(op);
+    int64_t values[COUNT] = {n == 0, 0, 0, n, n * n};
+    int counts, failed = 0;
+    run->targets = -1;
+    *enough = n > 0;
+    if (ranks <= 1) {
+        return ranks < 0 ? -1 : 0;
+    }
+    if (ctpy_field_bool(op, names->str_args, names->str_average_tokens_across_devices,
+                        &counts) < 0) {
+        return -1;
+    }
+    const int64_t targets = counts ? ctpy_count_batches(op, batches, &failed) : -1;
+    values[TARGETS] = targets < 0 ? 0 : targets;
+    values[UNCOUNTED] = targets < 0;
+    if (failed || ctpy_trainer_sum(op, values, COUNT) < 0) {
+        return -1;
+    }
+    if (values[SQUARES] * ranks != values[BATCHES] * values[BATCHES] &&
+        report_batches(op, n) < 0) {
+        return -1;
+    }
+    *enough = values[WITHOUT] == 0;
+    if (values[UNCOUNTED] == 0 && values[TARGETS] > 0) {
+        run->targets = values[TARGETS];
+    }
+    return *enough || n == 0 ? 0 : warn_left_over(op, n, values[WITHOUT]);
+}
+
+/* ---- agreement after an update, on requests of callbacks and signals --------------
+ */
+
+enum {
+    LOG,
+    EVALUATE,
+    SAVE,
+    EPOCH_STOP,
+    TRAINING_STOP,
+    SIGNAL,
+    WISHES
+};
+
+static int
+read_wishes(PyObject *control, PyObject *const *fields, double *wishes)
+{
+    for (int i = 0; i < SIGNAL; i++) {
+        int value;
+        if (ctpy_get_bool(control, fields[i], &value) < 0) {
+            return -1;
+        }
+        wishes[i] = value;
+    }
+    wishes[SIGNAL] = ctpy_signal_requested();
+    return 0;
+}
+
+static int
+grant_wishes(PyObject *control, PyObject *const *fields, const double *had,
+             const double *wishes)
+{
+    for (int i = 0; i < SIGNAL; i++) {
+        if (wishes[i] > had[i] && PyObject_SetAttr(control, fields[i], Py_True) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* A request of one rank's control (to log, evaluate, save or stop), or a signal that
+ * one rank has received, becomes the request of all ranks. *due: some rank logs,
+ * evaluates or saves, and callbacks of the other ranks will see the request; false with
+ * one rank.
+ */
+static int
+ranks_agree(PyObject *op, bool *due)
+{
+    const ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *const fields[] = {names->str_should_log, names->str_should_evaluate,
+                                names->str_should_save, names->str_should_epoch_stop,
+                                names->str_should_training_stop};
+    const int ranks = ctpy_trainer_world_size(op);
+    double wishes[WISHES], had[WISHES];
+    *due = false;
+    if (ranks <= 1) {
+        return ranks < 0 ? -1 : 0;
+    }
+    PyObject *control = PyObject_GetAttr(op, names->str_control);
+    int result = control == NULL ? -1 : read_wishes(control, fields, wishes);
+    if (result == 0) {
+        memcpy(had, wishes, sizeof had);
+        result = ctpy_trainer_reduce(op, wishes, WISHES, CT_REDUCE_MAX);
+    }
+    if (result == 0) {
+        result = grant_wishes(control, fields, had, wishes);
+        ctpy_signal_request((int)wishes[SIGNAL]);
+        ((Trainer *)op)->agreed_signal = (int)wishes[SIGNAL];
+        *due = wishes[LOG] > 0.0 || wishes[EVALUATE] > 0.0 || wishes[SAVE] > 0.0;
+    }
+    Py_XDECREF(control);
+    return result;
+}
+
+/* ---- what is due: a log, an evaluation, a checkpoint ------------------------------
+ */
+
+/* Calls the hook with keywords for all arguments but the sum, since releases of
+ * transformers differ in their order. An override is called at every step. */
+static int
+call_hook(PyObject *op, ctpy_run *run, PyObject *learning_rate)
+{
+    Trainer *self = (Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *loss = PyFloat_FromDouble(self->window_loss);
+    PyObject *norm = PyFloat_FromDouble(self->last_grad_norm);
+    PyObject *epoch = PyLong_FromLongLong(run->epoch);
+    PyObject *keys =
+        PyTuple_Pack(7, names->str_grad_norm, names->str_model, names->str_trial,
+                     names->str_epoch, names->str_ignore_keys_for_eval,
+                     names->str_start_time, names->str_learning_rate);
+    PyObject *answer = NULL;
+    if (loss != NULL && norm != NULL && epoch != NULL && keys != NULL) {
+        PyObject *stack[] = {loss,
+                             norm,
+                             run->model,
+                             ctpy_or_none(run->trial),
+                             epoch,
+                             ctpy_or_none(run->ignore_keys),
+                             run->start_time,
+                             learning_rate};
+        answer =
+            ctpy_call_adapted(op, names->str__maybe_log_save_evaluate, stack, 1, keys);
+    }
+    Py_XDECREF(keys);
+    Py_XDECREF(epoch);
+    Py_XDECREF(norm);
+    Py_XDECREF(loss);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+/* Whether the control requests a log, an evaluation or a checkpoint: 1, 0 or -1. */
+static int
+is_due(PyObject *op)
+{
+    const ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *const wishes[] = {names->str_should_log, names->str_should_evaluate,
+                                names->str_should_save};
+    PyObject *control = PyObject_GetAttr(op, names->str_control);
+    int due = control == NULL ? -1 : 0;
+    for (size_t i = 0; due == 0 && i < sizeof wishes / sizeof wishes[0]; i++) {
+        if (ctpy_get_bool(control, wishes[i], &due) < 0) {
+            due = -1;
+        }
+    }
+    Py_XDECREF(control);
+    return due;
+}
+
+/* Calls the hook _maybe_log_save_evaluate if the hook is overridden, or if a log, an
+ * evaluation or a checkpoint is due. */
+static int
+log_save_evaluate(PyObject *op, ctpy_run *run, PyObject *learning_rate)
+{
+    const int native =
+        ctpy_is_default(op, ctpy_state_borrow(op)->str__maybe_log_save_evaluate);
+    const int wanted = native == 1 ? is_due(op) : native < 0 ? -1 : 1;
+    return wanted > 0 ? call_hook(op, run, learning_rate) : wanted;
+}
+
+int
+ctpy_do_what_is_due(PyObject *op, ctpy_run *run, PyObject *learning_rate)
+{
+    bool due;
+    if (ranks_agree(op, &due) < 0 || log_save_evaluate(op, run, learning_rate) < 0) {
+        return -1;
+    }
+    return due ? ranks_agree(op, &due) : 0;
+}
+
+/* Whether a signal on some rank ends the run on all ranks. */
+static bool
+ranks_stop(PyObject *op)
+{
+    const Trainer *self = (const Trainer *)op;
+    return ctpy_trainer_is_alone(op) ? ctpy_stop_requested() : self->agreed_signal != 0;
+}
+
+/* ---- micro-batches --------------------------------------------------------------- */
+
+/* On several ranks: enters model.no_sync(), by which gradients are exchanged after the
+ * last micro-batch of an update only. *context is NULL for a model without no_sync(),
+ * or if the arguments ask for an exchange after each micro-batch. */
+static int
+enter_no_sync(PyObject *op, PyObject *model, PyObject **context)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    const int ranks = ctpy_trainer_world_size(op);
+    PyObject *method;
+    *context = NULL;
+    if (ranks <= 1 || ((Trainer *)op)->syncs_each_batch) {
+        return ranks < 0 ? -1 : 0;
+    }
+    const int has = ctpy_lookup(model, names->str_no_sync, &method);
+    if (has <= 0) {
+        return has;
+    }
+    *context =
+        ctpy_enter_context_steal(PyObject_CallNoArgs(method), names->str___enter__);
+    Py_DECREF(method);
+    return *context == NULL ? -1 : 0;
+}
 
 static int
 flag(PyObject *op, PyObject *name, int *value)
@@ -31,7 +307,7 @@ save_and_stop(PyObject *op, ctpy_run *run)
 static bool
 is_interrupt(PyObject *op)
 {
-    if (ctpy_ranks_stop(op) && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+    if (ranks_stop(op) && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
         PyErr_Clear();
         return true;
     }
@@ -122,7 +398,7 @@ run_without_exchange(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *co
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *context;
-    if (ctpy_enter_no_sync(op, run->model, &context) < 0) {
+    if (enter_no_sync(op, run->model, &context) < 0) {
         return -1;
     }
     PyObject *done =
@@ -331,7 +607,7 @@ run_one_update(PyObject *op, ctpy_run *run, PyObject *iterator, bool *more)
     if (next_batches(op, run, iterator, &batches, &count) < 0) {
         return -1;
     }
-    int result = ctpy_ranks_begin(op, run, batches, &enough);
+    int result = ranks_begin(op, run, batches, &enough);
     if (result == 0 && enough) {
         *more = true;
         result = ctpy_run_update(op, run, batches, count);
@@ -345,7 +621,7 @@ run_one_update(PyObject *op, ctpy_run *run, PyObject *iterator, bool *more)
         flag(op, names->str_should_training_stop, &training) < 0) {
         return -1;
     }
-    if (ctpy_ranks_stop(op)) {
+    if (ranks_stop(op)) {
         *more = false;
         return save_and_stop(op, run);
     }
@@ -410,13 +686,13 @@ run_epoch(PyObject *op, ctpy_run *run)
     int result = iterator == NULL ? -1 : run_updates(op, run, iterator);
     drop_loader_steal(run, iterator);
     if (result < 0 ||
-        (run->micro_step == 0 && !ctpy_ranks_stop(op) && warn_no_batches(op) < 0)) {
+        (run->micro_step == 0 && !ranks_stop(op) && warn_no_batches(op) < 0)) {
         return -1;
     }
     if (ctpy_trainer_fire(op, names->str_on_epoch_end, NULL) < 0) {
         return -1;
     }
-    return ctpy_ranks_stop(op) ? 0 : ctpy_do_what_is_due(op, run, Py_None);
+    return ranks_stop(op) ? 0 : ctpy_do_what_is_due(op, run, Py_None);
 }
 
 static int

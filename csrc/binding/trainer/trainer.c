@@ -4,7 +4,6 @@
  * made from that table. */
 #include "binding/trainer/trainer.h"
 
-#include "binding/engine/ranks.h"
 #include "binding/runtime/ctpy.h"
 
 PyDoc_STRVAR(
@@ -63,7 +62,6 @@ Trainer_clear(PyObject *op)
     Py_CLEAR(((Trainer *)op)->signatures);
 #define CTPY_OBJECT(name) Py_CLEAR(((Trainer *)op)->name);
 #define CTPY_VALUE(type, name)
-#include "binding/engine/fields.def"
 #undef CTPY_VALUE
 #undef CTPY_OBJECT
     return 0;
@@ -82,7 +80,6 @@ Trainer_dealloc(PyObject *op)
 #define CTPY_VALUE(type, name)                                                         \
     {"_" #name, CTPY_MEMBER_##type, offsetof(Trainer, name), 0, NULL},
 static PyMemberDef Trainer_members[] = {
-#include "binding/engine/fields.def"
     {NULL, 0, 0, 0, NULL},
 };
 #undef CTPY_VALUE
@@ -135,7 +132,6 @@ Run_clear(PyObject *op)
     }
 #define CTPY_OBJECT(name) Py_CLEAR(((ctpy_run *)op)->name);
 #define CTPY_VALUE(type, name)
-#include "binding/engine/run.def"
 #undef CTPY_VALUE
 #undef CTPY_OBJECT
     return 0;
@@ -151,7 +147,6 @@ Run_dealloc(PyObject *op)
 #define CTPY_VALUE(type, name)                                                         \
     {#name, CTPY_MEMBER_##type, offsetof(ctpy_run, name), 0, NULL},
 static PyMemberDef Run_members[] = {
-#include "binding/engine/run.def"
     {NULL, 0, 0, 0, NULL},
 };
 #undef CTPY_VALUE

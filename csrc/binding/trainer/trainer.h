@@ -7,10 +7,7 @@
 #define BINDING_TRAINER_TRAINER_H
 
 #include "binding/callbacks/handler.h"
-#include "binding/engine/adapt.h"
-#include "binding/engine/ranks.h"
 #include "binding/engine/run.h"
-#include "binding/engine/targets.h"
 #include "binding/runtime/ctpy.h"
 
 #include "core/engine/step.h"
@@ -25,39 +22,16 @@ int ctpy_finish_update(PyObject *op, ctpy_run *run);
 /* Decides before an update whether the norms of layers are measured for the log. */
 int ctpy_metrics_plan(PyObject *op, ctpy_run *run, PyObject *batches);
 
-/* ---- log.c; each function returns 0, or -1 with an exception ---- */
+/* ---- loop.c ---- */
 
-/* Reads the loss of a micro-batch in host memory. A loss on a device is added to
- * device_loss, and *value is 0. */
-int ctpy_add_loss(PyObject *op, PyObject *loss, double *value);
-
-/* Calls the hook _maybe_log_save_evaluate if the hook is overridden, or if a log, an
- * evaluation or a checkpoint is due. */
-int ctpy_log_save_evaluate(PyObject *op, ctpy_run *run, PyObject *learning_rate);
-
-/* ---- agree.c: agreement of the ranks, at no cost on one rank; 0, or -1 with an
- * exception ---- */
-
-/* Before an update: *enough is whether all ranks have a batch; run->targets is the sum
- * of the ranks' targets. Ranks with different numbers of batches all raise, with each
- * rank's number, or warn of batches that are left over where the arguments allow them.
- */
-int ctpy_ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough);
-
-/* *finite becomes false on all ranks where it is false on one, so that all ranks skip
- * the update, or none. */
-int ctpy_ranks_agree_finite(PyObject *op, bool *finite);
-
-/* ctpy_log_save_evaluate() on all ranks if a callback of one rank requests a log, an
- * evaluation or a checkpoint. */
+/* Agrees on the requests of all ranks' callbacks and signals, and logs, evaluates and
+ * saves where one of them asks for it. 0, or -1 with an exception. */
 int ctpy_do_what_is_due(PyObject *op, ctpy_run *run, PyObject *learning_rate);
 
-/* Whether a signal on some rank ends the run on all ranks. */
-bool ctpy_ranks_stop(PyObject *op);
+/* ---- step.c ---- */
 
-/* On several ranks: enters model.no_sync(), by which gradients are exchanged after the
- * last micro-batch of an update only. *context is NULL for a model without no_sync(),
- * or if the arguments ask for an exchange after each micro-batch. */
-int ctpy_enter_no_sync(PyObject *op, PyObject *model, PyObject **context);
+/* Reads the loss of a micro-batch in host memory. A loss on a device is added to
+ * device_loss, and *value is 0. 0, or -1 with an exception. */
+int ctpy_add_loss(PyObject *op, PyObject *loss, double *value);
 
 #endif

@@ -8,7 +8,6 @@
 
 #include "binding/callbacks/handler.h"
 #include "binding/comm/communicator.h"
-#include "binding/engine/ranks.h"
 #include "binding/optim/optim.h"
 #include "binding/optim/weight_average.h"
 #include "binding/runtime/buffer.h"
@@ -670,6 +669,19 @@ averages_itself(PyObject *op)
     return has;
 }
 
+/* *finite becomes false on all ranks where it is false on one, so that all ranks skip
+ * the update, or none. */
+static int
+agree_finite(PyObject *op, bool *finite)
+{
+    double value = *finite ? 1.0 : 0.0;
+    if (ctpy_trainer_reduce(op, &value, 1, CT_REDUCE_MIN) < 0) {
+        return -1;
+    }
+    *finite = value > 0.0;
+    return 0;
+}
+
 /* Replaces the gradients of an update by their mean over the ranks, where nothing
  * around the model has done so. 0, or -1 with an exception. */
 static int
@@ -790,7 +802,7 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
     ctpy_state *names = ctpy_state_borrow(op);
     const bool local_steps = u->blocks != NULL;
     if ((!local_steps && average_grads(op, u) < 0) || measure(op, u) < 0 ||
-        (!local_steps && ctpy_ranks_agree_finite(op, &u->result.finite) < 0) ||
+        (!local_steps && agree_finite(op, &u->result.finite) < 0) ||
         measure_layers(op, run, u) < 0 ||
         (!u->result.finite && u->scaler == NULL && report_nonfinite(op, u) < 0) ||
         (u->result.finite && clip_update(op, run, u) < 0)) {

@@ -35,14 +35,14 @@ def test_the_loop_survives_every_failed_allocation(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), report_to="none", disable_tqdm=True)
     trainer = Trainer(Model(), args)
     batches = [{"x": np.ones((2, 3)), "labels": np.ones(2)}] * 2
-    nothing = ("keep_input", "preprocess", "gather", "on_batch", "ignore_keys")
+    nothing = ("keep_input", "preprocess", "gather", "on_batch", "exchange")
 
     def run() -> tuple[Any, ...]:
         sinks = (_C.ArrayAccumulator(), [], [])
         losses: list[float] = []
         counts = trainer._evaluate_batches(
             trainer.model, batches, sinks, loss_only=False, default_rows=2,
-            max_waiting=1, repeated_after=-1, keeps_values=True, by_token=False,
+            ignore_keys=None, max_waiting=1, keeps_values=True, by_token=False,
             keep_losses=lambda loss, rows: losses.append(loss),
             **dict.fromkeys(nothing),
         )  # fmt: skip

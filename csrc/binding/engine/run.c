@@ -1,0 +1,623 @@
+/* What the loops of training and evaluation share: calls of hooks, the adapter and the
+ * modes of the model; the count of a batch's targets; the group of ranks.
+ *
+ * transformers has added parameters to hooks over the years, and an override written
+ * before must run unchanged: a hook is called with the keywords that its signature
+ * accepts. inspect.signature is asked once for each function object, so that
+ * `t.compute_loss = f` works too. */
+#include "binding/engine/run.h"
+
+#include "binding/comm/communicator.h"
+#include "binding/data/gather.h"
+#include "binding/runtime/buffer.h"
+
+#include "core/data/targets.h"
+
+/* ---- hooks of every age, and the adapter ----------------------------------------- */
+
+/* The object with the signature: a bound method's function, else the callable. */
+static PyObject *
+function_borrow(PyObject *callable)
+{
+    return PyMethod_Check(callable) ? PyMethod_GET_FUNCTION(callable) : callable;
+}
+
+/* True for a callable of ours, which takes every keyword that we pass. */
+static bool
+is_native(PyObject *callable)
+{
+    return PyCFunction_Check(callable);
+}
+
+/* New reference: frozenset of accepted keyword names, or None for all of them. */
+static PyObject *
+accepted_keywords(PyObject *callable)
+{
+    PyObject *module = PyImport_ImportModule("ctrainer.runtime.hooks");
+    if (module == NULL) {
+        return NULL;
+    }
+    PyObject *found = PyObject_CallMethod(module, "accepted_keywords", "O",
+                                          function_borrow(callable));
+    Py_DECREF(module);
+    return found;
+}
+
+static PyObject *
+accepted_cached(PyObject *op, PyObject *callable)
+{
+    PyObject *cache = ((Trainer *)op)->signatures;
+    PyObject *key = function_borrow(callable);
+    PyObject *found = PyDict_GetItemWithError(cache, key);
+    if (found != NULL) {
+        return Py_NewRef(found);
+    }
+    if (PyErr_Occurred()) { /* an unhashable callable: ask every time */
+        return ctpy_forgive() ? accepted_keywords(callable) : NULL;
+    }
+    found = accepted_keywords(callable);
+    if (found != NULL && PyDict_SetItem(cache, key, found) < 0) {
+        Py_CLEAR(found);
+    }
+    return found;
+}
+
+/* Moves the accepted keywords to the front; returns their names, a new reference. */
+static PyObject *
+keep_accepted(PyObject *accepted, PyObject *names, PyObject **values)
+{
+    PyObject *kept = PyList_New(0);
+    Py_ssize_t n = PyTuple_GET_SIZE(names), to = 0;
+    for (Py_ssize_t i = 0; kept != NULL && i < n; i++) {
+        PyObject *name = PyTuple_GET_ITEM(names, i);
+        int known = PySequence_Contains(accepted, name);
+        if (known < 0 || (known && PyList_Append(kept, name) < 0)) {
+            Py_CLEAR(kept);
+        }
+        else if (known) {
+            values[to++] = values[i];
+        }
+    }
+    if (kept == NULL) {
+        return NULL;
+    }
+    PyObject *result = PyList_AsTuple(kept);
+    Py_DECREF(kept);
+    return result;
+}
+
+PyObject *
+ctpy_call_adapted(PyObject *op, PyObject *name, PyObject *const *args, size_t nargs,
+                  PyObject *kwnames)
+{
+    PyObject *stack[1 + CTPY_HOOK_MAX_ARGS];
+    size_t n_keywords = kwnames == NULL ? 0 : (size_t)PyTuple_GET_SIZE(kwnames);
+    PyObject *result = NULL, *accepted = NULL, *names = Py_XNewRef(kwnames);
+    PyObject *callable = PyObject_GetAttr(op, name);
+    assert(nargs + n_keywords <= CTPY_HOOK_MAX_ARGS);
+    if (callable == NULL) {
+        goto done;
+    }
+    for (size_t i = 0; i < nargs + n_keywords; i++) {
+        stack[1 + i] = args[i];
+    }
+    if (n_keywords > 0 && !is_native(callable)) {
+        accepted = accepted_cached(op, callable);
+        if (accepted == NULL) {
+            goto done;
+        }
+        if (accepted != Py_None) {
+            Py_SETREF(names, keep_accepted(accepted, kwnames, &stack[1 + nargs]));
+            if (names == NULL) {
+                goto done;
+            }
+        }
+    }
+    result = PyObject_Vectorcall(callable, &stack[1],
+                                 nargs | PY_VECTORCALL_ARGUMENTS_OFFSET, names);
+done:
+    Py_XDECREF(accepted);
+    Py_XDECREF(names);
+    Py_XDECREF(callable);
+    return result;
+}
+
+/* The adapter of the model's framework, a new reference; NULL with an exception for a
+ * trainer that has none yet. */
+static PyObject *
+adapter_of(PyObject *op)
+{
+    PyObject *adapter = ctpy_field(((Trainer *)op)->adapter);
+    return adapter != NULL ? adapter
+                           : PyErr_Format(PyExc_AttributeError,
+                                          "%.100s.__init__() has not been called",
+                                          Py_TYPE(op)->tp_name);
+}
+
+PyObject *
+ctpy_ask_adapter(PyObject *op, PyObject *name, PyObject *const *args, size_t n)
+{
+    PyObject *adapter = adapter_of(op);
+    if (adapter == NULL) {
+        return NULL;
+    }
+    PyObject *answer = ctpy_call_hook(adapter, name, args, n);
+    Py_DECREF(adapter);
+    return answer;
+}
+
+/* ---- train and eval mode of the model and of optimizers that have modes ---------- */
+
+/* Is the model in eval mode? 1, 0 (also for a model without the flag `training`), -1.
+ */
+static int
+is_in_eval_mode(PyObject *model, const ctpy_state *names)
+{
+    int failed;
+    PyObject *flag = ctpy_get_optional(model, names->str_training, &failed);
+    if (flag == NULL) {
+        return failed ? -1 : 0;
+    }
+    const int training = PyObject_IsTrue(flag);
+    Py_DECREF(flag);
+    return training < 0 ? -1 : !training;
+}
+
+/* A wrapper keeps the flag when evaluation, or a package that saves a model, puts the
+ * model within into eval mode: both flags count. */
+int
+ctpy_ensure_train_mode(PyObject *op, PyObject *model)
+{
+    const ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *optimizer, *within = PyObject_GetAttr(op, names->str_model);
+    int result = within == NULL ? -1 : is_in_eval_mode(model, names);
+    if (result == 0 && within != model) {
+        result = is_in_eval_mode(within, names);
+    }
+    Py_XDECREF(within);
+    if (result <= 0) {
+        return result;
+    }
+    if (ctpy_call_if_there(model, names->str_train) < 0 ||
+        (optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL) {
+        return -1;
+    }
+    result = ctpy_call_if_there(optimizer, names->str_train);
+    Py_DECREF(optimizer);
+    return result;
+}
+
+/* ---- the context that the loss is computed in, in training and evaluation -------- */
+
+static const char Trainer_compute_loss_context_manager_doc[] =
+    "compute_loss_context_manager($self, /)\n--\n\n"
+    "Return the context in which the loss is computed: "
+    "autocast_smart_context_manager's."
+    "\n\nMixed precision does not need it: the model's own forward runs under "
+    "autocast.";
+
+static PyObject *
+Trainer_compute_loss_context_manager(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    return PyObject_CallMethodNoArgs(
+        op, ctpy_state_borrow(op)->str_autocast_smart_context_manager);
+}
+
+static const char Trainer_autocast_smart_context_manager_doc[] =
+    "autocast_smart_context_manager($self, cache_enabled=True)\n--\n\n"
+    "Return no context: under mixed precision the model's own forward autocasts.\n\n"
+    "An override is what compute_loss_context_manager returns.";
+
+static PyObject *
+Trainer_autocast_smart_context_manager(PyObject *Py_UNUSED(op), PyObject *args,
+                                       PyObject *kwargs)
+{
+    static char *keywords[] = {"cache_enabled", NULL};
+    PyObject *cache_enabled, *contextlib, *context;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:autocast_smart_context_manager",
+                                     keywords, &cache_enabled) ||
+        (contextlib = PyImport_ImportModule("contextlib")) == NULL) {
+        return NULL;
+    }
+    context = PyObject_CallMethod(contextlib, "nullcontext", NULL);
+    Py_DECREF(contextlib);
+    return context;
+}
+
+int
+ctpy_enter_loss_context(PyObject *op, PyObject **context)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int plain = ctpy_is_default(op, names->str_compute_loss_context_manager);
+    *context = NULL;
+    if (plain > 0) {
+        plain = ctpy_is_default(op, names->str_autocast_smart_context_manager);
+    }
+    if (plain != 0) {
+        return plain < 0 ? -1 : 0;
+    }
+    *context = ctpy_enter_context_steal(
+        PyObject_CallMethodNoArgs(op, names->str_compute_loss_context_manager),
+        names->str___enter__);
+    return *context == NULL ? -1 : 0;
+}
+
+/* ---- the count of targets that a loss is a mean over ----------------------------- */
+
+/* The labels that the loss is a mean over, or NULL for a batch without labels. */
+static PyObject *
+batch_labels(PyObject *batch, ctpy_state *names, bool *shifted, int *failed)
+{
+    PyObject *found = ctpy_batch_entry(batch, names->str_shift_labels, failed);
+    if (found != NULL) {
+        *shifted = false; /* by the collator */
+        return found;
+    }
+    return *failed ? NULL : ctpy_batch_entry(batch, names->str_labels, failed);
+}
+
+/* The length of the last dimension of a tensor or array; 0 for a scalar. */
+static int
+last_dimension(PyObject *op, ctpy_state *names, size_t *length)
+{
+    PyObject *shape = PyObject_GetAttr(op, names->str_shape);
+    Py_ssize_t n = shape == NULL ? -1 : PySequence_Size(shape);
+    *length = 0;
+    if (n > 0) {
+        PyObject *last = PySequence_GetItem(shape, n - 1);
+        *length = last == NULL ? 0 : PyLong_AsSize_t(last);
+        Py_XDECREF(last);
+    }
+    Py_XDECREF(shape);
+    return n < 0 || PyErr_Occurred() ? -1 : 0;
+}
+
+/* Targets among labels that are not plain int64 host memory, by the framework; -1
+ * without an exception for labels that cannot be counted. */
+static int64_t
+count_by_framework(PyObject *op, PyObject *labels, bool shifted, ctpy_state *names)
+{
+    int64_t n = -1;
+    PyObject *stack[] = {labels, shifted ? Py_True : Py_False};
+    PyObject *answer = ctpy_ask_adapter(op, names->str_count_targets, stack, 2);
+    if (answer != NULL && answer != Py_None) {
+        n = PyLong_AsLongLong(answer);
+    }
+    Py_XDECREF(answer);
+    return n;
+}
+
+int64_t
+ctpy_count_targets(PyObject *op, PyObject *batch, int *failed)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    ct_span span;
+    size_t row = 0;
+    int64_t n = -1;
+    int shifts = 0;
+    *failed = ctpy_get_bool(op, names->str__loss_shifts_labels, &shifts) < 0;
+    bool shifted = shifts != 0;
+    PyObject *labels = *failed ? NULL : batch_labels(batch, names, &shifted, failed);
+    if (labels == NULL) {
+        return -1;
+    }
+    if (ctpy_span_from(names, labels, "labels", 0, &span) == 0 &&
+        span.dtype == CT_I64 && last_dimension(labels, names, &row) == 0) {
+        n = (int64_t)ct_count_targets(span.data, span.n, row, shifted);
+    }
+    else if (ctpy_forgive()) {
+        n = count_by_framework(op, labels, shifted, names);
+    }
+    Py_DECREF(labels);
+    *failed = PyErr_Occurred() != NULL;
+    return n;
+}
+
+int64_t
+ctpy_count_batches(PyObject *op, PyObject *batches, int *failed)
+{
+    int64_t sum = 0;
+    *failed = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batches); i++) {
+        const int64_t n = ctpy_count_targets(op, PyList_GET_ITEM(batches, i), failed);
+        if (*failed || n < 0) {
+            return -1;
+        }
+        sum += n;
+    }
+    return PyList_GET_SIZE(batches) > 0 ? sum : -1;
+}
+
+/* ---- the group of ranks ---------------------------------------------------------- */
+
+/* A forked child trains alone: the group is the parent's. */
+static int
+is_open(PyObject *group)
+{
+    const ct_comm *comm = group == NULL ? NULL : ((Communicator *)group)->comm;
+    return comm != NULL && ct_comm_is_here(comm);
+}
+
+ct_comm *
+ctpy_trainer_comm_borrow(PyObject *op)
+{
+    Trainer *self = (Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (!is_open(self->rank_group)) {
+        PyObject *group = PyObject_CallMethodNoArgs(op, names->str__join_ranks);
+        if (group == NULL || ctpy_comm_borrow(names, group) == NULL) {
+            Py_XDECREF(group);
+            return NULL;
+        }
+        Py_XSETREF(self->rank_group, group);
+    }
+    return ctpy_comm_borrow(names, self->rank_group);
+}
+
+int
+ctpy_trainer_world_size(PyObject *op)
+{
+    const ct_comm *comm = ctpy_trainer_comm_borrow(op);
+    return comm == NULL ? -1 : comm->world_size;
+}
+
+int
+ctpy_trainer_reduce_span(PyObject *op, const ct_span *span, ct_reduce_op how)
+{
+    const ct_request request = {.what = CT_ALL_REDUCE, .op = how, .in = *span};
+    const int ranks = ctpy_trainer_world_size(op);
+    if (ranks <= 1) {
+        return ranks < 0 ? -1 : 0;
+    }
+    PyObject *group = Py_NewRef(((Trainer *)op)->rank_group);
+    int result = ctpy_comm_run(ctpy_state_borrow(op), group, &request);
+    Py_DECREF(group);
+    return result;
+}
+
+int
+ctpy_trainer_reduce(PyObject *op, double *values, size_t n, ct_reduce_op how)
+{
+    const int ranks = ctpy_trainer_world_size(op);
+    if (ranks <= 1) {
+        return ranks < 0 ? -1 : 0;
+    }
+    PyObject *group = Py_NewRef(((Trainer *)op)->rank_group);
+    int result =
+        ctpy_comm_reduce_numbers(ctpy_state_borrow(op), group, NULL, values, n, how);
+    Py_DECREF(group);
+    return result;
+}
+
+int
+ctpy_trainer_sum(PyObject *op, int64_t *values, size_t n)
+{
+    return ctpy_trainer_reduce_span(op, &(ct_span){values, n, CT_I64}, CT_REDUCE_SUM);
+}
+
+bool
+ctpy_trainer_is_alone(const PyObject *op)
+{
+    PyObject *group = ((const Trainer *)op)->rank_group;
+    return !is_open(group) || ((Communicator *)group)->comm->world_size == 1;
+}
+
+PyObject *
+ctpy_trainer_get_communicator(PyObject *op, void *Py_UNUSED(closure))
+{
+    return ctpy_trainer_comm_borrow(op) == NULL
+               ? NULL
+               : Py_NewRef(((Trainer *)op)->rank_group);
+}
+
+/* ---- work that ranks succeed or fail in together -----------------------------------
+ *
+ * A message begins with one byte for success or failure, so that no rank waits for
+ * another that has failed: a failed rank sends its error's text and keeps the error. */
+
+/* The first byte of a rank's message. */
+enum {
+    FARED_WELL = '+',
+    FAILED = '-'
+};
+
+/* Puts "doing: " before the text of the RuntimeError or ValueError that is set. */
+static void
+name_doing(const char *doing)
+{
+    PyObject *type, *value, *trace;
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError) &&
+        !PyErr_ExceptionMatches(PyExc_ValueError)) {
+        return;
+    }
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_Format(type, "%s: %S", doing, value);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+}
+
+/* "OSError: No space left on device" */
+static PyObject *
+text_of(PyObject *type, PyObject *value)
+{
+    PyObject *bytes = NULL;
+    PyObject *text = PyUnicode_FromFormat("%s: %S", ((PyTypeObject *)type)->tp_name,
+                                          value == NULL ? Py_None : value);
+    if (text != NULL) {
+        bytes = PyUnicode_AsEncodedString(text, "utf-8", "replace");
+        Py_DECREF(text);
+    }
+    return bytes;
+}
+
+/* Exchanges the mark and the payload (bytes, or NULL for none). */
+static PyObject *
+send(PyObject *op, char mark, PyObject *payload)
+{
+    PyObject *parts = NULL, *group = Py_NewRef(((Trainer *)op)->rank_group);
+    PyObject *message = PyBytes_FromStringAndSize(&mark, 1);
+    if (message != NULL && payload != NULL) {
+        PyBytes_Concat(&message, payload);
+    }
+    if (message != NULL) {
+        parts = ctpy_exchange(ctpy_state_borrow(op), group, message);
+        Py_DECREF(message);
+    }
+    Py_DECREF(group);
+    return parts;
+}
+
+static void
+raise_for(const char *doing, Py_ssize_t rank, const char *message, Py_ssize_t n)
+{
+    PyObject *text = PyUnicode_DecodeUTF8(message, n, "replace");
+    if (text != NULL) {
+        PyErr_Format(PyExc_RuntimeError, "%s: rank %zd failed: %U", doing, rank, text);
+        Py_DECREF(text);
+    }
+}
+
+/* Strips the marks off; NULL with an exception that names the first rank that failed.
+ */
+static PyObject *
+judge_steal(PyObject *parts, const char *doing)
+{
+    PyObject *payloads = PyList_New(0);
+    for (Py_ssize_t r = 0; payloads != NULL && r < PyList_GET_SIZE(parts); r++) {
+        const char *message = PyBytes_AS_STRING(PyList_GET_ITEM(parts, r));
+        const Py_ssize_t n = PyBytes_GET_SIZE(PyList_GET_ITEM(parts, r)) - 1;
+        if (message[0] == FAILED) {
+            raise_for(doing, r, message + 1, n);
+            Py_CLEAR(payloads);
+            break;
+        }
+        PyObject *payload = PyBytes_FromStringAndSize(message + 1, n);
+        if (payload == NULL || PyList_Append(payloads, payload) < 0) {
+            Py_CLEAR(payloads);
+        }
+        Py_XDECREF(payload);
+    }
+    Py_DECREF(parts);
+    return payloads;
+}
+
+/* Reports the exception that is set to the other ranks; the exception stays. */
+static void
+tell_failure(PyObject *op)
+{
+    PyObject *type, *value, *trace, *parts;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    PyObject *text = text_of(type, value);
+    if (text == NULL) {
+        PyErr_Clear();
+    }
+    if ((parts = send(op, FAILED, text)) == NULL) {
+        PyErr_Clear(); /* the first failure is reported */
+    }
+    Py_XDECREF(parts);
+    Py_XDECREF(text);
+    PyErr_Restore(type, value, trace);
+}
+
+/* Says to the others how this rank has fared in what it was doing: with an exception
+ * set that it failed, else what they get of it, bytes (NULL: none). Returns the
+ * payloads of all ranks, a list in rank order; NULL with an exception when any has
+ * failed: this rank's own, or a RuntimeError that names the rank, `doing` and its
+ * error. Alone it is the list of its own payload. */
+static PyObject *
+account(PyObject *op, const char *doing, PyObject *payload)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    const int ranks = ctpy_trainer_world_size(op);
+    if (type != NULL) {
+        PyErr_Restore(type, value, trace);
+    }
+    if (PyErr_Occurred()) {
+        if (ranks > 1) {
+            tell_failure(op);
+        }
+        return NULL;
+    }
+    if (ranks == 1) {
+        return payload == NULL ? Py_BuildValue("[y]", "")
+                               : Py_BuildValue("[O]", payload);
+    }
+    PyObject *parts = send(op, FARED_WELL, payload);
+    if (parts == NULL) {
+        name_doing(doing);
+        return NULL;
+    }
+    return judge_steal(parts, doing);
+}
+
+static const char Trainer__leave_ranks_doc[] =
+    "_leave_ranks($self, /)\n--\n\n"
+    "Close the group, if the trainer has joined other ranks, so that none waits for\n"
+    "this rank. Raises RuntimeError while a collective is under way.";
+
+static PyObject *
+Trainer__leave_ranks(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    return ctpy_trainer_is_alone(op)
+               ? Py_NewRef(Py_None)
+               : PyObject_CallMethod(((Trainer *)op)->rank_group, "close", NULL);
+}
+
+static const char Trainer__together_doc[] =
+    "_together($self, doing, function, /)\n--\n\n"
+    "Call function() on every rank and return what all returned: bytes, or None.\n\n"
+    "Returns a list in rank order, b'' for None, when all have come back. Where one\n"
+    "fails, all raise: it its own exception, the others a RuntimeError that names the\n"
+    "rank, `doing` and the error.";
+
+static PyObject *
+Trainer__together(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"", "", NULL};
+    const char *doing;
+    PyObject *function, *payload, *all;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO:_together", keywords, &doing,
+                                     &function)) {
+        return NULL;
+    }
+    payload = PyObject_CallNoArgs(function);
+    if (payload != NULL && payload != Py_None && !PyBytes_Check(payload)) {
+        PyErr_Format(PyExc_TypeError, "%s: expected bytes or None, got a %.100s", doing,
+                     Py_TYPE(payload)->tp_name);
+        Py_CLEAR(payload);
+    }
+    all = account(op, doing, payload == Py_None ? NULL : payload);
+    Py_XDECREF(payload);
+    return all;
+}
+
+static const char Trainer__sum_over_ranks_doc[] =
+    "_sum_over_ranks($self, a, b, /)\n--\n\n"
+    "Return the sums over all ranks, which all have to call it, of two numbers.";
+
+static PyObject *
+Trainer__sum_over_ranks(PyObject *op, PyObject *args)
+{
+    double sums[2];
+    return PyArg_ParseTuple(args, "dd:_sum_over_ranks", &sums[0], &sums[1]) &&
+                   ctpy_trainer_reduce(op, sums, 2, CT_REDUCE_SUM) == 0
+               ? Py_BuildValue("(dd)", sums[0], sums[1])
+               : NULL;
+}
+
+PyMethodDef Trainer_engine_run_methods[] = {
+    {"compute_loss_context_manager",   Trainer_compute_loss_context_manager,           METH_NOARGS,
+     Trainer_compute_loss_context_manager_doc                                                                                                  },
+    {"autocast_smart_context_manager",
+     (PyCFunction)(void (*)(void))Trainer_autocast_smart_context_manager,
+     METH_VARARGS | METH_KEYWORDS,                                                                   Trainer_autocast_smart_context_manager_doc},
+    {"_leave_ranks",                   Trainer__leave_ranks,                           METH_NOARGS,  Trainer__leave_ranks_doc                  },
+    {"_sum_over_ranks",                Trainer__sum_over_ranks,                        METH_VARARGS,
+     Trainer__sum_over_ranks_doc                                                                                                               },
+    {"_together",                      (PyCFunction)(void (*)(void))Trainer__together,
+     METH_VARARGS | METH_KEYWORDS,                                                                   Trainer__together_doc                     },
+    {NULL,                             NULL,                                           0,            NULL                                      },
+};
