@@ -40,11 +40,11 @@ def call_adapted(method: Callable[..., Any], *args: Any, **keywords: Any) -> Any
         return method(*args, **keywords)
     function = getattr(method, "__func__", method)
     try:
-        taken = _accepted.get(function, False)
-        if taken is False:
-            taken = _accepted[function] = accepted_keywords(function)
+        if function not in _accepted:
+            _accepted[function] = accepted_keywords(function)
+        taken = _accepted[function]
     except TypeError:  # nothing that a dictionary can remember
-        taken = accepted_keywords(method)
+        taken = accepted_keywords(function)
     return method(
         *args, **{k: v for k, v in keywords.items() if taken is None or k in taken}
     )

@@ -17,6 +17,7 @@ from ctrainer.callbacks import (
 )
 from ctrainer.display.progress import ProgressCallback
 from ctrainer.memory_tracker import TrainerMemoryTracker
+from ctrainer.trainer import shards
 from ctrainer.trainer.run import TrainerRun
 from ctrainer.trainer_state import TrainerControl, TrainerState
 from ctrainer.trainer_utils import has_length
@@ -241,7 +242,7 @@ class Trainer(TrainerRun):
             is_world_process_zero=self.is_world_process_zero(),
         )
         self.__dict__.update(_ATTRIBUTES)
-        self._checkpoint_files.plan_shards(self)
+        shards.plan_shards(self)
         self._resume_state = {}
         self._rank_files = {}
         self._eval_dataloaders = {}

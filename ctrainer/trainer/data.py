@@ -1,4 +1,8 @@
-"""Trainer: data loaders, samplers and columns."""
+"""Trainer: data loaders, samplers and columns, and the reading of an epoch from any
+place on.
+
+Functions that TrainerRun has as methods, and what these share.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ctrainer import _C
 from ctrainer.checkpoint.files import naming
 from ctrainer.runtime.hooks import takes_positional
+from ctrainer.trainer.checkpoint import own_state_file
 from ctrainer.trainer_utils import has_length
 
 if TYPE_CHECKING:
@@ -18,241 +24,267 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class TrainData:
-    """Loaders, samplers and columns, and the reading of an epoch from any place on."""
+def get_train_dataloader(trainer: TrainerRun) -> Any:
+    """Return the loader of training batches.
 
-    def get_train_dataloader(self, trainer: TrainerRun) -> Any:
-        if trainer.train_dataset is None:
-            raise ValueError("training needs a train_dataset; pass one to the trainer")
-        return trainer._get_dataloader(
-            dataset=trainer.train_dataset,
-            description="Training",
-            batch_size=trainer._train_batch_size,
-            sampler_fn=trainer._get_train_sampler,
-            is_training=True,
-        )
+    Raises ValueError without a train_dataset.
+    """
+    if trainer.train_dataset is None:
+        raise ValueError("training needs a train_dataset; pass one to the trainer")
+    return trainer._get_dataloader(
+        dataset=trainer.train_dataset,
+        description="Training",
+        batch_size=trainer._train_batch_size,
+        sampler_fn=trainer._get_train_sampler,
+        is_training=True,
+    )
 
-    def get_eval_dataloader(self, trainer: TrainerRun, eval_dataset: Any = None) -> Any:
-        key = eval_dataset if isinstance(eval_dataset, str) else "eval"
-        kept = trainer.__dict__.setdefault("_eval_dataloaders", {})
-        if key in kept and trainer.args.dataloader_persistent_workers:
-            return kept[key]
-        chosen = trainer.eval_dataset if eval_dataset is None else eval_dataset
-        chosen = trainer.eval_dataset[chosen] if isinstance(chosen, str) else chosen
-        if chosen is None:
-            raise ValueError("evaluation needs an eval_dataset; pass one")
-        return trainer._get_dataloader(
-            dataset=chosen,
-            description="Evaluation",
-            batch_size=trainer.args.eval_batch_size,
-            sampler_fn=trainer._get_eval_sampler,
-            dataloader_key=key,
-        )
 
-    def get_test_dataloader(self, trainer: TrainerRun, test_dataset: Any) -> Any:
-        return trainer._get_dataloader(
-            dataset=test_dataset,
-            description="Test",
-            batch_size=trainer.args.eval_batch_size,
-            sampler_fn=trainer._get_eval_sampler,
-        )
+def get_eval_dataloader(trainer: TrainerRun, eval_dataset: Any = None) -> Any:
+    """Return the loader of evaluation batches.
 
-    def get_dataloader(
-        self,
-        trainer: TrainerRun,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Callable[[Any], Any] | None = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
-    ) -> Any:
-        collator = trainer.data_collator
-        if _is_datasets(dataset):
-            dataset = trainer._remove_unused_columns(dataset, description=description)
-        else:
-            collator = trainer._get_collator_with_removed_columns(collator, description)
-        if has_length(dataset) and len(dataset) == 0:
-            raise ValueError(f"the {description.lower()} data set is empty")
-        indexed = not trainer._adapter.is_iterable(dataset)
-        loader = trainer._adapter.data_loader(
-            dataset,
-            trainer.args,
-            training=is_training,
-            sampler=_sampler(sampler_fn, dataset) if indexed and sampler_fn else None,
-            batch_size=batch_size,
-            collate_fn=collator,
+    Args:
+        eval_dataset (default None): A data set, a key of self.eval_dataset, or None
+            for self.eval_dataset.
+    """
+    key = eval_dataset if isinstance(eval_dataset, str) else "eval"
+    kept = trainer.__dict__.setdefault("_eval_dataloaders", {})
+    if key in kept and trainer.args.dataloader_persistent_workers:
+        return kept[key]
+    chosen = trainer.eval_dataset if eval_dataset is None else eval_dataset
+    chosen = trainer.eval_dataset[chosen] if isinstance(chosen, str) else chosen
+    if chosen is None:
+        raise ValueError("evaluation needs an eval_dataset; pass one")
+    return trainer._get_dataloader(
+        dataset=chosen,
+        description="Evaluation",
+        batch_size=trainer.args.eval_batch_size,
+        sampler_fn=trainer._get_eval_sampler,
+        dataloader_key=key,
+    )
+
+
+def get_test_dataloader(trainer: TrainerRun, test_dataset: Any) -> Any:
+    """Return the loader of batches to predict.
+
+    Args:
+        test_dataset: The data set.
+    """
+    return trainer._get_dataloader(
+        dataset=test_dataset,
+        description="Test",
+        batch_size=trainer.args.eval_batch_size,
+        sampler_fn=trainer._get_eval_sampler,
+    )
+
+
+def get_dataloader(
+    trainer: TrainerRun,
+    dataset: Any,
+    description: str,
+    batch_size: int,
+    sampler_fn: Callable[[Any], Any] | None = None,
+    is_training: bool = False,
+    dataloader_key: str | None = None,
+) -> Any:
+    collator = trainer.data_collator
+    if _is_datasets(dataset):
+        dataset = trainer._remove_unused_columns(dataset, description=description)
+    else:
+        collator = trainer._get_collator_with_removed_columns(collator, description)
+    if has_length(dataset) and len(dataset) == 0:
+        raise ValueError(f"the {description.lower()} data set is empty")
+    indexed = not trainer._adapter.is_iterable(dataset)
+    loader = trainer._adapter.data_loader(
+        dataset,
+        trainer.args,
+        training=is_training,
+        sampler=_sampler(sampler_fn, dataset) if indexed and sampler_fn else None,
+        batch_size=batch_size,
+        collate_fn=collator,
+    )
+    if dataloader_key is not None and trainer.args.dataloader_persistent_workers:
+        trainer.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
+    return loader
+
+
+def get_train_sampler(trainer: TrainerRun, train_dataset: Any = None) -> Any:
+    dataset = trainer.train_dataset if train_dataset is None else train_dataset
+    if dataset is None or not has_length(dataset):
+        return None
+    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    if strategy == "group_by_length":
+        size = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+        return trainer._adapter.length_grouped_sampler(size, lengths(trainer, dataset))
+    if strategy == "sequential":
+        return trainer._adapter.sequential_sampler(dataset)
+    return trainer._adapter.random_sampler(dataset, trainer.args)
+
+
+def get_eval_sampler(trainer: TrainerRun, eval_dataset: Any) -> Any:
+    if eval_dataset is None or not has_length(eval_dataset):
+        return None
+    return trainer._adapter.sequential_sampler(eval_dataset)
+
+
+def lengths(trainer: TrainerRun, dataset: Any) -> list[int]:
+    """The length of each example: a column of that name, or that of its input."""
+    column = trainer.args.length_column_name
+    if column in (getattr(dataset, "column_names", None) or ()):
+        return list(dataset[column])
+    names = getattr(trainer.processing_class, "model_input_names", ["input_ids"])
+    try:
+        return [len(example[names[0]]) for example in dataset]
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"group_by_length needs the lengths of the examples: a column "
+            f"{column!r}, or examples with {names[0]!r}"
+        ) from error
+
+
+def set_signature_columns_if_needed(trainer: TrainerRun) -> None:
+    """Fill _signature_columns: the names that the model's forward takes, and those
+    of the labels."""
+    if trainer._signature_columns is None:
+        model = _base_model(trainer.model)
+        forward = getattr(model, "forward", model)
+        names = list(inspect.signature(forward).parameters)
+        labels = {"label", "label_ids", *(trainer.label_names or ())}
+        trainer._signature_columns = names + sorted(labels)
+
+
+def remove_unused_columns(
+    trainer: TrainerRun, dataset: Any, description: str | None = None
+) -> Any:
+    """`dataset` without the columns that the model's forward does not take."""
+    if not trainer.args.remove_unused_columns:
+        return dataset
+    trainer._set_signature_columns_if_needed()
+    assert trainer._signature_columns is not None
+    wanted = set(trainer._signature_columns)
+    unused = [c for c in dataset.column_names if c not in wanted]
+    if unused:
+        warn_unused(trainer, unused, description)
+    if len(unused) == len(dataset.column_names):
+        raise ValueError(
+            f"none of the columns {dataset.column_names} is an argument of the "
+            f"model's forward ({', '.join(trainer._signature_columns)}); set "
+            "remove_unused_columns=False, or rename them"
         )
-        if dataloader_key is not None and trainer.args.dataloader_persistent_workers:
-            trainer.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = (
-                loader
-            )
+    return dataset.remove_columns(unused)
+
+
+def warn_unused(
+    trainer: TrainerRun, unused: list[str], description: str | None
+) -> None:
+    logger.warning(
+        "%s data set: column(s) %s left out, since %s.forward takes no such "
+        "argument; remove_unused_columns=False keeps them",
+        description or "The",
+        ", ".join(unused),
+        type(trainer.model).__name__,
+    )
+
+
+def get_collator_with_removed_columns(
+    trainer: TrainerRun,
+    data_collator: Callable[..., Any],
+    description: str | None = None,
+) -> Callable[..., Any]:
+    """A collator that first drops the columns that the model does not take."""
+    if not trainer.args.remove_unused_columns:
+        return data_collator
+    trainer._set_signature_columns_if_needed()
+    return ColumnFilter(data_collator, trainer, description)
+
+
+def position(trainer: TrainerRun, updates_per_epoch: int) -> tuple[int, int]:
+    """Epoch and micro-batch that the loaded checkpoint stands at."""
+    data = trainer._resume_state.get("data")
+    if data is not None:
+        place = 0 if trainer.args.ignore_data_skip else int(data["place"])
+        done = 0 < (data.get("length") or 0) <= int(data["place"])
+        return (int(data["epoch"]) + 1, 0) if done else (int(data["epoch"]), place)
+    epoch, updates = divmod(trainer.state.global_step, updates_per_epoch)
+    skipped = 0 if trainer.args.ignore_data_skip else updates
+    return epoch, skipped * trainer.args.gradient_accumulation_steps
+
+
+def epoch_iterator(trainer: TrainerRun, run: _C.Run) -> Any:
+    """Batches of the run's epoch from its micro-batch on.
+
+    The generators' states at the beginning of the epoch are kept for checkpoints:
+    a run resumed in its middle starts the epoch with them, so that its order is
+    the same, and then takes those of the moment of saving. One resumed between two
+    epochs starts with those.
+    """
+    loader, epoch, skip, checkpoint = (
+        run.loader,
+        run.epoch,
+        run.micro_step,
+        run.checkpoint,
+    )
+    began = trainer._resume_state.get("epoch_rng") if checkpoint and skip else None
+    if began is not None:
+        assert checkpoint is not None
+        with naming(os.path.join(checkpoint, own_state_file(trainer))):
+            trainer._adapter.set_rng_state(began)
+    else:
+        if checkpoint and not skip:
+            pass_epoch_before(trainer, loader, epoch)
+        trainer._load_rng_state(None if skip else checkpoint)
+        trainer._resume_state["epoch_rng"] = trainer._adapter.rng_state()
+    if trainer._communicator.world_size > 1:
+        trainer._adapter.share_order(loader, trainer._communicator)
+    known = trainer._resume_state.pop("data", None) if checkpoint and skip else None
+    reader = reader_of(trainer, loader)
+    trainer._adapter.set_epoch(loader, epoch)
+    iterator = reader.start(epoch, skip, known)
+    if skip:
+        trainer._load_rng_state(checkpoint)
+    return iterator
+
+
+def pass_epoch_before(trainer: TrainerRun, loader: Any, epoch: int) -> None:
+    """Let the loader's own generators go where the epoch that the checkpoint ends
+    has left them; no row is read."""
+    data = trainer._resume_state.get("data") or {}
+    if data.get("generators") and data["epoch"] == epoch - 1:
+        trainer._adapter.set_epoch(loader, epoch - 1)
+        reader_of(trainer, loader).pass_epoch(data)
+
+
+def reader_of(trainer: TrainerRun, loader: Any) -> Any:
+    if trainer._reader is None or trainer._reader.loader is not loader:
+        trainer._reader = make_reader(trainer, loader)
+    return trainer._reader
+
+
+def make_reader(trainer: TrainerRun, loader: Any) -> Any:
+    """What reads epochs of the loader, with the draws that
+    dataloader_seed_by_place asks for."""
+    args = trainer.args
+    seed: int | None = None
+    if getattr(args, "dataloader_seed_by_place", True):
+        seed = int(args.seed if args.data_seed is None else args.data_seed)
+    group = trainer._communicator
+    return trainer._adapter.reader(loader, seed, group.rank, group.world_size)
+
+
+def evaluation_batches(trainer: TrainerRun, loader: Any) -> Any:
+    """An evaluation's batches, which draw alike each time, by their place: what
+    they draw changes neither the training that follows nor what a resumed run
+    finds."""
+    if not getattr(trainer.args, "dataloader_seed_by_place", True):
         return loader
-
-    def get_train_sampler(self, trainer: TrainerRun, train_dataset: Any = None) -> Any:
-        dataset = trainer.train_dataset if train_dataset is None else train_dataset
-        if dataset is None or not has_length(dataset):
-            return None
-        strategy = getattr(trainer.args, "train_sampling_strategy", "random")
-        if strategy == "group_by_length":
-            size = (
-                trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
-            )
-            return trainer._adapter.length_grouped_sampler(
-                size, self.lengths(trainer, dataset)
-            )
-        if strategy == "sequential":
-            return trainer._adapter.sequential_sampler(dataset)
-        return trainer._adapter.random_sampler(dataset, trainer.args)
-
-    def get_eval_sampler(self, trainer: TrainerRun, eval_dataset: Any) -> Any:
-        if eval_dataset is None or not has_length(eval_dataset):
-            return None
-        return trainer._adapter.sequential_sampler(eval_dataset)
-
-    def lengths(self, trainer: TrainerRun, dataset: Any) -> list[int]:
-        """The length of each example: a column of that name, or that of its input."""
-        column = trainer.args.length_column_name
-        if column in (getattr(dataset, "column_names", None) or ()):
-            return list(dataset[column])
-        names = getattr(trainer.processing_class, "model_input_names", ["input_ids"])
-        try:
-            return [len(example[names[0]]) for example in dataset]
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(
-                f"group_by_length needs the lengths of the examples: a column "
-                f"{column!r}, or examples with {names[0]!r}"
-            ) from error
-
-    def set_signature_columns_if_needed(self, trainer: TrainerRun) -> None:
-        if trainer._signature_columns is None:
-            model = _base_model(trainer.model)
-            forward = getattr(model, "forward", model)
-            names = list(inspect.signature(forward).parameters)
-            labels = {"label", "label_ids", *(trainer.label_names or ())}
-            trainer._signature_columns = names + sorted(labels)
-
-    def remove_unused_columns(
-        self, trainer: TrainerRun, dataset: Any, description: str | None = None
-    ) -> Any:
-        if not trainer.args.remove_unused_columns:
-            return dataset
-        trainer._set_signature_columns_if_needed()
-        assert trainer._signature_columns is not None
-        wanted = set(trainer._signature_columns)
-        unused = [c for c in dataset.column_names if c not in wanted]
-        if unused:
-            self.warn_unused(trainer, unused, description)
-        if len(unused) == len(dataset.column_names):
-            raise ValueError(
-                f"none of the columns {dataset.column_names} is an argument of the "
-                f"model's forward ({', '.join(trainer._signature_columns)}); set "
-                "remove_unused_columns=False, or rename them"
-            )
-        return dataset.remove_columns(unused)
-
-    def warn_unused(
-        self, trainer: TrainerRun, unused: list[str], description: str | None
-    ) -> None:
-        logger.warning(
-            "%s data set: column(s) %s left out, since %s.forward takes no such "
-            "argument; remove_unused_columns=False keeps them",
-            description or "The",
-            ", ".join(unused),
-            type(trainer.model).__name__,
-        )
-
-    def get_collator_with_removed_columns(
-        self,
-        trainer: TrainerRun,
-        data_collator: Callable[..., Any],
-        description: str | None = None,
-    ) -> Callable[..., Any]:
-        if not trainer.args.remove_unused_columns:
-            return data_collator
-        trainer._set_signature_columns_if_needed()
-        return ColumnFilter(data_collator, trainer, description)
-
-    def position(self, trainer: TrainerRun, updates_per_epoch: int) -> tuple[int, int]:
-        """Epoch and micro-batch that the loaded checkpoint stands at."""
-        data = trainer._resume_state.get("data")
-        if data is not None:
-            place = 0 if trainer.args.ignore_data_skip else int(data["place"])
-            done = 0 < (data.get("length") or 0) <= int(data["place"])
-            return (int(data["epoch"]) + 1, 0) if done else (int(data["epoch"]), place)
-        epoch, updates = divmod(trainer.state.global_step, updates_per_epoch)
-        skipped = 0 if trainer.args.ignore_data_skip else updates
-        return epoch, skipped * trainer.args.gradient_accumulation_steps
-
-    def epoch_iterator(
-        self,
-        trainer: TrainerRun,
-        loader: Any,
-        epoch: int,
-        skip: int,
-        checkpoint: str | None,
-    ) -> Any:
-        began = trainer._resume_state.get("epoch_rng") if checkpoint and skip else None
-        if began is not None:
-            assert checkpoint is not None
-            with naming(
-                os.path.join(
-                    checkpoint, trainer._checkpoint_files.own_state_file(trainer)
-                )
-            ):
-                trainer._adapter.set_rng_state(began)
-        else:
-            if checkpoint and not skip:
-                self.pass_epoch_before(trainer, loader, epoch)
-            trainer._load_rng_state(None if skip else checkpoint)
-            trainer._resume_state["epoch_rng"] = trainer._adapter.rng_state()
-        if trainer._communicator.world_size > 1:
-            trainer._adapter.share_order(loader, trainer._communicator)
-        known = trainer._resume_state.pop("data", None) if checkpoint and skip else None
-        reader = self.reader_of(trainer, loader)
-        trainer._adapter.set_epoch(loader, epoch)
-        iterator = reader.start(epoch, skip, known)
-        if skip:
-            trainer._load_rng_state(checkpoint)
-        return iterator
-
-    def pass_epoch_before(self, trainer: TrainerRun, loader: Any, epoch: int) -> None:
-        """Let the loader's own generators go where the epoch that the checkpoint ends
-        has left them; no row is read."""
-        data = trainer._resume_state.get("data") or {}
-        if data.get("generators") and data["epoch"] == epoch - 1:
-            trainer._adapter.set_epoch(loader, epoch - 1)
-            self.reader_of(trainer, loader).pass_epoch(data)
-
-    def reader_of(self, trainer: TrainerRun, loader: Any) -> Any:
-        if trainer._reader is None or trainer._reader.loader is not loader:
-            trainer._reader = self.make_reader(trainer, loader)
-        return trainer._reader
-
-    def make_reader(self, trainer: TrainerRun, loader: Any) -> Any:
-        """What reads epochs of the loader, with the draws that
-        dataloader_seed_by_place asks for."""
-        args = trainer.args
-        seed: int | None = None
-        if getattr(args, "dataloader_seed_by_place", True):
-            seed = int(args.seed if args.data_seed is None else args.data_seed)
-        group = trainer._communicator
-        return trainer._adapter.reader(loader, seed, group.rank, group.world_size)
-
-    def evaluation_batches(self, trainer: TrainerRun, loader: Any) -> Any:
-        if not getattr(trainer.args, "dataloader_seed_by_place", True):
-            return loader
-        return self.make_reader(trainer, loader).evaluate(trainer._reader)
+    return make_reader(trainer, loader).evaluate(trainer._reader)
 
 
 class ColumnFilter:
     """Passes on the columns of each example that the model takes."""
 
     def __init__(
-        self,
-        collator: Callable[..., Any],
-        trainer: TrainerRun,
-        description: str | None,
+        self, collator: Callable[..., Any], trainer: TrainerRun, description: str | None
     ) -> None:
         assert trainer._signature_columns is not None
         self.data_collator = collator

@@ -32,25 +32,47 @@ KINDS = ("predictions", "label_ids", "inputs", "losses")  # as error messages na
 
 
 def evaluate(
-    trainer: TrainerRun, given: Any, ignore_keys: list[str] | None, prefix: str
+    trainer: TrainerRun,
+    eval_dataset: Any = None,
+    ignore_keys: list[str] | None = None,
+    metric_key_prefix: str = "eval",
 ) -> dict[str, float]:
-    dataset = trainer.eval_dataset if given is None else given
+    """Evaluate, log and return the metrics: the loss, what compute_metrics
+    computes, and the speed.
+
+    Args:
+        eval_dataset (Dataset | dict | str | None, default None): A data set; a dict
+            of several, whose metrics begin with "<prefix>_<name>_"; the name of one
+            in the trainer's dict; None for the trainer's own.
+        ignore_keys (list[str] | None, default None): Outputs of the model that are
+            no predictions; None takes model.config.keys_to_ignore_at_inference.
+        metric_key_prefix (str, default 'eval'): Begins the name of every metric.
+
+    Returns:
+        dict[str, float]: Numbers by name.
+
+    Raises:
+        ValueError: there is no data set, or no batch.
+    """
+    dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
     if isinstance(dataset, dict):
         metrics: dict[str, float] = {}
         for name, one in dataset.items():
             # The trainer's own data sets by name, so that their loaders are kept.
             found = call_adapted(
                 trainer.evaluate,
-                eval_dataset=name if given is None else one,
+                eval_dataset=name if eval_dataset is None else one,
                 ignore_keys=ignore_keys,
-                metric_key_prefix=f"{prefix}_{name}",
+                metric_key_prefix=f"{metric_key_prefix}_{name}",
             )
             metrics.update(found)
         return metrics
     trainer._memory_tracker.start("eval")
     loader = trainer.get_eval_dataloader(dataset)
     loss_only = True if trainer.compute_metrics is None else None
-    output = _measure(trainer, loader, "Evaluation", loss_only, ignore_keys, prefix)
+    output = _measure(
+        trainer, loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix
+    )
     trainer.log(output.metrics)
     trainer.control = trainer.callback_handler.on_evaluate(
         trainer.args, trainer.state, trainer.control, output.metrics
@@ -60,11 +82,30 @@ def evaluate(
 
 
 def predict(
-    trainer: TrainerRun, dataset: Any, ignore_keys: list[str] | None, prefix: str
-) -> PredictionOutput:
+    trainer: TrainerRun,
+    test_dataset: Any,
+    ignore_keys: list[str] | None = None,
+    metric_key_prefix: str = "test",
+) -> Any:
+    """Predict a data set. Without labels the metrics are the speed alone.
+
+    Args:
+        test_dataset (Dataset): The data set.
+        ignore_keys (list[str] | None, default None): Outputs of the model that are
+            no predictions; None takes model.config.keys_to_ignore_at_inference.
+        metric_key_prefix (str, default 'test'): Begins the name of every metric.
+
+    Returns:
+        PredictionOutput: predictions, label_ids (None without labels) and metrics.
+
+    Raises:
+        ValueError: there is no batch.
+    """
     trainer._memory_tracker.start("test")
-    loader = trainer.get_test_dataloader(dataset)
-    output = _measure(trainer, loader, "Prediction", None, ignore_keys, prefix)
+    loader = trainer.get_test_dataloader(test_dataset)
+    output = _measure(
+        trainer, loader, "Prediction", None, ignore_keys, metric_key_prefix
+    )
     trainer.control = trainer.callback_handler.on_predict(
         trainer.args, trainer.state, trainer.control, output.metrics
     )
@@ -100,9 +141,14 @@ def _measure(
 
 
 def evaluate_in_training(
-    trainer: TrainerRun, trial: Any, ignore_keys: list[str] | None, skip_scheduler: bool
+    trainer: TrainerRun,
+    trial: Any,
+    ignore_keys_for_eval: list[str] | None,
+    skip_scheduler: bool = False,
 ) -> dict[str, float]:
-    metrics = call_adapted(trainer.evaluate, ignore_keys=ignore_keys)
+    """Evaluate within a training: report to a search, and step a learning rate that
+    depends on a metric. Return the metrics."""
+    metrics = call_adapted(trainer.evaluate, ignore_keys=ignore_keys_for_eval)
     trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
     if trainer._schedule_on_metric and not skip_scheduler:
         name = trainer.args.metric_for_best_model
@@ -117,6 +163,15 @@ def evaluate_in_training(
 
 
 def num_examples(trainer: TrainerRun, dataloader: Any) -> int:
+    """Return the length of the loader's data set; without a length, batches times
+    per_device_train_batch_size.
+
+    Args:
+        dataloader (Iterable): A loader of batches.
+
+    Raises:
+        TypeError: the loader has no length.
+    """
     try:
         return len(dataloader.dataset)
     except (AttributeError, TypeError):
@@ -128,14 +183,35 @@ def num_examples(trainer: TrainerRun, dataloader: Any) -> int:
 
 def evaluation_loop(
     trainer: TrainerRun,
-    loader: Any,
+    dataloader: Any,
     description: str,
-    loss_only: bool | None,
-    ignore_keys: list[str] | None,
-    prefix: str,
-) -> EvalLoopOutput:
+    prediction_loss_only: bool | None = None,
+    ignore_keys: list[str] | None = None,
+    metric_key_prefix: str = "eval",
+) -> Any:
+    """Run prediction_step on every batch.
+
+    Predictions and labels become arrays as the batches come, in no more memory than
+    the result takes; rows that are shorter in the second dimension are filled with
+    -100. <prefix>_loss is the mean over rows of the batch's loss.
+
+    Args:
+        dataloader (Iterable): The batches.
+        description (str): Of the run, for the log and for errors.
+        prediction_loss_only (bool | None, default None): Keep nothing but the loss;
+            None takes args.prediction_loss_only.
+        ignore_keys (list[str] | None, default None): Outputs of the model that are
+            no predictions; None takes model.config.keys_to_ignore_at_inference.
+        metric_key_prefix (str, default 'eval'): Begins the name of every metric.
+
+    Returns:
+        EvalLoopOutput: predictions, label_ids, metrics and num_samples.
+
+    Raises:
+        ValueError: there is no batch.
+    """
     args, compute = trainer.args, trainer.compute_metrics
-    n_rows = _length(getattr(loader, "dataset", None))
+    n_rows = _length(getattr(dataloader, "dataset", None))
     sinks = _sinks(args, n_rows)
     keeps_losses = "loss" in args.include_for_metrics
     by_batch = _MetricsByBatch(compute, keeps_losses)
@@ -145,15 +221,17 @@ def evaluation_loop(
             "***** Running %s *****\n  Num examples%s\n  Batch size = %d",
             description, shown, args.eval_batch_size,
         )  # fmt: skip
-        trainer.callback_handler.eval_dataloader = loader
+        trainer.callback_handler.eval_dataloader = dataloader
         if getattr(trainer, "_past", None) is not None:
             trainer._past = None
         n_batches, n_seen, loss, loss_by_token = _run_batches(
             trainer,
-            loader,
+            dataloader,
             model,
             sinks=sinks[:3],
-            loss_only=args.prediction_loss_only if loss_only is None else loss_only,
+            loss_only=args.prediction_loss_only
+            if prediction_loss_only is None
+            else prediction_loss_only,
             ignore_keys=ignore_keys,
             default_rows=args.eval_batch_size,
             max_waiting=_max_waiting(trainer),
@@ -172,8 +250,8 @@ def evaluation_loop(
         )
     arrays = dict(zip(KINDS, map(_arrays, sinks), strict=True))
     metrics = by_batch.metrics
-    if n_rows is None and _length(loader) is not None:
-        n_rows = trainer.num_examples(loader)
+    if n_rows is None and _length(dataloader) is not None:
+        n_rows = trainer.num_examples(dataloader)
     labelled = arrays["predictions"] is not None and arrays["label_ids"] is not None
     if compute is not None and labelled and not args.batch_eval_metrics:
         metrics = compute(EvalPrediction(**arrays))
@@ -181,7 +259,7 @@ def evaluation_loop(
     return EvalLoopOutput(
         arrays["predictions"],
         arrays["label_ids"],
-        _with_prefix(metrics, losses, prefix),
+        _with_prefix(metrics, losses, metric_key_prefix),
         n_rows or n_seen,
     )
 
@@ -362,9 +440,22 @@ def prediction_step(
     trainer: TrainerRun,
     model: Any,
     inputs: Any,
-    loss_only: bool,
-    ignore_keys: list[str] | None,
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None = None,
 ) -> tuple[Any, Any, Any]:
+    """Run one batch without gradients; return (loss, predictions, labels),
+    detached.
+
+    A batch with labels goes through compute_loss, so that an override is evaluated
+    as in training; another one through the model alone, and has no loss.
+
+    Args:
+        model (torch.nn.Module): The model, in its wrapper where it has one.
+        inputs (dict): A batch.
+        prediction_loss_only (bool): Return None for predictions and labels.
+        ignore_keys (list[str] | None, default None): Outputs of the model that are
+            no predictions; None takes model.config.keys_to_ignore_at_inference.
+    """
     names, with_loss = tuple(trainer.label_names), True
     if hasattr(inputs, "keys"):  # any other can be run by an override of compute_loss
         given = [_entry(inputs, name) for name in names]
@@ -380,7 +471,7 @@ def prediction_step(
         labels = labels[0] if len(labels) == 1 else labels
         ignored.append("loss")
     loss, outputs = _forward(trainer, model, inputs, with_loss)
-    if loss_only:
+    if prediction_loss_only:
         return loss, None, None
     return loss, _predictions(outputs, ignored, with_loss), labels
 

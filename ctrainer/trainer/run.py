@@ -19,15 +19,11 @@ from typing import Any
 from ctrainer import _C, adapters
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
-from ctrainer.checkpoint import PREFIX
 from ctrainer.comm import world
-from ctrainer.trainer import evaluation
+from ctrainer.trainer import blocks, checkpoint, data, evaluation, search, shards
 from ctrainer.trainer.base import TrainerBase
-from ctrainer.trainer.blocks import LocalSteps
 from ctrainer.trainer.checkpoint import call_if_there
-from ctrainer.trainer.data import TrainData
-from ctrainer.trainer.search import Search
-from ctrainer.trainer.shards import ShardedFiles, is_on_meta
+from ctrainer.trainer.shards import is_on_meta
 from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import (
     TrainOutput,
@@ -44,14 +40,10 @@ logger = logging.getLogger("ctrainer.trainer")
 class TrainerRun(TrainerBase):
     """Preparation and end of train(), whose loop is C, and transformers' hooks.
 
-    What subclasses may override is a method here and is called on the instance, by the
-    components too. These hold no state of their own: it is the trainer's.
+    What subclasses may override is a method here and is called on the instance. Those
+    of a concept are functions of its module: data, checkpoint, shards, blocks, search
+    and evaluation.
     """
-
-    _checkpoint_files = ShardedFiles()
-    _local_steps = LocalSteps()
-    _hp_search = Search()
-    _train_data = TrainData()
 
     def _join_ranks(self) -> _C.Communicator:
         """The group of the run's ranks, which C keeps as _communicator."""
@@ -231,7 +223,7 @@ class TrainerRun(TrainerBase):
         if resume is None or resume is False:
             return None
         if resume is True:
-            found = self._checkpoint_files.last_checkpoint(self)
+            found = checkpoint.last_checkpoint(self)
             if found is None:
                 raise ValueError(
                     f"resume_from_checkpoint=True, but {self.args.output_dir} holds no "
@@ -328,8 +320,8 @@ class TrainerRun(TrainerBase):
         self._resume_state = {}
         position = (0, 0)
         if resume_from_checkpoint is not None:
-            self._checkpoint_files.load_trainer_state(self, resume_from_checkpoint)
-            position = self._train_data.position(self, num_update_steps_per_epoch)
+            checkpoint.load_trainer_state(self, resume_from_checkpoint)
+            position = data.position(self, num_update_steps_per_epoch)
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
         self._globalstep_last_logged = self.state.global_step
         return position
@@ -340,10 +332,10 @@ class TrainerRun(TrainerBase):
         """Optimizer, schedule and the wrapped model; the checkpoint's state of them."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        self._checkpoint_files.shard_model(self, resume_from_checkpoint)
+        shards.shard_model(self, resume_from_checkpoint)
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
-        self._checkpoint_files.check_optimizer(self)
-        self._local_steps.make_blocks(self)
+        shards.check_optimizer(self)
+        blocks.make_blocks(self)
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model
         self._syncs_each_batch = accelerator.syncs_each_batch(self.args)
@@ -372,7 +364,7 @@ class TrainerRun(TrainerBase):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self._checkpoint_files.reserve_snapshot(self)
+        checkpoint.reserve_snapshot(self)
         return model, train_dataloader
 
     def _make_loss_scaler(self) -> _C.LossScaler | None:
@@ -435,7 +427,7 @@ class TrainerRun(TrainerBase):
         self, trial: Any, num_train_samples: int, start_time: float
     ) -> TrainOutput:
         """The last block, metrics of the run, the best model, on_train_end."""
-        self._local_steps.end_blocks(self)
+        blocks.end_blocks(self)
         loss = self._training_loss()
         metrics = speed_metrics(
             "train", start_time, num_samples=num_train_samples,
@@ -462,7 +454,7 @@ class TrainerRun(TrainerBase):
         """Undo what training did to the model; finish the saves that are under way."""
         self.is_in_train = False
         if whole:
-            self._resume_state = self._checkpoint_files.where(self)
+            self._resume_state = checkpoint.where(self)
         if self._reader is not None:
             self._reader.close()  # and the data loader's workers, if it has any
             self._reader = None
@@ -481,7 +473,7 @@ class TrainerRun(TrainerBase):
         apart."""
         if model is not self.model:
             return model
-        self._checkpoint_files.check_has_values(self, model)
+        shards.check_has_values(self, model)
         self._adapter.enter_mixed_precision(model, self.args)
         if training and self.args.torch_compile:
             model = self._adapter.compile_model(model, self.args)
@@ -595,123 +587,22 @@ class TrainerRun(TrainerBase):
 
     # Batches
 
-    def get_train_dataloader(self) -> Any:
-        """Return the loader of training batches.
-
-        Raises ValueError without a train_dataset.
-        """
-        return self._train_data.get_train_dataloader(self)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the loader of evaluation batches.
-
-        Args:
-            eval_dataset (default None): A data set, a key of self.eval_dataset, or None
-                for self.eval_dataset.
-        """
-        return self._train_data.get_eval_dataloader(self, eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return the loader of batches to predict.
-
-        Args:
-            test_dataset: The data set.
-        """
-        return self._train_data.get_test_dataloader(self, test_dataset)
-
-    def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Callable[[Any], Any] | None = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
-    ) -> Any:
-        return self._train_data.get_dataloader(
-            self,
-            dataset,
-            description,
-            batch_size,
-            sampler_fn,
-            is_training,
-            dataloader_key,
-        )
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return self._train_data.get_train_sampler(self, train_dataset)
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return self._train_data.get_eval_sampler(self, eval_dataset)
-
-    def _set_signature_columns_if_needed(self) -> None:
-        """Fill _signature_columns: the names that the model's forward takes, and those
-        of the labels."""
-        self._train_data.set_signature_columns_if_needed(self)
-
-    def _remove_unused_columns(
-        self, dataset: Any, description: str | None = None
-    ) -> Any:
-        """`dataset` without the columns that the model's forward does not take."""
-        return self._train_data.remove_unused_columns(self, dataset, description)
-
-    def _get_collator_with_removed_columns(
-        self, data_collator: Callable[..., Any], description: str | None = None
-    ) -> Callable[..., Any]:
-        """A collator that first drops the columns that the model does not take."""
-        return self._train_data.get_collator_with_removed_columns(
-            self, data_collator, description
-        )
-
-    def _epoch_iterator(self, run: _C.Run) -> Any:
-        """Batches of the run's epoch from its micro-batch on.
-
-        The generators' states at the beginning of the epoch are kept for checkpoints:
-        a run resumed in its middle starts the epoch with them, so that its order is
-        the same, and then takes those of the moment of saving. One resumed between two
-        epochs starts with those.
-        """
-        return self._train_data.epoch_iterator(
-            self, run.loader, run.epoch, run.micro_step, run.checkpoint
-        )
-
-    def _evaluation_batches(self, loader: Any) -> Any:
-        """An evaluation's batches, which draw alike each time, by their place: what
-        they draw changes neither the training that follows nor what a resumed run
-        finds."""
-        return self._train_data.evaluation_batches(self, loader)
+    get_train_dataloader = data.get_train_dataloader
+    get_eval_dataloader = data.get_eval_dataloader
+    get_test_dataloader = data.get_test_dataloader
+    _get_dataloader = data.get_dataloader
+    _get_train_sampler = data.get_train_sampler
+    _get_eval_sampler = data.get_eval_sampler
+    _set_signature_columns_if_needed = data.set_signature_columns_if_needed
+    _remove_unused_columns = data.remove_unused_columns
+    _get_collator_with_removed_columns = data.get_collator_with_removed_columns
+    _epoch_iterator = data.epoch_iterator
+    _evaluation_batches = data.evaluation_batches
 
     # Checkpoints
 
-    def save_model(
-        self, output_dir: str | None = None, _internal_call: bool = False
-    ) -> None:
-        """Save the model, and the processing class, for from_pretrained() to load.
-        Hook.
-
-        Args:
-            output_dir (str | None, default None): The folder; None: args.output_dir.
-            _internal_call (bool, default False): The trainer calls it, and not a user:
-                nothing is pushed to the Hub.
-        """
-        folder = self.args.output_dir if output_dir is None else output_dir
-        self._checkpoint_files.save_model(self, folder, _internal_call)
-
-    def _save_checkpoint(
-        self, model: Any, trial: Any = None, metrics: Any = None
-    ) -> None:
-        """Save the model, optimizer, schedule, generators and state as checkpoint-N.
-
-        Hook; called inside a save that makes the folder appear whole. An override may
-        call super() and add files to _get_output_dir(trial)/checkpoint-N. Called by the
-        user, it returns when the folder is in place.
-        """
-        files = self._checkpoint_files
-        if self._staged_folder is not None:
-            files.write(self, trial)
-            return
-        files.save_atomically(self, trial, lambda: files.write(self, trial))
-        self._wait_for_save()
+    save_model = shards.save_model
+    _save_checkpoint = checkpoint.save_checkpoint
 
     def _save_atomically(self, model: Any, trial: Any = None) -> None:
         """Call _save_checkpoint(model, trial) so that all it writes appears as one
@@ -722,7 +613,7 @@ class TrainerRun(TrainerBase):
         if self._staged_folder is not None:
             self._save_checkpoint(model, trial)
             return
-        self._checkpoint_files.save_atomically(
+        checkpoint.save_atomically(
             self, trial, lambda: self._save_checkpoint(model, trial)
         )
 
@@ -734,7 +625,7 @@ class TrainerRun(TrainerBase):
         """
         if self._staged_folder is not None:
             return os.path.dirname(self._staged_folder)
-        return self._checkpoint_files.run_dir(self, trial)
+        return checkpoint.run_dir(self, trial)
 
     def _wait_for_save(self, release: bool = False) -> None:
         """Return when the last checkpoint is on the disk; raise OSError if it failed.
@@ -747,240 +638,39 @@ class TrainerRun(TrainerBase):
                 writer.release()
             writer.wait()
 
-    def _save(
-        self,
-        output_dir: str | None = None,
-        state_dict: dict[str, Any] | None = None,
-    ) -> None:
-        """Save weights, configuration, processing class and arguments. Hook."""
-        self._checkpoint_files.save(self, output_dir, state_dict)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save optimizer.pt and scheduler.pt. Hook."""
-        self._checkpoint_files.save_optimizer_and_scheduler(self, output_dir)
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """Save scaler.pt, the state of the loss scale, if there is one. Hook."""
-        self._checkpoint_files.save_scaler(self, output_dir)
-
-    def _save_weight_average(self, output_dir: str) -> None:
-        """Save weight_average.pt, the averaged weights, if there are any. Hook."""
-        self._checkpoint_files.save_weight_average(self, output_dir)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save rng_state.pth, the states of all generators; of several ranks each its
-        rng_state_RANK.pth. Hook."""
-        self._checkpoint_files.save_rng_state(self, output_dir)
-
-    def save_state(self) -> None:
-        """Save the state as trainer_state.json in args.output_dir, on rank 0."""
-        self._checkpoint_files.save_state(self)
-
-    def _sorted_checkpoints(
-        self,
-        output_dir: str | None = None,
-        checkpoint_prefix: str = PREFIX,
-        use_mtime: bool = False,
-    ) -> list[str]:
-        """Checkpoints by rising step, those that rotation must keep at the end.
-
-        use_mtime is for callers of transformers 4 and changes nothing: a file written
-        into an old folder must not make it the newest.
-        """
-        return self._checkpoint_files.sorted_checkpoints(
-            self, output_dir, checkpoint_prefix, use_mtime
-        )
-
-    def _rotate_checkpoints(
-        self, use_mtime: bool = False, output_dir: str | None = None
-    ) -> None:
-        """Remove the oldest checkpoints, by step, beyond args.save_total_limit, never
-        the best or the last; while one is being made, as soon as that is in place."""
-        self._checkpoint_files.rotate_checkpoints(self, use_mtime, output_dir)
-
-    def _determine_best_metric(
-        self, metrics: dict[str, float], trial: Any = None
-    ) -> bool:
-        """Is this evaluation the best so far? Notes it in the state if so. Hook.
-
-        Raises KeyError when metric_for_best_model is not among the metrics.
-        """
-        return self._checkpoint_files.determine_best_metric(self, metrics, trial)
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: Any = None
-    ) -> None:
-        """Load a checkpoint's weights into the model. Hook."""
-        self._checkpoint_files.load_from_checkpoint(self, resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load optimizer.pt and scheduler.pt, if both are there. Hook."""
-        self._checkpoint_files.load_optimizer_and_scheduler(self, checkpoint)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load scaler.pt, the state of the loss scale, if there is one. Hook."""
-        self._checkpoint_files.load_scaler(self, checkpoint)
-
-    def _load_weight_average(self, checkpoint: str | None) -> None:
-        """Load weight_average.pt; without it the average starts from the weights.
-        Hook."""
-        self._checkpoint_files.load_weight_average(self, checkpoint)
-
-    def _load_callback_state(self) -> None:
-        """Give callbacks that export a state what they had; with
-        args.restore_callback_states_from_checkpoint their arguments too."""
-        self._checkpoint_files.load_callback_state(self)
-
-    def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint. Hook."""
-        self._checkpoint_files.load_best_model(self)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Set all generators as they were when the checkpoint was saved. Hook."""
-        self._checkpoint_files.load_rng_state(self, checkpoint)
+    _save = checkpoint.save
+    _save_optimizer_and_scheduler = shards.save_optimizer_and_scheduler
+    _save_scaler = checkpoint.save_scaler
+    _save_weight_average = checkpoint.save_weight_average
+    _save_rng_state = checkpoint.save_rng_state
+    save_state = checkpoint.save_state
+    _sorted_checkpoints = checkpoint.sorted_checkpoints
+    _rotate_checkpoints = checkpoint.rotate_checkpoints
+    _determine_best_metric = checkpoint.determine_best_metric
+    _load_from_checkpoint = shards.load_from_checkpoint
+    _load_optimizer_and_scheduler = shards.load_optimizer_and_scheduler
+    _load_scaler = checkpoint.load_scaler
+    _load_weight_average = shards.load_weight_average
+    _load_callback_state = checkpoint.load_callback_state
+    _load_best_model = shards.load_best_model
+    _load_rng_state = checkpoint.load_rng_state
 
     # Local steps
 
-    def _save_blocks(self, output_dir: str) -> None:
-        """Save blocks.pt: how many updates the block has, the model that it began with
-        and the momentum, with local steps; of every rank but the first, whose own
-        are the checkpoint's, blocks_RANK.pt: its weights, its optimizer. Hook."""
-        self._local_steps.save_blocks(self, output_dir)
-
-    def _load_blocks(self, checkpoint: str | None) -> None:
-        """Load blocks.pt, without which a block begins with the weights, and what is
-        this rank's own. Hook."""
-        self._local_steps.load_blocks(self, checkpoint)
+    _save_blocks = blocks.save_blocks
+    _load_blocks = blocks.load_blocks
 
     # Search of hyper-parameters
 
-    def hyperparameter_search(
-        self,
-        hp_space: Callable[..., dict[str, Any]] | None = None,
-        compute_objective: Callable[[dict[str, float]], Any] | None = None,
-        n_trials: int = 20,
-        direction: str | list[str] = "minimize",
-        backend: Any = None,
-        hp_name: Callable[..., str] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Return the best of n_trials trainings, each with a fresh model of model_init.
-
-        The search is optuna's, ray's or wandb's, driven by transformers' backend of
-        that name. On several ranks the first one asks it; the others receive each
-        trial, train along and return None.
-
-        Args:
-            hp_space (Callable[..., dict[str, Any]] | None, default None): (trial) ->
-                values by the arguments' names; None: the backend's own space.
-            compute_objective (Callable[[dict[str, float]], Any] | None, default None):
-                (metrics) -> what is optimized; None: the loss, or else the sum of the
-                metrics.
-            n_trials (int, default 20): Trainings.
-            direction (str | list[str], default 'minimize'): "minimize" or "maximize"; a
-                list of them for several objectives.
-            backend (default None): Its name; None: the first that is installed.
-            hp_name (Callable[..., str] | None, default None): (trial) -> name of a
-                trial's run.
-            **kwargs: Of the backend.
-
-        Raises:
-            RuntimeError: there is no model_init.
-            ImportError: transformers or the backend is missing.
-        """
-        return self._hp_search.hyperparameter_search(
-            self,
-            hp_space,
-            compute_objective,
-            n_trials,
-            direction,
-            backend,
-            hp_name,
-            **kwargs,
-        )
-
-    def _hp_search_setup(self, trial: Any) -> None:
-        """Set the trial's values in args, each as the type that it had."""
-        self._hp_search.hp_search_setup(self, trial)
-
-    def _report_to_hp_search(
-        self, trial: Any, step: int, metrics: dict[str, float]
-    ) -> None:
-        """Report an evaluation to the search; it may prune the trial."""
-        self._hp_search.report_to_hp_search(self, trial, step, metrics)
+    hyperparameter_search = search.hyperparameter_search
+    _hp_search_setup = search.hp_search_setup
+    _report_to_hp_search = search.report_to_hp_search
 
     # Evaluation
 
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """Evaluate, log and return the metrics: the loss, what compute_metrics
-        computes, and the speed.
-
-        Args:
-            eval_dataset (Dataset | dict | str | None, default None): A data set; a dict
-                of several, whose metrics begin with "<prefix>_<name>_"; the name of one
-                in the trainer's dict; None for the trainer's own.
-            ignore_keys (list[str] | None, default None): Outputs of the model that are
-                no predictions; None takes model.config.keys_to_ignore_at_inference.
-            metric_key_prefix (str, default 'eval'): Begins the name of every metric.
-
-        Returns:
-            dict[str, float]: Numbers by name.
-
-        Raises:
-            ValueError: there is no data set, or no batch.
-        """
-        return evaluation.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
-
-    def predict(
-        self,
-        test_dataset: Any,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "test",
-    ) -> Any:
-        """Predict a data set. Without labels the metrics are the speed alone.
-
-        Args:
-            test_dataset (Dataset): The data set.
-            ignore_keys (list[str] | None, default None): Outputs of the model that are
-                no predictions; None takes model.config.keys_to_ignore_at_inference.
-            metric_key_prefix (str, default 'test'): Begins the name of every metric.
-
-        Returns:
-            PredictionOutput: predictions, label_ids (None without labels) and metrics.
-
-        Raises:
-            ValueError: there is no batch.
-        """
-        return evaluation.predict(self, test_dataset, ignore_keys, metric_key_prefix)
-
-    def prediction_step(
-        self,
-        model: Any,
-        inputs: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Any, Any, Any]:
-        """Run one batch without gradients; return (loss, predictions, labels),
-        detached.
-
-        A batch with labels goes through compute_loss, so that an override is evaluated
-        as in training; another one through the model alone, and has no loss.
-
-        Args:
-            model (torch.nn.Module): The model, in its wrapper where it has one.
-            inputs (dict): A batch.
-            prediction_loss_only (bool): Return None for predictions and labels.
-            ignore_keys (list[str] | None, default None): Outputs of the model that are
-                no predictions; None takes model.config.keys_to_ignore_at_inference.
-        """
-        return evaluation.prediction_step(
-            self, model, inputs, prediction_loss_only, ignore_keys
-        )
+    evaluate = evaluation.evaluate
+    predict = evaluation.predict
+    prediction_step = evaluation.prediction_step
 
     def gather_function(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows that all ranks have of nested tensors, each row once, in rank
@@ -1003,89 +693,10 @@ class TrainerRun(TrainerBase):
         """Do what gather_function does, by the name it had in older releases."""
         return TrainerRun.gather_function(self, tensors)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """Run prediction_step on every batch.
-
-        Predictions and labels become arrays as the batches come, in no more memory than
-        the result takes; rows that are shorter in the second dimension are filled with
-        -100. <prefix>_loss is the mean over rows of the batch's loss.
-
-        Args:
-            dataloader (Iterable): The batches.
-            description (str): Of the run, for the log and for errors.
-            prediction_loss_only (bool | None, default None): Keep nothing but the loss;
-                None takes args.prediction_loss_only.
-            ignore_keys (list[str] | None, default None): Outputs of the model that are
-                no predictions; None takes model.config.keys_to_ignore_at_inference.
-            metric_key_prefix (str, default 'eval'): Begins the name of every metric.
-
-        Returns:
-            EvalLoopOutput: predictions, label_ids, metrics and num_samples.
-
-        Raises:
-            ValueError: there is no batch.
-        """
-        return evaluation.evaluation_loop(
-            self, dataloader, description, prediction_loss_only, ignore_keys,
-            metric_key_prefix,
-        )  # fmt: skip
-
-    def prediction_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """Do what evaluation_loop does, by the name of older releases.
-
-        Args:
-            dataloader (Iterable): The batches.
-            description (str): Of the run, for the log and for errors.
-            prediction_loss_only (bool | None, default None): Keep nothing but the loss.
-            ignore_keys (list[str] | None, default None): Outputs of the model that are
-                no predictions.
-            metric_key_prefix (str, default 'eval'): Begins the name of every metric.
-
-        Returns:
-            EvalLoopOutput: predictions, label_ids, metrics and num_samples.
-        """
-        return evaluation.evaluation_loop(
-            self, dataloader, description, prediction_loss_only, ignore_keys,
-            metric_key_prefix,
-        )  # fmt: skip
-
-    def _evaluate(
-        self,
-        trial: Any,
-        ignore_keys_for_eval: list[str] | None,
-        skip_scheduler: bool = False,
-    ) -> dict[str, float]:
-        """Evaluate within a training: report to a search, and step a learning rate that
-        depends on a metric. Return the metrics."""
-        return evaluation.evaluate_in_training(
-            self, trial, ignore_keys_for_eval, skip_scheduler
-        )
-
-    def num_examples(self, dataloader: Any) -> int:
-        """Return the length of the loader's data set; without a length, batches times
-        per_device_train_batch_size.
-
-        Args:
-            dataloader (Iterable): A loader of batches.
-
-        Raises:
-            TypeError: the loader has no length.
-        """
-        return evaluation.num_examples(self, dataloader)
+    evaluation_loop = evaluation.evaluation_loop
+    prediction_loop = evaluation.evaluation_loop
+    _evaluate = evaluation.evaluate_in_training
+    num_examples = evaluation.num_examples
 
 
 def _end_by_signal(number: int) -> None:

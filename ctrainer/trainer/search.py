@@ -18,128 +18,150 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ctrainer.trainer")
 
 
-class Search:
-    """What transformers' search backends drive a trainer by."""
+def hyperparameter_search(
+    trainer: TrainerRun,
+    hp_space: Callable[..., dict[str, Any]] | None = None,
+    compute_objective: Callable[[dict[str, float]], Any] | None = None,
+    n_trials: int = 20,
+    direction: str | list[str] = "minimize",
+    backend: Any = None,
+    hp_name: Callable[..., str] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Return the best of n_trials trainings, each with a fresh model of model_init.
 
-    def hyperparameter_search(
-        self,
-        trainer: TrainerRun,
-        hp_space: Callable[..., dict[str, Any]] | None = None,
-        compute_objective: Callable[[dict[str, float]], Any] | None = None,
-        n_trials: int = 20,
-        direction: str | list[str] = "minimize",
-        backend: Any = None,
-        hp_name: Callable[..., str] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if trainer.model_init is None:
-            raise RuntimeError(
-                "hyperparameter_search trains a fresh model each time: pass model_init "
-                "instead of model"
-            )
-        kind, search, default_objective = search_backend(backend)
-        trainer.hp_search_backend = kind
-        trainer.hp_space = hp_space or search.default_hp_space
-        trainer.hp_name = hp_name
-        trainer.compute_objective = compute_objective or default_objective
-        try:
-            if trainer.args.world_size == 1:
-                return search.run(trainer, n_trials, direction, **kwargs)
-            if trainer.args.process_index > 0:
-                return self.follow_search(trainer)
-            return self.lead_search(trainer, search, n_trials, direction, kwargs)
-        finally:
-            trainer.hp_search_backend = None
+    The search is optuna's, ray's or wandb's, driven by transformers' backend of
+    that name. On several ranks the first one asks it; the others receive each
+    trial, train along and return None.
 
-    def lead_search(
-        self,
-        trainer: TrainerRun,
-        search: Any,
-        n_trials: int,
-        direction: Any,
-        options: dict[str, Any],
-    ) -> Any:
-        end = "it failed on rank 0, whose own error says why"
-        try:
-            best = search.run(_Lead(trainer), n_trials, direction, **options)
-            end = ""
-        finally:
-            self.send(trainer, {"end": end})
-        return best
+    Args:
+        hp_space (Callable[..., dict[str, Any]] | None, default None): (trial) ->
+            values by the arguments' names; None: the backend's own space.
+        compute_objective (Callable[[dict[str, float]], Any] | None, default None):
+            (metrics) -> what is optimized; None: the loss, or else the sum of the
+            metrics.
+        n_trials (int, default 20): Trainings.
+        direction (str | list[str], default 'minimize'): "minimize" or "maximize"; a
+            list of them for several objectives.
+        backend (default None): Its name; None: the first that is installed.
+        hp_name (Callable[..., str] | None, default None): (trial) -> name of a
+            trial's run.
+        **kwargs: Of the backend.
 
-    def send(self, trainer: TrainerRun, message: dict[str, Any]) -> None:
-        text = json.dumps(message, default=lambda number: number.item())
-        trainer._communicator.broadcast_bytes(text.encode(), 0)
-
-    def follow_search(self, trainer: TrainerRun) -> None:
-        """Train along with every trial that rank 0 sends. RuntimeError when the search
-        fails there."""
-        message = self.receive(trainer)
-        while "end" not in message:
-            trainer.objective = None
-            try:
-                trainer.train(trial=_trial_of(message))
-                if trainer.objective is None:
-                    trainer.evaluate()
-            except _pruned():
-                pass
-            message = self.receive(trainer)
-        if message["end"]:
-            raise RuntimeError(f"hyperparameter_search: {message['end']}")
-
-    def receive(self, trainer: TrainerRun) -> dict[str, Any]:
-        message: dict[str, Any] = json.loads(
-            trainer._communicator.broadcast_bytes(None, 0)
+    Raises:
+        RuntimeError: there is no model_init.
+        ImportError: transformers or the backend is missing.
+    """
+    if trainer.model_init is None:
+        raise RuntimeError(
+            "hyperparameter_search trains a fresh model each time: pass model_init "
+            "instead of model"
         )
-        return message
+    kind, search, default_objective = search_backend(backend)
+    trainer.hp_search_backend = kind
+    trainer.hp_space = hp_space or search.default_hp_space
+    trainer.hp_name = hp_name
+    trainer.compute_objective = compute_objective or default_objective
+    try:
+        if trainer.args.world_size == 1:
+            return search.run(trainer, n_trials, direction, **kwargs)
+        if trainer.args.process_index > 0:
+            return follow_search(trainer)
+        return lead_search(trainer, search, n_trials, direction, kwargs)
+    finally:
+        trainer.hp_search_backend = None
 
-    def hp_search_setup(self, trainer: TrainerRun, trial: Any) -> None:
-        trainer._trial = trial
-        if trial is None or trainer.hp_search_backend is None:
-            return
-        values = (
-            trial if trainer.hp_search_backend != "optuna" else trainer.hp_space(trial)
-        )
-        for name, value in dict(values).items():
-            if name == "wandb":  # ray passes its own settings along
-                continue
-            if not hasattr(trainer.args, name):
-                logger.warning(
-                    "hp_space sets %s, which no argument is called; %s",
-                    name,
-                    nearest(name, vars(trainer.args)),
-                )
-                continue
-            setattr(
-                trainer.args,
+
+def lead_search(
+    trainer: TrainerRun,
+    search: Any,
+    n_trials: int,
+    direction: Any,
+    options: dict[str, Any],
+) -> Any:
+    end = "it failed on rank 0, whose own error says why"
+    try:
+        best = search.run(_Lead(trainer), n_trials, direction, **options)
+        end = ""
+    finally:
+        send(trainer, {"end": end})
+    return best
+
+
+def send(trainer: TrainerRun, message: dict[str, Any]) -> None:
+    text = json.dumps(message, default=lambda number: number.item())
+    trainer._communicator.broadcast_bytes(text.encode(), 0)
+
+
+def follow_search(trainer: TrainerRun) -> None:
+    """Train along with every trial that rank 0 sends. RuntimeError when the search
+    fails there."""
+    message = receive(trainer)
+    while "end" not in message:
+        trainer.objective = None
+        try:
+            trainer.train(trial=_trial_of(message))
+            if trainer.objective is None:
+                trainer.evaluate()
+        except _pruned():
+            pass
+        message = receive(trainer)
+    if message["end"]:
+        raise RuntimeError(f"hyperparameter_search: {message['end']}")
+
+
+def receive(trainer: TrainerRun) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(trainer._communicator.broadcast_bytes(None, 0))
+    return message
+
+
+def hp_search_setup(trainer: TrainerRun, trial: Any) -> None:
+    """Set the trial's values in args, each as the type that it had."""
+    trainer._trial = trial
+    if trial is None or trainer.hp_search_backend is None:
+        return
+    values = trial if trainer.hp_search_backend != "optuna" else trainer.hp_space(trial)
+    for name, value in dict(values).items():
+        if name == "wandb":  # ray passes its own settings along
+            continue
+        if not hasattr(trainer.args, name):
+            logger.warning(
+                "hp_space sets %s, which no argument is called; %s",
                 name,
-                as_its_type(trainer.args, TrainingArguments, name, value),
+                nearest(name, vars(trainer.args)),
             )
-        trainer._train_batch_size = trainer.args.train_batch_size
+            continue
+        setattr(
+            trainer.args,
+            name,
+            as_its_type(trainer.args, TrainingArguments, name, value),
+        )
+    trainer._train_batch_size = trainer.args.train_batch_size
 
-    def report_to_hp_search(
-        self, trainer: TrainerRun, trial: Any, step: int, metrics: dict[str, float]
-    ) -> None:
-        if trial is None or trainer.hp_search_backend is None:
-            return
-        trainer.objective = trainer.compute_objective(dict(metrics))
-        if trainer.hp_search_backend == "optuna":
-            prunes = trainer._together(
-                "pruning", lambda: self.prunes(trainer, trial, step)
-            )
-            if prunes[0]:
-                raise _pruned()
-        elif trainer.hp_search_backend == "ray":
-            import ray.tune
 
-            ray.tune.report({**metrics, "objective": trainer.objective})
+def report_to_hp_search(
+    trainer: TrainerRun, trial: Any, step: int, metrics: dict[str, float]
+) -> None:
+    """Tell the search how an evaluation went; it may prune the trial."""
+    if trial is None or trainer.hp_search_backend is None:
+        return
+    trainer.objective = trainer.compute_objective(dict(metrics))
+    if trainer.hp_search_backend == "optuna":
+        prunes = trainer._together("pruning", lambda: prunes(trainer, trial, step))
+        if prunes[0]:
+            raise _pruned()
+    elif trainer.hp_search_backend == "ray":
+        import ray.tune
 
-    def prunes(self, trainer: TrainerRun, trial: Any, step: int) -> bytes:
-        """Does optuna end the trial here? Only the rank that leads the search knows."""
-        if not hasattr(trial, "study") or trial.study._is_multi_objective():
-            return b""
-        trial.report(trainer.objective, step)
-        return b"yes" if trial.should_prune() else b""
+        ray.tune.report({**metrics, "objective": trainer.objective})
+
+
+def prunes(trainer: TrainerRun, trial: Any, step: int) -> bytes:
+    """Does optuna end the trial here? Only the rank that leads the search knows."""
+    if not hasattr(trial, "study") or trial.study._is_multi_objective():
+        return b""
+    trial.report(trainer.objective, step)
+    return b"yes" if trial.should_prune() else b""
 
 
 def _trial_of(message: dict[str, Any]) -> Any:
@@ -189,7 +211,7 @@ class _Lead:
             sent = {"number": trial.number, "values": trial.params}
         else:
             sent = {"values": dict(trial)}
-        self._trainer._hp_search.send(self._trainer, sent)
+        send(self._trainer, sent)
         return self._trainer.train(resume_from_checkpoint, trial=trial)
 
 

@@ -20,6 +20,7 @@ from draws import draws  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import ctrainer  # noqa: E402
+from ctrainer.trainer import shards  # noqa: E402
 
 State = dict[str, torch.Tensor]
 
@@ -152,8 +153,8 @@ def test_a_sharded_model_reads_and_writes_the_same_names(
     other = tiny_architectures.make(name, seed=1)
     options = {"fsdp": True, "malloc_tuning": False, "ddp_timeout": 60}
     made = tiny.make(ctrainer.Trainer, other, [], output_dir=str(tmp_path), **options)
-    made._checkpoint_files.shard_model(made, None)
-    made._checkpoint_files.load_best_weights(made, str(tmp_path / "saved"))
+    shards.shard_model(made, None)
+    shards.load_best_weights(made, str(tmp_path / "saved"))
     assert not differing(made.model.full_state_dict(), state_of(model))
     made.save_model(str(tmp_path / "again"))
     again = type(model).from_pretrained(tmp_path / "again")
@@ -161,7 +162,7 @@ def test_a_sharded_model_reads_and_writes_the_same_names(
     (tmp_path / "saved/model.safetensors.index.json").unlink()
     save_file({"x": torch.ones(2)}, tmp_path / "saved/model.safetensors")
     with pytest.raises(ValueError, match=r"lacks weights of the model: .* and has"):
-        made._checkpoint_files.load_best_weights(made, str(tmp_path / "saved"))
+        shards.load_best_weights(made, str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
@@ -174,7 +175,7 @@ def test_a_quantized_model_is_not_sharded(dtype: torch.dtype, tmp_path: Path) ->
         ctrainer.Trainer, model, [], output_dir=str(tmp_path), fsdp=True, bf16=True
     )
     with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc\.weight.* quantized model"):
-        made._checkpoint_files.shard_model(made, None)
+        shards.shard_model(made, None)
 
 
 def test_two_sharded_ranks_get_their_weights_back(tmp_path: Path) -> None:

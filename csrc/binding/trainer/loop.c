@@ -243,8 +243,10 @@ log_save_evaluate(PyObject *op, ctpy_run *run, PyObject *learning_rate)
     return wanted > 0 ? call_hook(op, run, learning_rate) : wanted;
 }
 
-int
-ctpy_do_what_is_due(PyObject *op, ctpy_run *run, PyObject *learning_rate)
+/* Agrees on the requests of all ranks' callbacks and signals, and logs, evaluates and
+ * saves where one of them asks for it. */
+static int
+do_what_is_due(PyObject *op, ctpy_run *run, PyObject *learning_rate)
 {
     bool due;
     if (ranks_agree(op, &due) < 0 || log_save_evaluate(op, run, learning_rate) < 0) {
@@ -531,6 +533,7 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
     ctpy_state *names = ctpy_state_borrow(op);
     size_t n = (size_t)PyList_GET_SIZE(batches);
     double loss = 0.0, *shares = PyMem_New(double, n);
+    PyObject *learning_rate = NULL;
     int result = -1;
     if (shares == NULL) {
         (void)PyErr_NoMemory();
@@ -545,9 +548,12 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
         result = run_micro_batches(op, run, batches, count, shares, &loss);
     }
     PyMem_Free(shares);
-    if (result == 1 && (record_loss(op, loss) < 0 || ctpy_finish_update(op, run) < 0)) {
+    if (result == 1 &&
+        (record_loss(op, loss) < 0 || ctpy_finish_update(op, run, &learning_rate) < 0 ||
+         do_what_is_due(op, run, learning_rate) < 0)) {
         result = -1;
     }
+    Py_XDECREF(learning_rate);
     return result;
 }
 
@@ -692,7 +698,7 @@ run_epoch(PyObject *op, ctpy_run *run)
     if (ctpy_trainer_fire(op, names->str_on_epoch_end, NULL) < 0) {
         return -1;
     }
-    return ranks_stop(op) ? 0 : ctpy_do_what_is_due(op, run, Py_None);
+    return ranks_stop(op) ? 0 : do_what_is_due(op, run, Py_None);
 }
 
 static int

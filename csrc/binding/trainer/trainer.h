@@ -16,17 +16,12 @@
 
 /* ---- update.c; each function returns 0, or -1 with an exception ---- */
 
-/* Runs an update from the summed gradients to the callbacks after the step. */
-int ctpy_finish_update(PyObject *op, ctpy_run *run);
+/* From the summed gradients to the end of the step: update, schedule, counters and
+ * callbacks. *learning_rate is the update's, a new reference, also after a failure. */
+int ctpy_finish_update(PyObject *op, ctpy_run *run, PyObject **learning_rate);
 
 /* Decides before an update whether the norms of layers are measured for the log. */
 int ctpy_metrics_plan(PyObject *op, ctpy_run *run, PyObject *batches);
-
-/* ---- loop.c ---- */
-
-/* Agrees on the requests of all ranks' callbacks and signals, and logs, evaluates and
- * saves where one of them asks for it. 0, or -1 with an exception. */
-int ctpy_do_what_is_due(PyObject *op, ctpy_run *run, PyObject *learning_rate);
 
 /* ---- step.c ---- */
 

@@ -879,26 +879,20 @@ advance_counters(PyObject *op, ctpy_run *run)
     return result;
 }
 
-/* From the summed gradients to the end of the step: update, schedule, counters,
- * callbacks, and what is due of logging, evaluation and saving. */
 int
-ctpy_finish_update(PyObject *op, ctpy_run *run)
+ctpy_finish_update(PyObject *op, ctpy_run *run, PyObject **learning_rate)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     ctpy_update u = {0};
-    PyObject *learning_rate = NULL;
     int result = -1;
     if (update_open(op, &u) == 0 && update_apply(op, run, &u) == 0 &&
-        (learning_rate =
+        (*learning_rate =
              PyObject_CallMethodNoArgs(op, names->str__get_learning_rate)) != NULL &&
         (!u.result.updated || step_schedule(op) == 0) &&
         drop_gradients(op, run, &u) == 0 && advance_counters(op, run) == 0) {
         ((Trainer *)op)->in_update = false;
-        result = ctpy_trainer_fire(op, names->str_on_step_end, NULL) < 0
-                     ? -1
-                     : ctpy_do_what_is_due(op, run, learning_rate);
+        result = ctpy_trainer_fire(op, names->str_on_step_end, NULL);
     }
-    Py_XDECREF(learning_rate);
     update_release(&u);
     return result;
 }

@@ -7,6 +7,7 @@ from programs.run import folder, rank, tell
 from rank_checkpoints import files, history, make, weights
 
 import ctrainer
+from ctrainer.trainer import checkpoint
 
 best = {
     "eval_strategy": "steps",
@@ -34,7 +35,7 @@ chosen.train()
 found["best"] = [weights(chosen), chosen.state.best_model_checkpoint[-12:]]
 found["rotated"] = files(folder + "/c")
 again = make(folder + "/c")
-found["newest"] = again._checkpoint_files.last_checkpoint(again)[-12:]
+found["newest"] = checkpoint.last_checkpoint(again)[-12:]
 
 # an asynchronous save, the model alone
 lean = make(folder + "/d", async_save=True, save_only_model=True)

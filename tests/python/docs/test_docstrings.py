@@ -138,7 +138,10 @@ def parameters(public: Public) -> dict[str, inspect.Parameter]:
         if not any({"__init__", "__new__"} & vars(base).keys() for base in ours):
             return {}
     signature = inspect.signature(public.bound)
-    return {n: p for n, p in signature.parameters.items() if n not in ("self", "cls")}
+    first = {"self", "cls"}
+    if public.owner is not None:  # a method of HF's Trainer that is in another module
+        first.add("trainer")
+    return {n: p for n, p in signature.parameters.items() if n not in first}
 
 
 def docs_of(public: Public) -> list[str]:
