@@ -46,6 +46,9 @@ def get_eval_dataloader(trainer: TrainerRun, eval_dataset: Any = None) -> Any:
     Args:
         eval_dataset (default None): A data set, a key of self.eval_dataset, or None
             for self.eval_dataset.
+
+    Raises:
+        ValueError: there is none.
     """
     key = eval_dataset if isinstance(eval_dataset, str) else "eval"
     kept = trainer.__dict__.setdefault("_eval_dataloaders", {})

@@ -267,18 +267,15 @@ AREAS = {
                 "binding/test_arrays.py",
             core("base/buf", "base/region"):
                 "core/data/test_rows.c core/checkpoint/test_safetensors.c",
-            binding("evaluate/ranks"):
-                "python/evaluate/test_ranks_evaluation.py "
-                "binding/test_trainer_eval.py parity/test_evaluation.py",
             "ctrainer/trainer/evaluation.py":
                 "binding/test_trainer_eval.py python/evaluate/test_full_eval.py "
-                "parity/test_evaluation.py",
+                "python/evaluate/test_ranks_evaluation.py parity/test_evaluation.py",
             "ctrainer/adapters/_torch_rank_eval.py" + " " +
             binding("data/gather"):
                 "python/evaluate/test_ranks_evaluation.py",
             "ctrainer/seq2seq.py ctrainer/integrations/generation.py":
                 "python/evaluate/test_seq2seq.py parity/test_generation.py",
-            binding("evaluate/loop", "evaluate/step"):
+            binding("evaluate/loop"):
                 "binding/test_trainer_eval.py python/trainer/test_any_batch.py "
                 "parity/test_evaluation.py",
             "ctrainer/trainer_pt_utils.py":

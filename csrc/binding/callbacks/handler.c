@@ -658,6 +658,7 @@ static PyMethodDef CallbackHandler_methods[] = {
     {"listens",      CallbackHandler_listens,  METH_O,      listens_doc },
     {"__getstate__", CallbackHandler_getstate, METH_NOARGS, getstate_doc},
     {"__setstate__", CallbackHandler_setstate, METH_O,      setstate_doc},
+#include "binding/callbacks/events.def"
     {NULL,           NULL,                     0,           NULL        },
 };
 #undef CTPY_EVENT

@@ -62,6 +62,7 @@ Trainer_clear(PyObject *op)
     Py_CLEAR(((Trainer *)op)->signatures);
 #define CTPY_OBJECT(name) Py_CLEAR(((Trainer *)op)->name);
 #define CTPY_VALUE(type, name)
+#include "binding/engine/fields.def"
 #undef CTPY_VALUE
 #undef CTPY_OBJECT
     return 0;
@@ -80,6 +81,7 @@ Trainer_dealloc(PyObject *op)
 #define CTPY_VALUE(type, name)                                                         \
     {"_" #name, CTPY_MEMBER_##type, offsetof(Trainer, name), 0, NULL},
 static PyMemberDef Trainer_members[] = {
+#include "binding/engine/fields.def"
     {NULL, 0, 0, 0, NULL},
 };
 #undef CTPY_VALUE
@@ -132,6 +134,7 @@ Run_clear(PyObject *op)
     }
 #define CTPY_OBJECT(name) Py_CLEAR(((ctpy_run *)op)->name);
 #define CTPY_VALUE(type, name)
+#include "binding/engine/run.def"
 #undef CTPY_VALUE
 #undef CTPY_OBJECT
     return 0;
@@ -147,6 +150,7 @@ Run_dealloc(PyObject *op)
 #define CTPY_VALUE(type, name)                                                         \
     {#name, CTPY_MEMBER_##type, offsetof(ctpy_run, name), 0, NULL},
 static PyMemberDef Run_members[] = {
+#include "binding/engine/run.def"
     {NULL, 0, 0, 0, NULL},
 };
 #undef CTPY_VALUE
