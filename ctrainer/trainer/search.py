@@ -147,8 +147,8 @@ def report_to_hp_search(
         return
     trainer.objective = trainer.compute_objective(dict(metrics))
     if trainer.hp_search_backend == "optuna":
-        prunes = trainer._together("pruning", lambda: prunes(trainer, trial, step))
-        if prunes[0]:
+        told = trainer._together("pruning", lambda: prunes(trainer, trial, step))
+        if told[0]:
             raise _pruned()
     elif trainer.hp_search_backend == "ray":
         import ray.tune
