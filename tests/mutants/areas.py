@@ -196,16 +196,17 @@ AREAS = {
                 "python/trainer/test_ranks_training.py",
             binding("trainer/step"):
                 "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
-                "parity/test_training.py",
+                "parity/test_training.py parity/test_loss_arithmetic.py",
             binding("trainer/update"):
                 "binding/test_clipping.py binding/test_trainer_failures.py "
                 "parity/test_training.py python/optim/test_trainer_average.py "
                 "binding/test_gradient_metrics.py python/fsdp/test_fsdp.py "
                 "python/fsdp/test_fsdp_views.py",
-            binding("trainer/log", "engine/targets"):
-                "binding/test_trainer_hooks.py parity/test_loss_arithmetic.py",
-            binding("engine/adapt"):
-                "binding/test_trainer_hooks.py python/evaluate/test_full_eval.py",
+            binding("engine/run"):
+                "binding/test_trainer_hooks.py python/evaluate/test_full_eval.py "
+                "parity/test_loss_arithmetic.py python/comm/test_ranks_differ.py "
+                "python/trainer/test_ranks_training.py "
+                "python/evaluate/test_ranks_evaluation.py",
             binding("runtime/ctpy"):
                 "binding/test_trainer_hooks.py binding/test_process.py "
                 "binding/test_optimizer.py python/trainer/test_copies.py "
@@ -220,10 +221,6 @@ AREAS = {
             binding("runtime/buffer"):
                 "binding/test_buffer.py python/trainer/test_trainer_pt_utils.py "
                 "binding/test_trainer_eval.py",
-            binding("engine/ranks", "trainer/agree"):
-                "python/trainer/test_ranks_training.py "
-                "python/comm/test_ranks_differ.py "
-                "python/evaluate/test_ranks_evaluation.py",
             "ctrainer/trainer/__init__.py":
                 "binding/test_trainer_hooks.py "
                 "python/arguments/test_arguments_in_runs.py "
