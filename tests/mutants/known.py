@@ -170,14 +170,6 @@ EQUIVALENT = (
         "the bucket that was started last is waited for sooner: results are the same",
     ),
     (
-        "csrc/binding/evaluate/loop.c",
-        "if (continuing > 0 && continuing < comm->world_size) { "
-        "/* some have no batch */",
-        "if (continuing > 0 && continuing < (comm->world_size + 1)) { "
-        "/* some have no batch */",
-        "a batch is sent where each rank has its own, which it runs instead",
-    ),
-    (
         "ctrainer/trainer/data.py",
         "if trainer._communicator.world_size > 1:",
         "if (trainer._communicator.world_size + 1) > 1:",
