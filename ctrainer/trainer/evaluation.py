@@ -276,7 +276,7 @@ def _run_batches(
             model, ranks.rounds(batches), **options, exchange=ranks.exchange
         )
     except BaseException as error:
-        ranks.tell(error)
+        ranks.report(error)
         raise
     finally:
         trainer._dummy_batch = False
@@ -546,7 +546,7 @@ class _Ranks:
 
     All run equally many batches, since a hook or a wrapped model may contain
     collectives: a rank without a batch runs the last one again, as a dummy batch of no
-    rows. After each batch a small collective tells who continues and who has failed;
+    rows. After each batch a small collective shows who continues and who has failed;
     the values follow. A failure of a rank is raised on all.
     """
 
@@ -555,7 +555,7 @@ class _Ranks:
         self.group = trainer._communicator
         self.left = left  # rows still wanted of a loader that repeats some; -1: all
         self.gathered = gathered  # the user's gather_function joins the values
-        self.told = False  # do all ranks know of the failure?
+        self.reported = False  # do all ranks know of the failure?
 
     def rounds(self, batches: Any) -> Iterator[Any]:
         """This rank's batches, and its last one, or another's, as long as there are
@@ -577,7 +577,7 @@ class _Ranks:
 
     def collective(self, run: Callable[..., Any], *args: Any) -> Any:
         """run(*args), whose failures all ranks raise, naming what they were doing."""
-        self.told = True
+        self.reported = True
         try:
             return run(*args)
         except (RuntimeError, ValueError) as error:
@@ -592,12 +592,12 @@ class _Ranks:
                 raise KeyboardInterrupt
             if theirs == _FAILED:
                 raise _failure_of(rank)
-        self.told = False
+        self.reported = False
         return np.flatnonzero(states == _HAS_BATCH).tolist()
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Let the other ranks raise, too, unless they do already."""
-        if not self.told:
+        if not self.reported:
             stopped = isinstance(error, KeyboardInterrupt)
             with contextlib.suppress(BaseException):  # the first failure is reported
                 self.sync(_STOPPED if stopped else _FAILED)
@@ -617,7 +617,7 @@ class _Ranks:
                 f"rank {root} has the only batch of this evaluation, and pickle cannot "
                 "send it to the others; give each rank a batch of its own"
             )
-        self.told = False
+        self.reported = False
         return batch if self.group.rank == root else _unpickled(data, root)
 
     def exchange(self, batch: tuple[Any, ...], as_tensors: bool) -> list[Any]:
@@ -636,7 +636,7 @@ class _Ranks:
         messages = self.collective(self.group.gather_bytes, message)
         if b"" in messages:
             raise _failure_of(messages.index(b""))
-        self.told = False
+        self.reported = False
         batches = []
         for rank in range(len(messages)):
             rows, targets, mean, nodes = _unpickled(messages[rank], rank)

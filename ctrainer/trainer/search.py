@@ -142,13 +142,13 @@ def hp_search_setup(trainer: TrainerRun, trial: Any) -> None:
 def report_to_hp_search(
     trainer: TrainerRun, trial: Any, step: int, metrics: dict[str, float]
 ) -> None:
-    """Tell the search how an evaluation went; it may prune the trial."""
+    """Report an evaluation to the search; it may prune the trial."""
     if trial is None or trainer.hp_search_backend is None:
         return
     trainer.objective = trainer.compute_objective(dict(metrics))
     if trainer.hp_search_backend == "optuna":
-        told = trainer._together("pruning", lambda: prunes(trainer, trial, step))
-        if told[0]:
+        answers = trainer._together("pruning", lambda: prunes(trainer, trial, step))
+        if answers[0]:
             raise _pruned()
     elif trainer.hp_search_backend == "ray":
         import ray.tune

@@ -504,7 +504,7 @@ judge_steal(PyObject *parts, const char *doing)
 
 /* Reports the exception that is set to the other ranks; the exception stays. */
 static void
-tell_failure(PyObject *op)
+report_failure(PyObject *op)
 {
     PyObject *type, *value, *trace, *parts;
     PyErr_Fetch(&type, &value, &trace);
@@ -537,7 +537,7 @@ account(PyObject *op, const char *doing, PyObject *payload)
     }
     if (PyErr_Occurred()) {
         if (ranks > 1) {
-            tell_failure(op);
+            report_failure(op);
         }
         return NULL;
     }

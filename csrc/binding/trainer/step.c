@@ -471,17 +471,17 @@ static PyObject *
 first_group_lr(PyObject *op)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *rate = NULL, *group = NULL, *groups = NULL;
+    PyObject *lr = NULL, *group = NULL, *groups = NULL;
     PyObject *optimizer = PyObject_GetAttr(op, names->str_optimizer);
     if (optimizer != NULL &&
         (groups = PyObject_GetAttr(optimizer, names->str_param_groups)) != NULL &&
         (group = PySequence_GetItem(groups, 0)) != NULL) {
-        rate = PyObject_GetItem(group, names->str_lr);
+        lr = PyObject_GetItem(group, names->str_lr);
     }
     Py_XDECREF(group);
     Py_XDECREF(groups);
     Py_XDECREF(optimizer);
-    return rate;
+    return lr;
 }
 
 static PyObject *
@@ -491,9 +491,9 @@ last_scheduled_lr(PyObject *scheduler, ctpy_state *names)
     if (all == NULL) {
         return NULL;
     }
-    PyObject *rate = PySequence_GetItem(all, 0);
+    PyObject *lr = PySequence_GetItem(all, 0);
     Py_DECREF(all);
-    return rate;
+    return lr;
 }
 
 static const char Trainer__get_learning_rate_doc[] =
@@ -504,19 +504,19 @@ static PyObject *
 Trainer__get_learning_rate(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *rate, *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler);
+    PyObject *lr, *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler);
     if (scheduler == NULL) {
         return NULL;
     }
-    rate = ((Trainer *)op)->schedule_on_metric || scheduler == Py_None
-               ? first_group_lr(op)
-               : last_scheduled_lr(scheduler, names);
+    lr = ((Trainer *)op)->schedule_on_metric || scheduler == Py_None
+             ? first_group_lr(op)
+             : last_scheduled_lr(scheduler, names);
     Py_DECREF(scheduler);
-    if (rate == NULL || PyFloat_CheckExact(rate)) {
-        return rate;
+    if (lr == NULL || PyFloat_CheckExact(lr)) {
+        return lr;
     }
-    Py_SETREF(rate, PyNumber_Float(rate)); /* a tensor, or an int */
-    return rate;
+    Py_SETREF(lr, PyNumber_Float(lr)); /* a tensor, or an int */
+    return lr;
 }
 
 static const char Trainer_floating_point_ops_doc[] =
