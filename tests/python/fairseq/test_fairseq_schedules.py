@@ -412,7 +412,7 @@ def test_unlike_fairseq_plateau_saves_its_bad_epochs() -> None:
     ("name", "config", "message"),
     [
         ("linear", {}, "lr_scheduler is 'linear'; expected one of"),
-        ("cosine", {"lr": [0.1, 0.2]}, "lr has 2 rates.*'fixed'"),
+        ("cosine", {"lr": [0.1, 0.2]}, "lr has 2 numbers.*'fixed'"),
         ("fixed", {"lr": []}, "lr is empty"),
         ("cosine", {}, "lr_period_updates is needed"),
         ("cosine", {"max_update": 9, "warmup_updates": 9}, "above warmup_updates, 9"),
