@@ -195,6 +195,25 @@ class TrainerBase(_C.Trainer):
         self.store_flos()
         call_adapted(self.log, logs, start_time=start_time)
 
+    def _take_layer_norms(
+        self, params: list[Any], sums: list[float], norm_type: float, loss_scale: float
+    ) -> None:
+        """Keep the norms of layers for the next log: sums[i] is the sum of |g| **
+        norm_type over the gradient of params[i], or the largest |g|; a NaN stays."""
+        depth = self.args.layer_grad_norm_depth
+        labels = self._adapter.parameter_labels(self.model, depth)
+        merge = np.maximum if math.isinf(norm_type) else np.add
+        totals: dict[str, Any] = {}
+        for i, (param, of_one) in enumerate(zip(params, sums, strict=True)):
+            label = labels.get(param, f"parameter {i} of the optimizer")
+            totals[label] = merge(totals.get(label, 0.0), of_one)
+        power = 1.0 if math.isinf(norm_type) else 1.0 / norm_type
+        with np.errstate(all="ignore"):
+            self._grad_metrics = {
+                f"grad_norm/{label}": float(total**power / loss_scale)
+                for label, total in totals.items()
+            }
+
     def _mean_loss(self, total: float, n: int) -> float:
         total, count = self._sum_over_ranks(total, n)
         return total / count if count > 0 else math.nan

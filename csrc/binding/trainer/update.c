@@ -214,33 +214,43 @@ update_open(PyObject *op, ctpy_update *u)
  * that an override or a callback sees before the update, are clipped in place: by us in
  * host memory, by the framework on its devices. */
 
-/* Reads norms, one for each group or one of all, into the sums that they are of. */
+/* Reads an adapter's n norms into the sums that they are of. */
 static int
-take_norms(PyObject *norms, double p, ct_grads *list, bool by_group)
+take_norms(PyObject *norms, double p, Py_ssize_t n, double *sums)
 {
-    const ct_norm_kind kind = ct_norm_kind_of(p);
-    const Py_ssize_t expected = by_group ? (Py_ssize_t)list->n_groups : 1;
     PyObject *items = PySequence_Tuple(norms);
-    if (items != NULL && PyTuple_GET_SIZE(items) != expected) {
+    if (items != NULL && PyTuple_GET_SIZE(items) != n) {
         PyErr_Format(PyExc_ValueError, "the adapter gave %zd norms, not %zd",
-                     PyTuple_GET_SIZE(items), expected);
+                     PyTuple_GET_SIZE(items), n);
         Py_CLEAR(items);
     }
-    *ct_grads_total(list) = 0.0;
-    for (Py_ssize_t i = 0; items != NULL && i < expected; i++) {
+    for (Py_ssize_t i = 0; items != NULL && i < n; i++) {
         const double norm = PyFloat_AsDouble(PyTuple_GET_ITEM(items, i));
         if (norm == -1.0 && PyErr_Occurred()) {
             Py_CLEAR(items);
             break;
         }
-        const double sum = ct_norm_add(kind, p, 0.0, norm);
-        *ct_grads_total(list) = ct_norm_merge(kind, *ct_grads_total(list), sum);
-        if (by_group) {
-            list->sums[i] = sum;
-        }
+        sums[i] = ct_norm_add(ct_norm_kind_of(p), p, 0.0, norm);
     }
     Py_XDECREF(items);
     return items == NULL ? -1 : 0;
+}
+
+/* Reads norms, one for each group or one of all, into the list's sums and their total.
+ */
+static int
+take_group_norms(PyObject *norms, double p, ct_grads *list, bool by_group)
+{
+    double *total = ct_grads_total(list), *sums = by_group ? list->sums : total;
+    const size_t n = by_group ? list->n_groups : 1;
+    const int result = take_norms(norms, p, (Py_ssize_t)n, sums);
+    if (by_group) {
+        *total = 0.0;
+        for (size_t i = 0; result == 0 && i < n; i++) {
+            *total = ct_norm_merge(ct_norm_kind_of(p), *total, sums[i]);
+        }
+    }
+    return result;
 }
 
 /* Adds up, over the ranks with shards, sums of powers of gradients for the p-norm. */
@@ -266,7 +276,7 @@ device_measure(PyObject *op, ctpy_update *u, const ct_clip *clip, double *norm)
         Py_DECREF(p);
     }
     int result =
-        norms == NULL ? -1 : take_norms(norms, clip->norm_type, list, by_group);
+        norms == NULL ? -1 : take_group_norms(norms, clip->norm_type, list, by_group);
     Py_XDECREF(norms);
     if (result == 0) { /* without groups the total is all that there is */
         double *sums = by_group ? list->sums : ct_grads_total(list);
@@ -488,60 +498,6 @@ ctpy_metrics_plan(PyObject *op, ctpy_run *run, PyObject *batches)
     return failed ? -1 : 0;
 }
 
-/* totals[label] grows by sum. */
-static int
-add_to(PyObject *totals, PyObject *label, ct_norm_kind kind, double sum)
-{
-    PyObject *had = PyDict_GetItemWithError(totals, label);
-    if (had == NULL && PyErr_Occurred()) {
-        return -1;
-    }
-    const double before = had == NULL ? 0.0 : PyFloat_AsDouble(had);
-    PyObject *total = PyFloat_FromDouble(ct_norm_merge(kind, before, sum));
-    int result = total == NULL ? -1 : PyDict_SetItem(totals, label, total);
-    Py_XDECREF(total);
-    return result;
-}
-
-/* {label: sum}, each parameter's sum under its label, or under its number among those
- * of the optimizer's that have a gradient, where the model does not know it. */
-static PyObject *
-sums_by_label(PyObject *labels, PyObject *params, const double *sums, ct_norm_kind kind)
-{
-    PyObject *totals = PyDict_New();
-    for (Py_ssize_t i = 0; totals != NULL && i < PyList_GET_SIZE(params); i++) {
-        PyObject *label = PyDict_GetItemWithError(labels, PyList_GET_ITEM(params, i));
-        label = label != NULL ? Py_NewRef(label)
-                : PyErr_Occurred()
-                    ? NULL
-                    : PyUnicode_FromFormat("parameter %zd of the optimizer", i);
-        if (label == NULL || add_to(totals, label, kind, sums[i]) < 0) {
-            Py_CLEAR(totals);
-        }
-        Py_XDECREF(label);
-    }
-    return totals;
-}
-
-/* {"grad_norm/" label: norm} of those sums. */
-static PyObject *
-norms_of(PyObject *totals, double p, double loss_scale)
-{
-    Py_ssize_t at = 0;
-    PyObject *label, *sum, *norms = PyDict_New();
-    while (norms != NULL && PyDict_Next(totals, &at, &label, &sum)) {
-        const double norm = ct_norm_root(p, PyFloat_AS_DOUBLE(sum)) / loss_scale;
-        PyObject *key = PyUnicode_FromFormat("grad_norm/%S", label);
-        PyObject *value = PyFloat_FromDouble(norm);
-        if (key == NULL || value == NULL || PyDict_SetItem(norms, key, value) < 0) {
-            Py_CLEAR(norms);
-        }
-        Py_XDECREF(value);
-        Py_XDECREF(key);
-    }
-    return norms;
-}
-
 static int
 sum_on_host(PyObject *op, const ctpy_update *u, double p, Py_ssize_t n, double *sums)
 {
@@ -572,86 +528,68 @@ sum_on_device(PyObject *op, const ctpy_update *u, double p, Py_ssize_t n, double
         norms = ctpy_ask_adapter(op, ctpy_state_borrow(op)->str_layer_norms, stack, 2);
         Py_DECREF(norm_type);
     }
-    if (norms != NULL) {
-        Py_SETREF(norms, PySequence_Tuple(norms));
-    }
-    if (norms != NULL && PyTuple_GET_SIZE(norms) != n) {
-        PyErr_Format(PyExc_ValueError, "the adapter gave %zd norms, not %zd",
-                     PyTuple_GET_SIZE(norms), n);
-        Py_CLEAR(norms);
-    }
-    for (Py_ssize_t i = 0; norms != NULL && i < n; i++) {
-        const double norm = PyFloat_AsDouble(PyTuple_GET_ITEM(norms, i));
-        if (norm == -1.0 && PyErr_Occurred()) {
-            Py_CLEAR(norms);
+    const int result = norms == NULL ? -1 : take_norms(norms, p, n, sums);
+    Py_XDECREF(norms);
+    return result;
+}
+
+static PyObject *
+list_of(const double *sums, Py_ssize_t n)
+{
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
+        PyObject *sum = PyFloat_FromDouble(sums[i]);
+        if (sum == NULL) {
+            Py_CLEAR(list);
             break;
         }
-        sums[i] = ct_norm_add(ct_norm_kind_of(p), p, 0.0, norm);
+        PyList_SET_ITEM(list, i, sum);
     }
-    Py_XDECREF(norms);
-    return norms == NULL ? -1 : 0;
+    return list;
 }
 
-/* {parameter: its name, or the first args.layer_grad_norm_depth parts of it} */
-static PyObject *
-parameter_labels(PyObject *op)
+/* trainer._take_layer_norms() of the parameters that have a gradient. */
+static int
+take_layer_norms(PyObject *op, const ctpy_update *u, PyObject *params)
 {
-    const ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *labels = NULL, *depth = NULL;
-    PyObject *model = PyObject_GetAttr(op, names->str_model);
-    PyObject *args = PyObject_GetAttr(op, names->str_args);
-    if (model != NULL && args != NULL &&
-        (depth = PyObject_GetAttr(args, names->str_layer_grad_norm_depth)) != NULL) {
-        PyObject *stack[] = {model, depth};
-        labels = ctpy_ask_adapter(op, names->str_parameter_labels, stack, 2);
-    }
-    Py_XDECREF(depth);
-    Py_XDECREF(args);
-    Py_XDECREF(model);
-    return labels;
-}
-
-/* The metrics of the parameters, or NULL with an exception. */
-static PyObject *
-layer_norms(PyObject *op, const ctpy_update *u, PyObject *params)
-{
+    ctpy_state *names = ctpy_state_borrow(op);
     const double p = u->config.clip.norm_type;
     const Py_ssize_t n = PyList_GET_SIZE(params);
-    PyObject *totals = NULL, *norms = NULL;
+    PyObject *list = NULL, *answer = NULL;
     double *sums = PyMem_New(double, (size_t)n);
-    PyObject *labels = parameter_labels(op);
     if (sums == NULL) {
         (void)PyErr_NoMemory();
     }
-    else if (labels != NULL &&
-             (u->on_host ? sum_on_host : sum_on_device)(op, u, p, n, sums) == 0 &&
+    else if ((u->on_host ? sum_on_host : sum_on_device)(op, u, p, n, sums) == 0 &&
              reduce_sums(op, u, p, sums, (size_t)n) == 0) {
-        totals = sums_by_label(labels, params, sums, ct_norm_kind_of(p));
+        list = list_of(sums, n);
     }
-    if (totals != NULL) {
-        norms = norms_of(totals, p, u->loss_scale);
+    PyObject *numbers =
+        list == NULL ? NULL : Py_BuildValue("(OOdd)", params, list, p, u->loss_scale);
+    PyObject *method =
+        numbers == NULL ? NULL : PyObject_GetAttr(op, names->str__take_layer_norms);
+    if (method != NULL) {
+        answer = PyObject_CallObject(method, numbers);
     }
-    Py_XDECREF(totals);
-    Py_XDECREF(labels);
+    Py_XDECREF(method);
+    Py_XDECREF(numbers);
+    Py_XDECREF(answer);
+    Py_XDECREF(list);
     PyMem_Free(sums);
-    return norms;
-}
-
-static int
-add_layer_norms(PyObject *op, const ctpy_update *u)
-{
-    PyObject *params = ctpy_grads_params(ctpy_state_borrow(op), u->optimizer);
-    PyObject *norms = params == NULL ? NULL : layer_norms(op, u, params);
-    Py_XDECREF(params);
-    Py_XSETREF(((Trainer *)op)->grad_metrics, norms);
-    return norms == NULL ? -1 : 0;
+    return answer == NULL ? -1 : 0;
 }
 
 /* Called after measuring and before clipping. */
 static int
 measure_layers(PyObject *op, const ctpy_run *run, const ctpy_update *u)
 {
-    return run->layer_norms_due ? add_layer_norms(op, u) : 0;
+    if (!run->layer_norms_due) {
+        return 0;
+    }
+    PyObject *params = ctpy_grads_params(ctpy_state_borrow(op), u->optimizer);
+    const int result = params == NULL ? -1 : take_layer_norms(op, u, params);
+    Py_XDECREF(params);
+    return result;
 }
 
 /* ---- the update ------------------------------------------------------------------ */
