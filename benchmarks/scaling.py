@@ -1,15 +1,15 @@
-"""What many workers do with their time, by the cost model of ctrainer.comm.cost.
+"""What many workers do with their time, by the cost model of cost.py.
 
 Prints the tables of docs/scaling.md. Every assumption is an option.
 """
 
 import argparse
 
-from ctrainer.comm.cost import Network, Worker, block_update, coded, sync_update
+from cost import Network, Worker, block_update, coded, sync_update
 
 RATES = {"1 Gbit/s": 1e9 / 8, "10 Gbit/s": 10e9 / 8, "100 Gbit/s": 100e9 / 8}
 WORKERS = (8, 64, 1024)
-BLOCK, DILOCO = 50, 500  # updates between two meetings
+BLOCK, DILOCO = 50, 500  # updates between two synchronizations
 
 
 def ways(worker: Worker, n: int, network: Network) -> dict[str, float]:

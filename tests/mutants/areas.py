@@ -422,8 +422,6 @@ AREAS = {
                 "python/comm/test_forked_children.py",
             "ctrainer/comm/mpi.py":
                 "python/comm/test_groups_over_mpi.py",
-            "ctrainer/comm/cost.py":
-                "python/comm/test_cost.py",
         },
         "binding/test_communicator.py python/comm/test_ranks_of_one_machine.py",
     ),

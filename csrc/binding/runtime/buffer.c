@@ -763,12 +763,6 @@ detach(PyObject *tensor, const ctpy_state *state)
     return PyObject_CallMethodNoArgs(tensor, state->str_detach);
 }
 
-PyObject *
-ctpy_detach_all(PyObject *op, const ctpy_state *state)
-{
-    return ctpy_nested_map(op, detach, state);
-}
-
 static int
 is_bfloat16(PyObject *tensor, const ctpy_state *state)
 {
@@ -828,7 +822,7 @@ static const char ctpy_nested_detach_doc[] =
 static PyObject *
 ctpy_nested_detach(PyObject *module, PyObject *tensors)
 {
-    return ctpy_detach_all(tensors, PyModule_GetState(module));
+    return ctpy_nested_map(tensors, detach, PyModule_GetState(module));
 }
 
 static const char ctpy_nested_numpify_doc[] =

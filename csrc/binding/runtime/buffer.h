@@ -90,9 +90,6 @@ PyObject *ctpy_batch_entry(PyObject *batch, PyObject *key, int *failed);
  * with an exception. For a list of unconverted rows the length of the list. */
 Py_ssize_t ctpy_batch_size(PyObject *op, const ctpy_state *state);
 
-/* A copy of op with every tensor detached. */
-PyObject *ctpy_detach_all(PyObject *op, const ctpy_state *state);
-
 /* A copy of op with every tensor as a NumPy array, bfloat16 as float32; arrays and
  * numbers stay unchanged. */
 PyObject *ctpy_numpify_all(PyObject *op, const ctpy_state *state);

@@ -41,7 +41,6 @@ struct ct_schedule_family {
 
 extern const ct_schedule_family ct_schedule_deepspeed;
 extern const ct_schedule_family ct_schedule_fairseq;
-extern const ct_schedule_family ct_schedule_transformers;
 
 /* Python's max(0.0, x): below 0 becomes 0, as do -0 and NaN. */
 static inline double

@@ -9,11 +9,13 @@
 
 static const double MOST_EXACT = 9007199254740992.0; /* 2^53 */
 
+static const ct_schedule_family transformers;
+
 /* Longer prefixes first: every name begins with "". */
 static const ct_schedule_family *const families[] = {
     &ct_schedule_deepspeed,
     &ct_schedule_fairseq,
-    &ct_schedule_transformers,
+    &transformers,
 };
 static const size_t LAST_FAMILY = sizeof families / sizeof families[0] - 1;
 
@@ -623,7 +625,7 @@ static const ct_schedule_kind kinds[] = {
             prepare_warmup_stable_decay, warmup_stable_decay),
 };
 
-const ct_schedule_family ct_schedule_transformers = {
+static const ct_schedule_family transformers = {
     .prefix = "",
     .options = options,
     .kinds = kinds,

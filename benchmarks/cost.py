@@ -26,7 +26,7 @@ class Network:
         latency (float): From a send to its arrival, in seconds.
 
     Example:
-        >>> from ctrainer.comm.cost import Network, all_reduce
+        >>> from cost import Network, all_reduce
         >>> all_reduce(1e9, 2, Network(rate=1e9, latency=0.0))
         1.0
     """
@@ -49,7 +49,7 @@ class Worker:
         gradient_bytes (float, default 2.0): Of one element on its way.
 
     Example:
-        >>> from ctrainer.comm.cost import Network, Worker, sync_update
+        >>> from cost import Network, Worker, sync_update
         >>> worker = Worker(parameters=1e8, compute=0.5)
         >>> sync_update(worker, 1, Network(1e9, 1e-5))
         0.5
