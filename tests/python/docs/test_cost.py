@@ -9,7 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-from cost import (  # noqa: E402
+from cost import (
     Network,
     Worker,
     all_reduce,
