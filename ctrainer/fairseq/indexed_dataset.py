@@ -331,6 +331,9 @@ class MMapIndexedDatasetBuilder:
 
         Args:
             tensor: A tensor or array of whole numbers.
+
+        Raises:
+            ValueError: a value that the data set's dtype does not hold.
         """
         values = np.asarray(tensor)
         item = np.ascontiguousarray(values, self._dtype)

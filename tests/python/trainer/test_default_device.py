@@ -30,7 +30,7 @@ FOLDER = Path(ctrainer.__file__).parent
 # A module's own buffers and a batch are made where the user says, as by the originals.
 BY_DEFAULT = {
     "_stack", "_labels", "SinusoidalPositionalEmbedding.__init__",
-    "TransformerEncoder.__init__", "TransformerDecoder.__init__",
+    "Embedded._add_embedding",
 }  # fmt: skip
 
 
