@@ -14,25 +14,41 @@ from ranks import run_alone
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
 
-# The folders of C, lowest first. A file may use its own folder's and those of lower
-# rows: no other folder of its own row.
-LAYERS = (
-    {"math"},
-    {"core/base"},
-    {"core/device"},
-    {"core/comm"},
-    {"cpu"},
-    {"core/schedule", "core/optim", "core/data", "core/checkpoint"},
-    {"core/engine"},
-    {"core/ddp", "core/fsdp", "core/bmuf", "cuda"},
-    {"binding/runtime"},
-    {"binding/comm", "binding/checkpoint", "binding/callbacks", "binding/schedule"},
-    {"binding/data", "binding/optim"},
-    {"binding/engine", "binding/ddp", "binding/fsdp", "binding/bmuf"},
-    {"binding/evaluate", "binding/fairseq"},
-    {"binding/trainer"},
-    {"binding"},
+# Every folder, lowest first: of C, and of ctrainer. A file may use its own folder's
+# files and those of lower rows: no other folder of its own row. C and Python meet in
+# ctrainer._C alone, so each language has its own half of a row.
+LAYERS: tuple[tuple[set[str], set[str]], ...] = (
+    ({"math"}, set()),
+    ({"core/base"}, set()),
+    ({"core/device"}, set()),
+    ({"core/comm"}, set()),
+    ({"cpu"}, set()),
+    (
+        {"core/schedule", "core/optim", "core/data", "core/checkpoint"},
+        {"checkpoint", "enums", "memory_tracker", "runtime"},
+    ),
+    ({"core/engine"}, {"arguments", "trainer_state", "trainer_utils"}),
+    (
+        {"core/ddp", "core/fsdp", "core/bmuf", "cuda"},
+        {"_rank_options", "callbacks", "deepspeed_schedules", "schedules"},
+    ),
+    ({"binding/runtime"}, {"display", "optim"}),
+    (
+        {"binding/comm", "binding/checkpoint", "binding/callbacks", "binding/schedule"},
+        {"comm"},
+    ),
+    ({"binding/data", "binding/optim"}, {"adapters", "integrations"}),
+    (
+        {"binding/engine", "binding/ddp", "binding/fsdp", "binding/bmuf"},
+        {"average", "bmuf", "fsdp", "introspect", "trainer_pt_utils", "training_args"}
+        | {"plotting", "progress"},
+    ),
+    ({"binding/evaluate", "binding/fairseq"}, {"compat"}),
+    ({"binding/trainer"}, {"fairseq", "trainer"}),
+    ({"binding"}, {"__init__", "__main__", "hf", "seq2seq"}),
 )
+C_LAYERS = tuple(c for c, _ in LAYERS)
+PYTHON_LAYERS = tuple(python for _, python in LAYERS)
 # What every type finds its module's state by is the module itself.
 MODULE = "ctpy_module"
 # Who may include a header, by its first path component. cuda/module.c is the one
@@ -78,21 +94,6 @@ FRAMEWORKS = {
     "fairseq": ("fairseq/_guest.py", "fairseq/_install.py"),
     "fairscale": (),
 }
-# Packages and modules of ctrainer, from the lowest: each takes from the rows below
-# alone, when it is imported and in its functions.
-PYTHON_LAYERS: tuple[set[str], ...] = (
-    {"checkpoint", "enums", "memory_tracker", "runtime"},
-    {"arguments", "trainer_state", "trainer_utils"},
-    {"_rank_options", "callbacks", "deepspeed_schedules", "schedules"},
-    {"display", "optim"},
-    {"comm"},
-    {"adapters", "integrations"},
-    {"average", "bmuf", "fsdp", "introspect", "trainer_pt_utils", "training_args"}
-    | {"plotting", "progress"},
-    {"compat"},
-    {"fairseq", "trainer"},
-    {"__init__", "__main__", "hf", "seq2seq"},
-)
 
 
 def c_sources() -> list[Path]:
@@ -120,7 +121,7 @@ def folder(path: str) -> str:
 
 
 def layer(name: str) -> int:
-    return next(i for i, row in enumerate(LAYERS) if name in row)
+    return next(i for i, row in enumerate(C_LAYERS) if name in row)
 
 
 def may_use(user: str, used: str) -> bool:
@@ -135,10 +136,11 @@ def below_csrc(path: Path) -> str:
 def test_there_is_something_to_check() -> None:
     assert len(c_sources()) > 20
     assert len(python_sources()) > 1
+    assert len(LAYERS) <= 20
 
 
 def test_every_folder_is_in_the_table_and_small() -> None:
-    assert {folder_of(path) for path in c_sources()} == set[str]().union(*LAYERS)
+    assert {folder_of(path) for path in c_sources()} == set[str]().union(*C_LAYERS)
     sizes = Counter(path.parent for path in c_sources())
     assert {path: n for path, n in sizes.items() if n > 40} == {}
 
@@ -341,7 +343,7 @@ def python_row(name: str) -> int:
 
 def python_uses() -> Iterator[tuple[Path, str, str]]:
     """File, its package, a package that it imports."""
-    known = set().union(*PYTHON_LAYERS)
+    known = set[str]().union(*PYTHON_LAYERS)
     for path in python_sources():
         user = path.relative_to(ROOT / "ctrainer").parts[0].removesuffix(".py")
         for name, level in run_imports(path):
@@ -355,7 +357,7 @@ def test_every_python_package_is_in_the_table_and_small() -> None:
         path.relative_to(ROOT / "ctrainer").parts[0].removesuffix(".py")
         for path in python_sources()
     }
-    assert found == set().union(*PYTHON_LAYERS)
+    assert found == set[str]().union(*PYTHON_LAYERS)
     folders = {path.parent for path in python_sources()}
     sizes = {folder.name: len(list(folder.glob("*.py"))) for folder in folders}
     assert {name: n for name, n in sizes.items() if n > 40} == {}

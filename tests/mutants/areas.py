@@ -46,24 +46,24 @@ AREAS = {
     "optimizers": Area(
         {
             core("optim/optim"):
-                "core/optim/test_optim.c binding/test_optimizer.py",
+                "core/optim/test_optim.c binding/optim/test_optimizer.py",
             core("optim/kinds"):
                 "core/optim/test_kinds.c core/optim/test_optim.c "
-                "binding/test_optimizer.py binding/test_optimizer_rules.py "
+                "binding/optim/test_optimizer.py binding/optim/test_optimizer_rules.py "
                 "core/optim/test_optim_parts.c",
             core("optim/run"):
                 "core/optim/test_optim.c core/optim/test_optim_parts.c "
-                "binding/test_optimizer.py binding/test_layerwise.py "
-                "binding/test_matrix_optimizers.py",
+                "binding/optim/test_optimizer.py binding/optim/test_layerwise.py "
+                "binding/optim/test_matrix_optimizers.py",
             core("optim/muon") + " " +
             math("formula/adafactor", "formula/lamb", "formula/lars", "formula/muon"):
-                "core/optim/test_optim_parts.c binding/test_layerwise.py "
-                "binding/test_matrix_optimizers.py",
+                "core/optim/test_optim_parts.c binding/optim/test_layerwise.py "
+                "binding/optim/test_matrix_optimizers.py",
             core("device/update") + " " +
             math("formula/adamw", "formula/lion", "formula/nag", "formula/parts",
                  "parts", "formula/rmsprop", "formula/schedule_free"):
                 "core/optim/test_adamw.c core/optim/test_sgd.c core/optim/test_kinds.c "
-                "core/cpu/test_kernels.c binding/test_optimizer_rules.py",
+                "core/cpu/test_kernels.c binding/optim/test_optimizer_rules.py",
             "csrc/cpu/factor.c csrc/cpu/body/factor.h":
                 "core/cpu/test_factor.c",
             core("engine/step"):
@@ -78,54 +78,54 @@ AREAS = {
                 "core/cpu/test_norm.c",
             "csrc/cpu/body/quant.h" + " " +
             math("quant"):
-                "core/cpu/test_quant.c binding/test_eight_bit.py",
+                "core/cpu/test_quant.c binding/optim/test_eight_bit.py",
             binding("optim/engine"):
-                "binding/test_optimizer.py python/optim/test_trainer_average.py "
-                "binding/test_weight_average.py binding/test_clipping.py",
+                "binding/optim/test_optimizer.py python/optim/test_trainer_average.py "
+                "binding/optim/test_weight_average.py binding/engine/test_clipping.py",
             binding("optim/groups") + " " +
             "ctrainer/optim/_wrapper.py":
-                "binding/test_optimizer.py",
+                "binding/optim/test_optimizer.py",
             binding("optim/state"):
-                "binding/test_optimizer.py binding/test_eight_bit.py "
-                "binding/test_parts.py python/fsdp/test_fsdp_optimizers.py "
-                "binding/test_matrix_optimizers.py",
+                "binding/optim/test_optimizer.py binding/optim/test_eight_bit.py "
+                "binding/optim/test_parts.py python/fsdp/test_fsdp_optimizers.py "
+                "binding/optim/test_matrix_optimizers.py",
             binding("optim/weight_average") + " " +
             "ctrainer/average.py":
-                "binding/test_weight_average.py "
+                "binding/optim/test_weight_average.py "
                 "python/optim/test_trainer_average.py",
             "ctrainer/optim/_eight_bit.py":
-                "binding/test_eight_bit.py",
+                "binding/optim/test_eight_bit.py",
             "ctrainer/optim/_adafactor.py ctrainer/optim/_composite.py "
             "ctrainer/optim/_muon.py":
-                "binding/test_matrix_optimizers.py",
+                "binding/optim/test_matrix_optimizers.py",
             "ctrainer/optim/_layerwise.py":
-                "binding/test_layerwise.py",
+                "binding/optim/test_layerwise.py",
             "ctrainer/optim/__init__.py "
             "ctrainer/optim/_adam.py ctrainer/optim/_adaptive.py "
             "ctrainer/optim/_fairseq.py "
             "ctrainer/optim/_schedule_free.py ctrainer/optim/_sgd.py":
-                "binding/test_optimizer_rules.py binding/test_optimizer.py",
+                "binding/optim/test_optimizer_rules.py binding/optim/test_optimizer.py",
             "ctrainer/optim/_precision.py":
-                "binding/test_precision.py",
+                "binding/optim/test_precision.py",
             "ctrainer/adapters/_torch_average.py":
                 "python/optim/test_trainer_average.py",
             "ctrainer/arguments/optimizers.py":
                 "python/arguments/test_optimizer_names.py",
             "ctrainer/trainer/run.py":
                 "python/optim/test_optimizer_in_trainer.py parity/test_schedules.py "
-                "binding/test_trainer_hooks.py "
+                "binding/trainer/test_trainer_hooks.py "
                 "python/arguments/test_arguments_in_runs.py "
                 "python/checkpoint/test_trainer_checkpoints.py "
                 "parity/test_training.py",
         },
-        "binding/test_optimizer_rules.py binding/test_layerwise.py "
-        "binding/test_matrix_optimizers.py binding/test_clipping.py "
+        "binding/optim/test_optimizer_rules.py binding/optim/test_layerwise.py "
+        "binding/optim/test_matrix_optimizers.py binding/engine/test_clipping.py "
         "python/optim/test_optimizer_in_trainer.py",
     ),
     "schedules": Area(
         {
             core("schedule/schedule"):
-                "core/schedule/test_schedule.c binding/test_scheduler.py",
+                "core/schedule/test_schedule.c binding/schedule/test_scheduler.py",
             core("schedule/fairseq"):
                 "core/schedule/test_schedule.c "
                 "python/fairseq/test_fairseq_schedules.py",
@@ -134,7 +134,7 @@ AREAS = {
                 "python/compat/test_deepspeed_schedules.py",
             binding("schedule/scheduler") + " " +
             "ctrainer/schedules.py":
-                "binding/test_scheduler.py",
+                "binding/schedule/test_scheduler.py",
             "csrc/core/schedule/family.h":
                 "core/schedule/test_schedule.c",
             "ctrainer/deepspeed_schedules.py":
@@ -145,9 +145,9 @@ AREAS = {
     "scaler": Area(
         {
             core("engine/scaler"):
-                "core/engine/test_scaler.c binding/test_loss_scaler.py",
+                "core/engine/test_scaler.c binding/engine/test_loss_scaler.py",
             binding("engine/loss_scaler"):
-                "binding/test_loss_scaler.py",
+                "binding/engine/test_loss_scaler.py",
             "ctrainer/arguments/loss_scaler.py":
                 "python/trainer/test_fp16_training.py",
         },
@@ -158,7 +158,8 @@ AREAS = {
         {
             binding("callbacks/handler"):
                 "python/callbacks/test_callbacks.py "
-                "binding/test_callback_handler.py binding/test_trainer_hooks.py",
+                "binding/callbacks/test_callback_handler.py "
+                "binding/trainer/test_trainer_hooks.py",
             "ctrainer/runtime/events.py ctrainer/callbacks.py":
                 "python/callbacks/test_callbacks.py",
             "ctrainer/display/html.py ctrainer/display/plotting.py "
@@ -171,7 +172,7 @@ AREAS = {
             "ctrainer/trainer_state.py":
                 "python/trainer/test_trainer_state.py",
         },
-        "binding/test_trainer_hooks.py",
+        "binding/trainer/test_trainer_hooks.py",
     ),
     "bmuf": Area(
         {
@@ -191,47 +192,54 @@ AREAS = {
     "trainer": Area(
         {
             binding("trainer/loop"):
-                "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
+                "binding/trainer/test_trainer_hooks.py "
+                "binding/trainer/test_trainer_failures.py "
                 "parity/test_training.py parity/test_loss_arithmetic.py "
                 "python/trainer/test_ranks_training.py",
             binding("trainer/step"):
-                "binding/test_trainer_hooks.py binding/test_trainer_failures.py "
+                "binding/trainer/test_trainer_hooks.py "
+                "binding/trainer/test_trainer_failures.py "
                 "parity/test_training.py parity/test_loss_arithmetic.py",
             binding("trainer/update"):
-                "binding/test_clipping.py binding/test_trainer_failures.py "
+                "binding/engine/test_clipping.py "
+                "binding/trainer/test_trainer_failures.py "
                 "parity/test_training.py python/optim/test_trainer_average.py "
-                "binding/test_gradient_metrics.py python/fsdp/test_fsdp.py "
+                "binding/engine/test_gradient_metrics.py python/fsdp/test_fsdp.py "
                 "python/fsdp/test_fsdp_views.py",
             binding("engine/run"):
-                "binding/test_trainer_hooks.py python/evaluate/test_full_eval.py "
+                "binding/trainer/test_trainer_hooks.py "
+                "python/evaluate/test_full_eval.py "
                 "parity/test_loss_arithmetic.py python/comm/test_ranks_differ.py "
                 "python/trainer/test_ranks_training.py "
                 "python/evaluate/test_ranks_evaluation.py",
             binding("runtime/ctpy"):
-                "binding/test_trainer_hooks.py binding/test_process.py "
-                "binding/test_optimizer.py python/trainer/test_copies.py "
-                "binding/test_trainer_failures.py binding/test_trainer_eval.py "
-                "binding/test_object_watch.py",
+                "binding/trainer/test_trainer_hooks.py binding/runtime/test_process.py "
+                "binding/optim/test_optimizer.py python/trainer/test_copies.py "
+                "binding/trainer/test_trainer_failures.py "
+                "binding/evaluate/test_trainer_eval.py "
+                "binding/runtime/test_object_watch.py",
             binding("module") + " " +
             "csrc/binding/runtime/ctpy.h":
-                "binding/test_process.py binding/test_optimizer.py",
+                "binding/runtime/test_process.py binding/optim/test_optimizer.py",
             binding("trainer/trainer"):
-                "python/trainer/test_copies.py binding/test_trainer_hooks.py "
+                "python/trainer/test_copies.py binding/trainer/test_trainer_hooks.py "
                 "python/evaluate/test_full_eval.py",
             binding("runtime/buffer"):
-                "binding/test_buffer.py python/trainer/test_trainer_pt_utils.py "
-                "binding/test_trainer_eval.py",
+                "binding/runtime/test_buffer.py "
+                "python/trainer/test_trainer_pt_utils.py "
+                "binding/evaluate/test_trainer_eval.py",
             "ctrainer/trainer/__init__.py":
-                "binding/test_trainer_hooks.py "
+                "binding/trainer/test_trainer_hooks.py "
                 "python/arguments/test_arguments_in_runs.py "
                 "python/checkpoint/test_trainer_checkpoints.py "
                 "parity/test_training.py python/optim/test_optimizer_in_trainer.py "
                 "parity/test_clients.py",
             "ctrainer/introspect.py ctrainer/runtime/hooks.py":
-                "binding/test_trainer_hooks.py "
+                "binding/trainer/test_trainer_hooks.py "
                 "python/optim/test_optimizer_in_trainer.py parity/test_clients.py",
             "ctrainer/trainer/base.py":
-                "binding/test_gradient_metrics.py binding/test_trainer_hooks.py "
+                "binding/engine/test_gradient_metrics.py "
+                "binding/trainer/test_trainer_hooks.py "
                 "python/optim/test_trainer_average.py parity/test_training.py",
             "ctrainer/trainer/search.py":
                 "python/trainer/test_search.py",
@@ -250,22 +258,25 @@ AREAS = {
                 "python/trainer/test_numpy_adapter.py "
                 "python/trainer/test_numpy_training.py",
         },
-        "binding/test_trainer_eval.py binding/test_trainer_failures.py "
-        "parity/test_loss_arithmetic.py binding/test_precision.py "
+        "binding/evaluate/test_trainer_eval.py "
+        "binding/trainer/test_trainer_failures.py "
+        "parity/test_loss_arithmetic.py binding/optim/test_precision.py "
         "python/trainer/test_trainer_precision.py "
         "python/checkpoint/test_trainer_checkpoints.py",
     ),
     "evaluation": Area(
         {
             core("data/rows"):
-                "core/data/test_rows.c binding/test_arrays.py core/data/test_pad.c "
-                "binding/test_collate.py",
+                "core/data/test_rows.c binding/data/test_arrays.py "
+                "core/data/test_pad.c "
+                "binding/data/test_collate.py",
             binding("data/accumulator"):
-                "binding/test_arrays.py",
+                "binding/data/test_arrays.py",
             core("base/buf", "base/region"):
                 "core/data/test_rows.c core/checkpoint/test_safetensors.c",
             "ctrainer/trainer/evaluation.py":
-                "binding/test_trainer_eval.py python/evaluate/test_full_eval.py "
+                "binding/evaluate/test_trainer_eval.py "
+                "python/evaluate/test_full_eval.py "
                 "python/evaluate/test_ranks_evaluation.py parity/test_evaluation.py",
             "ctrainer/adapters/_torch_rank_eval.py" + " " +
             binding("data/gather"):
@@ -273,7 +284,8 @@ AREAS = {
             "ctrainer/seq2seq.py ctrainer/integrations/generation.py":
                 "python/evaluate/test_seq2seq.py parity/test_generation.py",
             binding("evaluate/loop"):
-                "binding/test_trainer_eval.py python/trainer/test_any_batch.py "
+                "binding/evaluate/test_trainer_eval.py "
+                "python/trainer/test_any_batch.py "
                 "parity/test_evaluation.py",
             "ctrainer/trainer_pt_utils.py":
                 "python/trainer/test_trainer_pt_utils.py",
@@ -281,29 +293,31 @@ AREAS = {
                 "python/trainer/test_trainer_utils.py",
         },
         "python/evaluate/test_full_eval.py "
-        "python/evaluate/test_numpy_evaluation.py binding/test_trainer_eval.py",
+        "python/evaluate/test_numpy_evaluation.py "
+        "binding/evaluate/test_trainer_eval.py",
     ),
     "fairseq": Area(
         {
             binding("fairseq/trainer"):
-                "binding/test_fairseq_step.py "
+                "binding/fairseq/test_fairseq_step.py "
                 "python/fairseq/test_fairseq_trainer.py "
                 "python/fairseq/test_fairseq_facts.py",
             "ctrainer/fairseq/_trainer_step.py":
-                "binding/test_fairseq_step.py binding/test_fairseq_sync.py "
+                "binding/fairseq/test_fairseq_step.py "
+                "binding/fairseq/test_fairseq_sync.py "
                 "python/fairseq/test_fairseq_trainer.py "
                 "python/fairseq/test_fairseq_precision.py "
                 "python/fairseq/test_fairseq_ranks_differ.py",
             binding("fairseq/optimizer"):
                 "python/fairseq/test_fairseq_optimizers.py",
             binding("data/batches"):
-                "binding/test_batches.py binding/test_batch_digest.py "
-                "binding/test_blocks.py "
-                "binding/test_collate.py",
+                "binding/data/test_batches.py binding/data/test_batch_digest.py "
+                "binding/data/test_blocks.py "
+                "binding/data/test_collate.py",
             core("data/batches"):
-                "core/data/test_batches.c binding/test_batches.py "
+                "core/data/test_batches.c binding/data/test_batches.py "
                 "core/data/test_blocks.c core/data/test_index.c "
-                "binding/test_blocks.py",
+                "binding/data/test_blocks.py",
             "ctrainer/fairseq/meters.py":
                 "python/fairseq/test_fairseq_meters.py "
                 "python/fairseq/test_fairseq_metrics.py",
@@ -331,7 +345,7 @@ AREAS = {
                 "core/checkpoint/test_files.c core/checkpoint/test_plan.c",
             core("checkpoint/plan"):
                 "core/checkpoint/test_writer.c core/checkpoint/test_plan.c "
-                "binding/test_checkpoint.py",
+                "binding/checkpoint/test_checkpoint.py",
             core("base/crc"):
                 "core/base/test_crc.c",
             core("checkpoint/source"):
@@ -341,9 +355,9 @@ AREAS = {
             core("checkpoint/safetensors", "base/json"):
                 "core/checkpoint/test_safetensors.c",
             core("checkpoint/manifest"):
-                "core/checkpoint/test_plan.c binding/test_checkpoint.py",
+                "core/checkpoint/test_plan.c binding/checkpoint/test_checkpoint.py",
             binding("checkpoint/writer", "checkpoint/files", "checkpoint/tensors"):
-                "binding/test_checkpoint.py",
+                "binding/checkpoint/test_checkpoint.py",
             "ctrainer/checkpoint/files.py ctrainer/checkpoint/schema.py":
                 "python/checkpoint/test_damaged_checkpoints.py "
                 "python/checkpoint/test_trainer_checkpoints.py",
@@ -365,11 +379,12 @@ AREAS = {
                 "python/trainer/test_numpy_adapter.py "
                 "python/trainer/test_numpy_training.py",
             "ctrainer/checkpoint/__init__.py":
-                "binding/test_checkpoint.py "
+                "binding/checkpoint/test_checkpoint.py "
                 "python/checkpoint/test_trainer_checkpoints.py "
                 "parity/test_checkpoint_exchange.py",
         },
-        "binding/test_checkpoint.py python/checkpoint/test_trainer_checkpoints.py",
+        "binding/checkpoint/test_checkpoint.py "
+        "python/checkpoint/test_trainer_checkpoints.py",
     ),
     "ranks": Area(
         {
@@ -378,7 +393,7 @@ AREAS = {
             core("comm/collectives"):
                 "core/comm/test_comm.c core/comm/test_comm_padded.c "
                 "core/comm/test_history.c core/ddp/test_reducer.c "
-                "binding/test_communicator.py python/comm/test_ranks_differ.py",
+                "binding/comm/test_communicator.py python/comm/test_ranks_differ.py",
             core("data/targets"):
                 "core/data/test_count.c",
             core("base/copy_far"):
@@ -397,7 +412,7 @@ AREAS = {
             core("ddp/reducer") + " csrc/core/ddp/reducer.h":
                 "core/ddp/test_reducer.c core/ddp/test_codecs.c",
             binding("comm/communicator"):
-                "binding/test_communicator.py "
+                "binding/comm/test_communicator.py "
                 "python/comm/test_ranks_of_one_machine.py",
             binding("comm/memory"):
                 "python/comm/test_ranks_of_one_machine.py "
@@ -405,12 +420,12 @@ AREAS = {
             binding("comm/group"):
                 "python/comm/test_ranks_of_one_machine.py "
                 "python/comm/test_groups_over_machines.py "
-                "binding/test_communicator.py python/comm/test_process_groups.py "
+                "binding/comm/test_communicator.py python/comm/test_process_groups.py "
                 "cuda/test_nccl_groups.py",
             "ctrainer/comm/machines.py":
                 "python/comm/test_groups_over_machines.py",
             "ctrainer/comm/process_group.py":
-                "binding/test_communicator.py python/comm/test_process_groups.py",
+                "binding/comm/test_communicator.py python/comm/test_process_groups.py",
             "ctrainer/comm/nccl.py":
                 "cuda/test_nccl_groups.py",
             "ctrainer/comm/environment.py":
@@ -423,7 +438,7 @@ AREAS = {
             "ctrainer/comm/mpi.py":
                 "python/comm/test_groups_over_mpi.py",
         },
-        "binding/test_communicator.py python/comm/test_ranks_of_one_machine.py",
+        "binding/comm/test_communicator.py python/comm/test_ranks_of_one_machine.py",
     ),
     "fsdp": Area(
         {
