@@ -31,48 +31,23 @@ typedef struct CallbackHandler {
 enum {
     N_POSITIONAL = 3,
     N_PASSED = 6,
-    MAX_EXTRA = 24
 };
 
-/* One event on its way through the callbacks. Values lie in `stack`: a slot that
- * vectorcall may use, then args, state and control, then one value per name. The
- * handler's own values are filled in anew for each callback; the extras follow them
- * and are borrowed from the caller of the event. */
+/* One event on its way through the callbacks. In `stack` are a slot that vectorcall may
+ * use, then args, state and control, then the handler's own values, filled in anew for
+ * each callback. */
 typedef struct event_call {
     PyObject *event;
-    PyObject
-        *names; /* owned tuple: the handler's names that no extra shadows, extras */
-    unsigned shadowed; /* bit i: the i-th of CTPY_PASSED comes with the extras */
-    PyObject *stack[1 + N_POSITIONAL + N_PASSED + MAX_EXTRA];
+    PyObject *extras; /* owned dict of the event's own keywords, or NULL */
+    PyObject *stack[1 + N_POSITIONAL + N_PASSED];
 } event_call;
 
-/* Flags of the control that an event lowers before the callbacks see it. */
-#define FLAGS(F)                                                                       \
-    F(should_training_stop)                                                            \
-    F(should_epoch_stop)                                                               \
-    F(should_save)                                                                     \
-    F(should_evaluate)                                                                 \
-    F(should_log)
-
-enum {
-    LOWER_NONE = 0,
-    LOWER_TRAINING_STOP = 1,
-    LOWER_EPOCH_STOP = 2,
-    LOWER_SAVE = 4,
-    LOWER_EVALUATE = 8,
-    LOWER_LOG = 16,
-};
-
-/* What an event is beside its name. The offsets are those of names in ctpy_state. */
+/* What an event is beside its name, by offsets of names in ctpy_state; 0: none. */
 typedef struct event_kind {
     size_t name;
-    unsigned lowered;
-    size_t keyword; /* name of a fourth positional argument; 0: there is none */
+    size_t fourth;     /* keyword that a fourth positional argument goes by */
+    size_t lowered[3]; /* flags of the control, set to False before the callbacks */
 } event_kind;
-
-#define KEYWORD_NONE 0
-#define KEYWORD_LOGS offsetof(ctpy_state, str_logs)
-#define KEYWORD_METRICS offsetof(ctpy_state, str_metrics)
 
 PyDoc_STRVAR(CallbackHandler_doc,
              "CallbackHandler(callbacks, model, processing_class, optimizer,\n"
@@ -89,13 +64,10 @@ CallbackHandler_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
     }
     self->callbacks = PyList_New(0);
     self->plans = PyDict_New();
-#define NAME(name) ctpy_state_borrow((PyObject *)self)->str_##name,
-    PyObject *const names[] = {CTPY_PASSED(NAME)};
+    const ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+#define NAME(name) , state->str_##name
+    self->names = PyTuple_Pack(N_PASSED CTPY_PASSED(NAME));
 #undef NAME
-    self->names = PyTuple_New(N_PASSED);
-    for (Py_ssize_t i = 0; self->names != NULL && i < N_PASSED; i++) {
-        PyTuple_SET_ITEM(self->names, i, Py_NewRef(names[i]));
-    }
     if (self->callbacks == NULL || self->plans == NULL || self->names == NULL) {
         Py_CLEAR(self);
     }
@@ -155,146 +127,84 @@ CallbackHandler_dealloc(PyObject *op)
     ctpy_dealloc(op, CallbackHandler_clear);
 }
 
+/* ---- one event through the callbacks ----------------------------------------------
+ *
+ * A step fires four events and most callbacks listen to one of them, so the cost of an
+ * event that nobody listens to is what counts. The method is looked up on the instance
+ * each time (an attribute set on the instance or the class wins at once); what its body
+ * wants is worked out once per function by runtime.events and remembered: nothing at
+ * all for an empty body, which is then not called. */
+
 static PyObject *
 name_at(const ctpy_state *state, size_t offset)
 {
     return *(PyObject *const *)((const char *)state + offset);
 }
 
-static int
-lower_flags(PyObject *op, PyObject *control, unsigned lowered)
-{
-#define NAME(name) ctpy_state_borrow(op)->str_##name,
-    PyObject *const names[] = {FLAGS(NAME)};
-#undef NAME
-    for (size_t i = 0; lowered >> i != 0; i++) {
-        if ((lowered >> i & 1u) != 0 &&
-            PyObject_SetAttr(control, names[i], Py_False) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* Notes which of the handler's own keywords come with the extras, and joins the other
- * names with theirs. */
-static int
-join_names(CallbackHandler *self, event_call *call, PyObject *const *extra, size_t n)
-{
-    PyObject *own[N_PASSED];
-    size_t n_own = 0;
-    for (size_t i = 0; i < N_PASSED; i++) {
-        PyObject *name = PyTuple_GET_ITEM(self->names, (Py_ssize_t)i);
-        bool given = false;
-        for (size_t j = 0; j < n && !given; j++) {
-            given = PyUnicode_Compare(name, extra[j]) == 0;
-        }
-        call->shadowed |= (unsigned)given << i;
-        if (!given) {
-            own[n_own++] = name;
-        }
-    }
-    call->names = PyTuple_New((Py_ssize_t)(n_own + n));
-    if (call->names == NULL) {
-        return -1;
-    }
-    for (size_t i = 0; i < n_own + n; i++) {
-        PyObject *name = i < n_own ? own[i] : extra[i - n_own];
-        PyTuple_SET_ITEM(call->names, (Py_ssize_t)i, Py_NewRef(name));
-    }
-    return 0;
-}
-
-/* Puts the extras' names and values where notify expects them. */
-static int
-take_extras(CallbackHandler *self, event_call *call, PyObject *const *names,
-            PyObject *const *values, size_t n)
-{
-    if (n == 0) {
-        call->names = Py_NewRef(self->names);
-        return 0;
-    }
-    if (n > MAX_EXTRA) {
-        PyErr_Format(PyExc_TypeError,
-                     "%U: %zu extra keywords; at most %d are passed on", call->event, n,
-                     (int)MAX_EXTRA);
-        return -1;
-    }
-    if (join_names(self, call, names, n) < 0) {
-        return -1;
-    }
-    size_t first = 1 + N_POSITIONAL + (size_t)PyTuple_GET_SIZE(call->names) - n;
-    for (size_t i = 0; i < n; i++) {
-        call->stack[first + i] = values[i];
-    }
-    return 0;
-}
-
 /* New references to the handler's current values, from *values on. A callback may
  * replace any of them, so they are read anew for each. */
-static size_t
-fill_passed(CallbackHandler *self, const event_call *call, PyObject **values)
+static void
+fill_passed(const CallbackHandler *self, PyObject **values)
 {
 #define VALUE(name) self->name,
     PyObject *const now[] = {CTPY_PASSED(VALUE)};
 #undef VALUE
-    size_t n = 0;
     for (size_t i = 0; i < N_PASSED; i++) {
-        if ((call->shadowed >> i & 1u) == 0) {
-            values[n++] = Py_NewRef(now[i] == NULL ? Py_None : now[i]);
-        }
+        values[i] = Py_NewRef(ctpy_or_none(now[i]));
     }
-    return n;
 }
 
-/* The keywords as a dict, less those that `accepted` lacks unless `others` too are
- * taken. A method that names `tokenizer` gets the processing class by that name, as
+/* keywords[name] = value, unless `accepted`, a set or NULL, lacks the name. */
+static int
+add_keyword(PyObject *keywords, PyObject *accepted, PyObject *name, PyObject *value)
+{
+    const int takes = accepted == NULL ? 1 : PySet_Contains(accepted, name);
+    return takes > 0 ? PyDict_SetItem(keywords, name, value) : takes;
+}
+
+/* The keywords that the method takes, as a dict. An extra replaces the handler's own
+ * value. A method that names `tokenizer` gets the processing class by that name, as
  * before transformers 4.46. */
 static PyObject *
-chosen_keywords(CallbackHandler *self, const event_call *call, PyObject *accepted,
-                bool others)
+chosen_keywords(CallbackHandler *self, const event_call *call, PyObject *plan)
 {
-    PyObject *tokenizer = ctpy_state_borrow((PyObject *)self)->str_tokenizer;
     PyObject *const *values = &call->stack[1 + N_POSITIONAL];
-    PyObject *chosen = PyDict_New();
-    Py_ssize_t n = PyTuple_GET_SIZE(call->names);
-    int wants = PySet_Contains(accepted, tokenizer);
-    if (chosen == NULL || wants < 0) {
-        goto fail;
+    PyObject *named = plan == Py_True ? NULL : PyTuple_GET_ITEM(plan, 0);
+    PyObject *accepted =
+        named == NULL || PyTuple_GET_ITEM(plan, 1) == Py_True ? NULL : named;
+    PyObject *chosen = PyDict_New(), *name, *value;
+    int status = chosen == NULL ? -1 : 0;
+    if (status == 0 && named != NULL) {
+        status = add_keyword(chosen, named,
+                             ctpy_state_borrow((PyObject *)self)->str_tokenizer,
+                             ctpy_or_none(self->processing_class));
     }
-    PyObject *processing = self->processing_class;
-    if (wants && PyDict_SetItem(chosen, tokenizer,
-                                processing == NULL ? Py_None : processing) < 0) {
-        goto fail;
+    for (Py_ssize_t i = 0; status == 0 && i < N_PASSED; i++) {
+        status =
+            add_keyword(chosen, accepted, PyTuple_GET_ITEM(self->names, i), values[i]);
     }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *name = PyTuple_GET_ITEM(call->names, i);
-        int take = others ? 1 : PySet_Contains(accepted, name);
-        if (take < 0 || (take && PyDict_SetItem(chosen, name, values[i]) < 0)) {
-            goto fail;
-        }
+    for (Py_ssize_t i = 0; status == 0 && call->extras != NULL &&
+                           PyDict_Next(call->extras, &i, &name, &value);) {
+        status = add_keyword(chosen, accepted, name, value);
+    }
+    if (status < 0) {
+        Py_CLEAR(chosen);
     }
     return chosen;
-fail:
-    Py_XDECREF(chosen);
-    return NULL;
 }
 
 static PyObject *
 call_method(CallbackHandler *self, PyObject *method, event_call *call, PyObject *plan)
 {
     size_t nargs = N_POSITIONAL | PY_VECTORCALL_ARGUMENTS_OFFSET;
-    if (plan == Py_True) {
-        return PyObject_Vectorcall(method, &call->stack[1], nargs, call->names);
+    if (plan == Py_True && call->extras == NULL) {
+        return PyObject_Vectorcall(method, &call->stack[1], nargs, self->names);
     }
-    PyObject *keywords = chosen_keywords(self, call, PyTuple_GET_ITEM(plan, 0),
-                                         PyTuple_GET_ITEM(plan, 1) == Py_True);
-    if (keywords == NULL) {
-        return NULL;
+    PyObject *keywords = chosen_keywords(self, call, plan), *result = NULL;
+    if (keywords != NULL) {
+        result = PyObject_VectorcallDict(method, &call->stack[1], nargs, keywords);
+        Py_DECREF(keywords);
     }
-    PyObject *result =
-        PyObject_VectorcallDict(method, &call->stack[1], nargs, keywords);
-    Py_DECREF(keywords);
     return result;
 }
 
@@ -372,10 +282,10 @@ notify(CallbackHandler *self, PyObject *callback, event_call *call, PyObject **c
         goto done;
     }
     call->stack[N_POSITIONAL] = *control;
-    size_t n = fill_passed(self, call, passed);
+    fill_passed(self, passed);
     result = call_method(self, method, call, plan);
-    for (size_t i = 0; i < n; i++) {
-        Py_XDECREF(passed[i]);
+    for (size_t i = 0; i < N_PASSED; i++) {
+        Py_DECREF(passed[i]);
     }
     if (result != NULL) {
         status = take_control(self, callback, call->event, result, control);
@@ -389,7 +299,7 @@ done:
 
 /* The list may change under a callback's hands: each position is read when reached. */
 static PyObject *
-ctpy_notify_all(CallbackHandler *self, event_call *call)
+notify_all(CallbackHandler *self, event_call *call)
 {
     PyObject *control = Py_NewRef(call->stack[N_POSITIONAL]);
     PyObject *list = Py_XNewRef(self->callbacks);
@@ -408,22 +318,39 @@ ctpy_notify_all(CallbackHandler *self, event_call *call)
     return control;
 }
 
-/* Fires an event: args are args, state, control and the extras' values, whose names are
- * in `names`. */
-static PyObject *
-fire(PyObject *op, PyObject *event, PyObject *const *args, PyObject *const *names,
-     size_t n_extra)
+/* Makes the extras a dict: one value by the name `fourth`, unless that is NULL, and
+ * then one for each of kwnames. */
+static int
+take_extras(event_call *call, PyObject *fourth, PyObject *const *values,
+            PyObject *kwnames)
 {
-    CallbackHandler *self = (CallbackHandler *)op;
+    const Py_ssize_t n = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
+    if (fourth == NULL && n == 0) {
+        return 0;
+    }
+    call->extras = PyDict_New();
+    int status = call->extras == NULL ? -1 : 0;
+    if (status == 0 && fourth != NULL) {
+        status = PyDict_SetItem(call->extras, fourth, *values++);
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        status = PyDict_SetItem(call->extras, PyTuple_GET_ITEM(kwnames, i), values[i]);
+    }
+    return status;
+}
+
+/* Fires an event: args are args, state, control and the values of the extras. */
+static PyObject *
+fire(PyObject *op, PyObject *event, PyObject *const *args, PyObject *fourth,
+     PyObject *kwnames)
+{
     event_call call = {.event = event};
-    for (size_t i = 0; i < N_POSITIONAL; i++) {
-        call.stack[1 + i] = args[i];
-    }
+    memcpy(&call.stack[1], args, N_POSITIONAL * sizeof *args);
     PyObject *control = NULL;
-    if (take_extras(self, &call, names, &args[N_POSITIONAL], n_extra) == 0) {
-        control = ctpy_notify_all(self, &call);
+    if (take_extras(&call, fourth, &args[N_POSITIONAL], kwnames) == 0) {
+        control = notify_all((CallbackHandler *)op, &call);
     }
-    Py_XDECREF(call.names);
+    Py_XDECREF(call.extras);
     return control;
 }
 
@@ -433,25 +360,19 @@ fire_kind(PyObject *op, const event_kind *kind, PyObject *const *args, Py_ssize_
 {
     const ctpy_state *state = ctpy_state_borrow(op);
     PyObject *event = name_at(state, kind->name);
-    PyObject *names[1 + MAX_EXTRA];
-    size_t n_extra = (size_t)nargs - N_POSITIONAL;
-    size_t n_keywords = kwnames == NULL ? 0 : (size_t)PyTuple_GET_SIZE(kwnames);
-    if (nargs < N_POSITIONAL || nargs > N_POSITIONAL + (kind->keyword != 0)) {
+    if (nargs < N_POSITIONAL || nargs > N_POSITIONAL + (kind->fourth != 0)) {
         return PyErr_Format(PyExc_TypeError,
                             "%U takes args, state and control by position%s, not %zd "
                             "arguments",
-                            event, kind->keyword ? " and one more" : "", nargs);
+                            event, kind->fourth ? " and one more" : "", nargs);
     }
-    if (n_extra == 1) {
-        names[0] = name_at(state, kind->keyword);
+    for (size_t i = 0; i < 3 && kind->lowered[i] != 0; i++) {
+        if (PyObject_SetAttr(args[2], name_at(state, kind->lowered[i]), Py_False) < 0) {
+            return NULL;
+        }
     }
-    for (size_t i = 0; i < n_keywords && n_extra + i <= MAX_EXTRA; i++) {
-        names[n_extra + i] = PyTuple_GET_ITEM(kwnames, (Py_ssize_t)i);
-    }
-    if (lower_flags(op, args[2], kind->lowered) < 0) {
-        return NULL;
-    }
-    return fire(op, event, args, names, n_extra + n_keywords);
+    return fire(op, event, args,
+                nargs == N_POSITIONAL ? NULL : name_at(state, kind->fourth), kwnames);
 }
 
 PyDoc_STRVAR(
@@ -466,52 +387,25 @@ static PyObject *
 CallbackHandler_call_event(PyObject *op, PyObject *const *args, Py_ssize_t nargs,
                            PyObject *kwnames)
 {
-    PyObject *const none[1] = {NULL};
     if (nargs != 1 + N_POSITIONAL || !PyUnicode_Check(args[0])) {
         PyErr_SetString(PyExc_TypeError,
                         "call_event takes the event's name, args, state and control");
         return NULL;
     }
-    size_t n_extra = kwnames == NULL ? 0 : (size_t)PyTuple_GET_SIZE(kwnames);
-    PyObject *const *names = n_extra == 0 ? none : &PyTuple_GET_ITEM(kwnames, 0);
-    return fire(op, args[0], &args[1], names, n_extra);
+    return fire(op, args[0], &args[1], NULL, kwnames);
 }
 
-#define CTPY_EVENT(event, flags, fourth)                                               \
+#define NAME(name) offsetof(ctpy_state, str_##name)
+#define CTPY_EVENT(event, fourth, ...)                                                 \
     static PyObject *CallbackHandler_##event(PyObject *op, PyObject *const *args,      \
                                              Py_ssize_t nargs, PyObject *kwnames)      \
     {                                                                                  \
-        static const event_kind kind = {offsetof(ctpy_state, str_##event), flags,      \
-                                        KEYWORD_##fourth};                             \
+        static const event_kind kind = {NAME(event), fourth, {__VA_ARGS__}};           \
         return fire_kind(op, &kind, args, nargs, kwnames);                             \
     }
 #include "binding/callbacks/events.def"
 #undef CTPY_EVENT
-
-/* handler.<event>(args, state, control, **extra): fires the event by attribute lookup,
- * so that a replaced handler or a patched event is called. `event` is one of the
- * interned str_on_*; `extra` is a dict, or NULL for none (on_log wants logs,
- * on_evaluate and on_predict want metrics). Borrows everything. Returns the control
- * that the last callback left, a new reference, or NULL with the exception of the
- * callback. */
-static PyObject *
-ctpy_callbacks_fire(PyObject *handler, PyObject *event, PyObject *args, PyObject *state,
-                    PyObject *control, PyObject *extra)
-{
-    PyObject *stack[] = {NULL, handler, args, state, control};
-    if (extra == NULL) {
-        return PyObject_VectorcallMethod(event, &stack[1],
-                                         4 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-    }
-    PyObject *method = PyObject_GetAttr(handler, event);
-    if (method == NULL) {
-        return NULL;
-    }
-    PyObject *result = PyObject_VectorcallDict(
-        method, &stack[2], 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, extra);
-    Py_DECREF(method);
-    return result;
-}
+#undef NAME
 
 PyDoc_STRVAR(getstate_doc,
              "__getstate__($self, /)\n--\n\n"
@@ -560,14 +454,6 @@ CallbackHandler_setstate(PyObject *op, PyObject *state)
 #undef TAKE
     Py_RETURN_NONE;
 }
-
-/* One event through the callbacks of a handler.
- *
- * A step fires four events and most callbacks listen to one of them, so the cost of an
- * event that nobody listens to is what counts. The method is looked up on the instance
- * each time (an attribute set on the instance or the class wins at once); what its body
- * wants is worked out once per function by runtime.events and remembered: nothing at
- * all for an empty body, which is then not called. */
 
 /* Does this callback, not one of our own, have a method with a body for the event? */
 static int
@@ -620,7 +506,7 @@ CallbackHandler_listens(PyObject *op, PyObject *event)
 }
 
 int
-ctpy_trainer_fire(PyObject *op, PyObject *event, PyObject *extra)
+ctpy_trainer_fire(PyObject *op, PyObject *event)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *handler = NULL, *args = NULL, *state = NULL, *control = NULL,
@@ -632,7 +518,8 @@ ctpy_trainer_fire(PyObject *op, PyObject *event, PyObject *extra)
         (control = PyObject_GetAttr(op, names->str_control)) == NULL) {
         goto done;
     }
-    left = ctpy_callbacks_fire(handler, event, args, state, control, extra);
+    /* By attribute lookup, so that a replaced handler or a patched event is called. */
+    left = ctpy_call_hook(handler, event, (PyObject *const[]){args, state, control}, 3);
     if (left != NULL) {
         result = left == control ? 0 : PyObject_SetAttr(op, names->str_control, left);
     }
@@ -648,7 +535,7 @@ done:
 #define METHOD(name)                                                                   \
     {#name, (PyCFunction)(void (*)(void))CallbackHandler_##name,                       \
      METH_FASTCALL | METH_KEYWORDS, name##_doc}
-#define CTPY_EVENT(event, flags, fourth)                                               \
+#define CTPY_EVENT(event, ...)                                                         \
     {#event, (PyCFunction)(void (*)(void))CallbackHandler_##event,                     \
      METH_FASTCALL | METH_KEYWORDS,                                                    \
      #event "($self, args, state, control, /, *args_, **kwargs)\n--\n\n"               \

@@ -9,8 +9,8 @@
  * or -1 with an exception. */
 int ctpy_callbacks_listens(const ctpy_state *state, PyObject *handler, PyObject *event);
 
-/* Fires a callback event and stores the control that comes back. extra: a dict or NULL.
- * Returns 0, or -1 with an exception. */
-int ctpy_trainer_fire(PyObject *op, PyObject *event, PyObject *extra);
+/* Fires the event of that interned name at the trainer's handler, and stores the
+ * control that comes back. Returns 0, or -1 with an exception. */
+int ctpy_trainer_fire(PyObject *op, PyObject *event);
 
 #endif

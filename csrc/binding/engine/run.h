@@ -39,13 +39,6 @@ typedef struct ctpy_run {
     bool layer_norms_due; /* in the update that is under way, to be logged */
 } ctpy_run;
 
-/* An object of a run that may be None. */
-static inline PyObject *
-ctpy_or_none(PyObject *value)
-{
-    return value == NULL ? Py_None : value;
-}
-
 /* An object of fields.def, a new reference; NULL, without an exception, for None. */
 static inline PyObject *
 ctpy_field(PyObject *value)

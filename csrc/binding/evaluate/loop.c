@@ -386,9 +386,7 @@ keep_round(eval_loop *loop, const eval_batch *own, bool is_last, ctpy_state *nam
         }
         Py_XDECREF(all);
     }
-    return result < 0
-               ? -1
-               : ctpy_trainer_fire(loop->op, names->str_on_prediction_step, NULL);
+    return result < 0 ? -1 : ctpy_trainer_fire(loop->op, names->str_on_prediction_step);
 }
 
 /* A batch is known to be the last only after a request for another: compute_metrics by

@@ -62,6 +62,13 @@ int ctpy_lookup(PyObject *op, PyObject *name, PyObject **value);
 /* Looks the optional entry mapping[name] up, like ctpy_lookup. */
 int ctpy_item(PyObject *mapping, const char *name, PyObject **value);
 
+/* The value, None for NULL; borrowed. */
+static inline PyObject *
+ctpy_or_none(PyObject *value)
+{
+    return value == NULL ? Py_None : value;
+}
+
 /* n integers as a tuple; () for NULL. */
 PyObject *ctpy_int64_tuple(const int64_t *values, int n);
 

@@ -456,7 +456,7 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
         if (result < 0) {
             return -1;
         }
-        if (!last && (ctpy_trainer_fire(op, names->str_on_substep_end, NULL) < 0 ||
+        if (!last && (ctpy_trainer_fire(op, names->str_on_substep_end) < 0 ||
                       should_stop(op, &stop) < 0)) {
             return -1;
         }
@@ -544,7 +544,7 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
                        (int64_t)n) == 0 &&
         ctpy_batch_shares(op, run, batches, shares) == 0 &&
         ctpy_metrics_plan(op, run, batches) == 0 &&
-        ctpy_trainer_fire(op, names->str_on_step_begin, NULL) == 0) {
+        ctpy_trainer_fire(op, names->str_on_step_begin) == 0) {
         result = run_micro_batches(op, run, batches, count, shares, &loss);
     }
     PyMem_Free(shares);
@@ -684,7 +684,7 @@ static int
 run_epoch(PyObject *op, ctpy_run *run)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    if (ctpy_trainer_fire(op, names->str_on_epoch_begin, NULL) < 0) {
+    if (ctpy_trainer_fire(op, names->str_on_epoch_begin) < 0) {
         return -1;
     }
     PyObject *iterator =
@@ -695,7 +695,7 @@ run_epoch(PyObject *op, ctpy_run *run)
         (run->micro_step == 0 && !ranks_stop(op) && warn_no_batches(op) < 0)) {
         return -1;
     }
-    if (ctpy_trainer_fire(op, names->str_on_epoch_end, NULL) < 0) {
+    if (ctpy_trainer_fire(op, names->str_on_epoch_end) < 0) {
         return -1;
     }
     return ranks_stop(op) ? 0 : do_what_is_due(op, run, Py_None);
@@ -730,7 +730,7 @@ train_from(PyObject *op, ctpy_run *run)
     int first;
     if (ctpy_field_int64(op, names->str_args, names->str_gradient_accumulation_steps,
                          &run->accumulation) < 0 ||
-        ctpy_trainer_fire(op, names->str_on_train_begin, NULL) < 0 ||
+        ctpy_trainer_fire(op, names->str_on_train_begin) < 0 ||
         ctpy_field_bool(op, names->str_args, names->str_eval_on_start, &first) < 0) {
         return -1;
     }

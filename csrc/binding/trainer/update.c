@@ -747,7 +747,7 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
         return -1;
     }
     ((Trainer *)op)->last_grad_norm = u->result.grad_norm;
-    if (ctpy_trainer_fire(op, names->str_on_pre_optimizer_step, NULL) < 0) {
+    if (ctpy_trainer_fire(op, names->str_on_pre_optimizer_step) < 0) {
         return -1;
     }
     if (u->engine == NULL) {
@@ -763,7 +763,7 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
     return finish_average(u) < 0 || scaler_update(u, names) < 0 ||
                    count_in_block(u, names) < 0
                ? -1
-               : ctpy_trainer_fire(op, names->str_on_optimizer_step, NULL);
+               : ctpy_trainer_fire(op, names->str_on_optimizer_step);
 }
 
 /* The schedule steps only with the optimizer. One that watches a metric is stepped
@@ -829,7 +829,7 @@ ctpy_finish_update(PyObject *op, ctpy_run *run, PyObject **learning_rate)
         (!u.result.updated || step_schedule(op) == 0) &&
         drop_gradients(op, run, &u) == 0 && advance_counters(op, run) == 0) {
         ((Trainer *)op)->in_update = false;
-        result = ctpy_trainer_fire(op, names->str_on_step_end, NULL);
+        result = ctpy_trainer_fire(op, names->str_on_step_end);
     }
     update_release(&u);
     return result;
