@@ -547,72 +547,94 @@ staging_show(ct_staging *staging, ct_error *err)
     return status;
 }
 
+/* Makes `to` one more name of the file `from`. A file that has the name already stays,
+ * unless `over`. On a file system without hard links the file moves. A temporary file
+ * that has left meanwhile is no failure. */
+static bool
+link_file(const char *from, const char *to, bool over)
+{
+    if (over) {
+        (void)unlink(to);
+    }
+    return link(from, to) == 0 || errno == EEXIST || errno == ENOENT ||
+           rename(from, to) == 0;
+}
+
+static ct_status adopt(const char *from, const char *to, bool over, ct_error *err);
+
 static ct_status
-adopt_entry(const ct_staging *staging, const char *name, ct_error *err)
+adopt_entry(const char *from, const char *to, bool over, ct_error *err)
+{
+    struct stat info;
+    if (lstat(from, &info) < 0 || !S_ISDIR(info.st_mode)) {
+        return link_file(from, to, over) ? CT_OK
+                                         : ct_fail_io(err, errno, "take over", from);
+    }
+    return mkdir(to, 0777) == 0 || errno == EEXIST
+               ? adopt(from, to, over, err)
+               : ct_fail_io(err, errno, "make the folder", to);
+}
+
+/* Links each file below `from` to a name below `to`: `from` stays whole, whatever
+ * fails. Without a folder `from` there is nothing to do. */
+static ct_status
+adopt(const char *from, const char *to, bool over, ct_error *err)
 {
     ct_status status = CT_OK;
-    char *from = ct_path_join(staging->final, name);
-    char *to = ct_path_join(staging->folder, name);
-    if (from == NULL || to == NULL) {
-        status = ct_fail(err, CT_ENOMEM, "no memory for a path");
+    struct dirent *entry;
+    DIR *dir = opendir(from);
+    while (dir != NULL && status == CT_OK && (entry = readdir(dir)) != NULL) {
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) {
+            char *one = ct_path_join(from, entry->d_name);
+            char *other = ct_path_join(to, entry->d_name);
+            status = one == NULL || other == NULL
+                         ? ct_fail(err, CT_ENOMEM, "no memory for a path")
+                         : adopt_entry(one, other, over, err);
+            ct_free(other);
+            ct_free(one);
+        }
     }
-    else if (rename(from, to) < 0) {
-        status = ct_fail_io(err, errno, "take over", from);
+    if (dir != NULL) {
+        (void)closedir(dir);
     }
-    ct_free(to);
-    ct_free(from);
     return status;
 }
 
 /* Removes the link of staging_show. Without a link, and if final was not there at
- * the start, moves files that others wrote to final into folder. */
+ * the start, files that others wrote to final become files of folder, too: after a
+ * failure from here on, or a kill, final still has the files. */
 static ct_status
 staging_adopt(ct_staging *staging, ct_error *err)
 {
-    ct_status status = CT_OK;
-    struct dirent *entry;
     if (staging->shown &&
         !unlink_shown(staging->parent, staging->outer, ct_path_name(staging->final))) {
         return ct_fail_io(err, errno, "put back", staging->final);
     }
     staging->shown = false;
-    DIR *dir = staging->had_final ? NULL : opendir(staging->final);
-    if (dir == NULL) {
-        return CT_OK;
-    }
-    while (status == CT_OK && (entry = readdir(dir)) != NULL) {
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) {
-            status = adopt_entry(staging, entry->d_name, err);
-        }
-    }
-    (void)closedir(dir);
-    if (status == CT_OK && rmdir(staging->final) < 0) {
-        status = ct_fail_io(err, errno, "replace", staging->final);
-    }
-    return status;
+    return staging->had_final ? CT_OK
+                              : adopt(staging->final, staging->folder, true, err);
 }
 
-/* The old folder moves to outer, to be removed by staging_close(). 0, or the error's
- * number. */
+/* The old folder moves to outer, to be removed by staging_close(). Returns 0, or the
+ * error's number; *moved names the old folder for ct_free() even on failure. */
 static int
-exchange(const ct_staging *staging)
+exchange(const ct_staging *staging, char **moved)
 {
 #ifdef RENAME_EXCHANGE
     if (renameat2(AT_FDCWD, staging->folder, AT_FDCWD, staging->final,
                   RENAME_EXCHANGE) == 0) {
+        *moved = ct_path_join("", staging->folder);
         return 0;
     }
     if (errno != EINVAL && errno != ENOSYS) {
         return errno;
     }
 #endif
-    char *moved;
-    int failed = put_aside(staging, replaced, &moved);
+    int failed = put_aside(staging, replaced, moved);
     if (failed == 0 && rename(staging->folder, staging->final) < 0) {
         failed = errno;
-        (void)!rename(moved, staging->final); /* else recovery finds the folder */
+        (void)!rename(*moved, staging->final); /* else recovery finds the folder */
     }
-    ct_free(moved);
     return failed;
 }
 
@@ -625,7 +647,13 @@ staging_publish(ct_staging *staging, ct_error *err)
 {
     int failed = rename(staging->folder, staging->final) < 0 ? errno : 0;
     if (failed == ENOTEMPTY || failed == EEXIST) {
-        failed = exchange(staging);
+        char *old = NULL;
+        failed = exchange(staging, &old);
+        if (failed == 0 && old != NULL && !staging->had_final) {
+            /* The manifest lacks what others have written since staging_adopt(). */
+            (void)adopt(old, staging->final, false, NULL);
+        }
+        ct_free(old);
     }
     return failed != 0 ? ct_fail_io(err, failed, "put in place", staging->final)
                        : ct_sync_folder(staging->parent, err);

@@ -3,6 +3,8 @@
 #include "core/checkpoint/writer.h"
 #include "ct_test.h"
 
+#include <errno.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,15 +18,54 @@ static char root[] = "/tmp/ct_staging_XXXXXX";
  *
  * Definitions here come before the C library's. */
 
-static char calls[32][256];
+static char calls[64][256];
 static int n_calls;
+
+/* What happens at the next sync of a folder, once. */
+static enum {
+    NOTHING,
+    FAIL,
+    LATE_FILE
+} at_sync;
 
 static void
 note(const char *what, const char *path)
 {
     const size_t skipped = strncmp(path, root, strlen(root)) == 0 ? strlen(root) : 0;
-    CHECK(n_calls < 32);
+    CHECK(n_calls < 64);
     (void)snprintf(calls[n_calls++], sizeof calls[0], "%s %s", what, path + skipped);
+}
+
+static char *
+below(const char *name)
+{
+    static char path[sizeof root + 64];
+    (void)snprintf(path, sizeof path, "%s/%s", root, name);
+    return path;
+}
+
+/* Another program writes a file of its name's text under the final name. */
+static void
+write_beside(const char *name)
+{
+    char path[64];
+    (void)snprintf(path, sizeof path, "adopted/%s", name);
+    FILE *out = fopen(below(path), "w");
+    CHECK(out != NULL && fputs(name, out) >= 0 && fclose(out) == 0);
+}
+
+static bool
+is_beside(const char *name)
+{
+    char path[64], text[64] = {0};
+    (void)snprintf(path, sizeof path, "adopted/%s", name);
+    FILE *in = fopen(below(path), "r");
+    const bool whole =
+        in != NULL && fgets(text, sizeof text, in) != NULL && strcmp(text, name) == 0;
+    if (in != NULL) {
+        (void)fclose(in);
+    }
+    return whole;
 }
 
 int
@@ -34,6 +75,15 @@ fsync(int fd)
     (void)snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     CHECK(readlink(link, path, sizeof path - 1) > 0);
     note("sync", path);
+    const int action = at_sync;
+    at_sync = NOTHING;
+    if (action == FAIL) {
+        errno = EIO;
+        return -1;
+    }
+    if (action == LATE_FILE) {
+        write_beside("late");
+    }
     return (int)syscall(SYS_fsync, fd);
 }
 
@@ -83,41 +133,63 @@ test_the_parent_is_put_on_the_disk_after_the_rename(void)
     CHECK(strcmp(calls[n_calls - 1], "sync ") == 0);
 }
 
-static char *
-below(const char *name)
-{
-    static char path[sizeof root + 64];
-    (void)snprintf(path, sizeof path, "%s/%s", root, name);
-    return path;
-}
-
-/* Folders that another program makes under the final name during a save. */
+/* A save, and another program that makes the final folder meanwhile. */
 static void
 begin_beside_another(ct_writer *writer)
 {
+    n_calls = 0;
     CHECK(ct_writer_begin(writer, below("adopted"), NULL) == CT_OK);
     CHECK(mkdir(below("adopted"), 0777) == 0 && mkdir(below("adopted/own"), 0777) == 0);
+    write_beside("file");
+    write_beside("own/file");
+}
+
+static void
+check_and_remove(void)
+{
+    CHECK(is_beside("file") && is_beside("own/file"));
+    CHECK(unlink(below("adopted/file")) == 0 && unlink(below("adopted/own/file")) == 0);
+    CHECK(rmdir(below("adopted/own")) == 0);
 }
 
 /* What others wrote under the final name meanwhile is taken over, or stays there. */
 static void
-test_adopting_survives_failed_allocations(void)
+test_files_of_others_survive_each_failed_allocation(void)
 {
-    enum {
-        OF_ADOPTING = 2 /* allocations, for the two paths of an entry */
-    };
+    ct_writer *writer = ct_writer_new();
+    ct_status status = CT_ENOMEM;
+    size_t n = 0;
+    CHECK(writer != NULL);
+    while (status != CT_OK) {
+        begin_beside_another(writer);
+        ct_alloc_fail_after(++n);
+        status = save(writer);
+        ct_alloc_fail_after(0);
+        CHECK(status == CT_OK || status == CT_ENOMEM);
+        check_and_remove();
+        CHECK(status == CT_OK || rmdir(below("adopted")) == 0);
+    }
+    CHECK(n > 8); /* paths, the manifest, its text */
+    CHECK(unlink(below("adopted/ctrainer_manifest.json")) == 0);
+    CHECK(rmdir(below("adopted")) == 0);
+    ct_writer_free(writer);
+}
+
+static void
+test_files_of_others_survive_a_failed_sync_and_come_late(void)
+{
     ct_writer *writer = ct_writer_new();
     CHECK(writer != NULL);
-    for (size_t n = 1; n <= OF_ADOPTING; n++) {
-        begin_beside_another(writer);
-        ct_alloc_fail_after(n);
-        CHECK(save(writer) == CT_ENOMEM);
-        ct_alloc_fail_after(0);
-        CHECK(rmdir(below("adopted/own")) == 0 && rmdir(below("adopted")) == 0);
-        n_calls = 0;
-    }
     begin_beside_another(writer);
-    CHECK(save(writer) == CT_OK && access(below("adopted/own"), F_OK) == 0);
+    at_sync = FAIL;
+    CHECK(save(writer) == CT_EIO && at_sync == NOTHING);
+    check_and_remove();
+    CHECK(rmdir(below("adopted")) == 0);
+    begin_beside_another(writer);
+    at_sync = LATE_FILE;
+    CHECK(save(writer) == CT_OK && at_sync == NOTHING);
+    check_and_remove();
+    CHECK(is_beside("late"));
     ct_writer_free(writer);
 }
 
@@ -126,8 +198,8 @@ main(void)
 {
     CHECK(mkdtemp(root) != NULL);
     test_the_parent_is_put_on_the_disk_after_the_rename();
-    n_calls = 0;
-    test_adopting_survives_failed_allocations();
+    test_files_of_others_survive_each_failed_allocation();
+    test_files_of_others_survive_a_failed_sync_and_come_late();
     char command[sizeof root + 16];
     (void)snprintf(command, sizeof command, "rm -r %s", root);
     CHECK(system(command) == 0);
