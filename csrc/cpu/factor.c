@@ -1,7 +1,10 @@
 /* Factored second moments on the CPU. Mirrors cuda/factor.cu.
  *
  * A matrix is cut into slabs of rows. Each slab writes sums of its rows and columns;
- * the sums are folded in order after all slabs. */
+ * the sums are folded in order after all slabs.
+ *
+ * Slabs have a fixed length for a shape: the order of adding, and so every bit of the
+ * sums, is the same for any number of threads. */
 
 #include "cpu/kernels.h"
 
@@ -40,7 +43,8 @@ least(size_t a, size_t b)
 
 /* ---- sums: slabs of rows, then the columns of matrices --------------------------- */
 
-/* The local part of row number `row` of the list. */
+/* The local part of row number `row` of the list. A rank's part of a gradient may begin
+ * and end within a row; rows outside sum to 0, and the ranks' sums are added later. */
 static double
 sum_row(const factor_job *job, size_t row, double *columns)
 {
@@ -61,6 +65,7 @@ run_slab(const factor_job *job, size_t slab)
     const size_t matrix = slab / job->slabs;
     const size_t begin = slab % job->slabs * job->slab_rows;
     const size_t end = least(begin + job->slab_rows, f->rows);
+    /* Each slab adds to a row of sums of its own: threads share no memory. */
     double *columns = job->columns + slab * f->cols;
     memset(columns, 0, f->cols * sizeof *columns);
     for (size_t i = begin; i < end; i++) {
@@ -79,6 +84,7 @@ run_slabs(void *arg, size_t batch)
     }
 }
 
+/* In the order of the slabs, whatever thread summed a slab first. */
 static void
 fold_columns(void *arg, size_t batch)
 {
@@ -104,6 +110,9 @@ batches(const factor_job *job, size_t n)
     return (n - 1) / job->group + 1;
 }
 
+/* At least SLAB_ELEMS to a slab, for the cost of a batch, and at most MOST_SLABS of a
+ * matrix, for the memory. Short slabs are grouped, so that a batch is worth
+ * claiming. */
 static size_t
 plan_slabs(factor_job *job)
 {
@@ -116,6 +125,7 @@ plan_slabs(factor_job *job)
     return f->matrices * job->slabs * f->cols * sizeof(double);
 }
 
+/* One matrix list after another: the scratch memory is used again. */
 static ct_status
 sum_one(ct_scratch *scratch, factor_job *job, ct_error *err)
 {
@@ -165,6 +175,8 @@ put(ct_dtype dtype, void *data, size_t i, double value)
     }
 }
 
+/* eps is added to the squares, and so to their mean, rather than to the average:
+ * Shazeer and Stern, "Adafactor", 2018, algorithm 4. */
 static void
 blend(const ct_factored *f, void *average, size_t i, double mean)
 {
@@ -193,6 +205,8 @@ finish_rows(const ct_factored *f, size_t matrix)
         blend(f, f->row, row, f->sums[row] / (double)f->cols);
         sum += get(f->state_dtype, f->row, row);
     }
+    /* The mean of the new averages, not of this step's sums: the estimate divides by
+     * the sum of the row averages (algorithm 4). */
     const double mean = sum / (double)f->rows;
     for (size_t row = first; row < end; row++) {
         const double average = get(f->state_dtype, f->row, row);

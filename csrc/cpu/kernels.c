@@ -26,6 +26,7 @@ static const char *const names[CT_ISA_COUNT] = {
 #endif
 };
 
+/* The compiler's levels, not single features: a body is compiled for all of a level. */
 static bool
 supported(ct_isa isa)
 {
@@ -70,6 +71,8 @@ find(const char *name, ct_isa *isa, ct_error *err)
                    name);
 }
 
+/* Threads may choose at once: all choose alike, so a relaxed store is enough. An error
+ * is not stored, and every kernel reports a wrong CTRAINER_ISA anew. */
 ct_status
 ct_isa_get(ct_isa *isa, ct_error *err)
 {
@@ -152,6 +155,8 @@ batch_elems(const ct_partition *partition, size_t n_spans)
     for (size_t i = 0; i < n_spans; i++) {
         total += length(partition, i);
     }
+    /* With so many elements to a batch, all batches and a last, shorter one fit the
+     * table. */
     const size_t share = total / (CT_PARTITION_MAX - 1) + CT_PARTITION_ALIGN;
     return share > CT_BATCH_ELEMS ? share : CT_BATCH_ELEMS;
 }
@@ -207,6 +212,7 @@ ct_partition_next(const ct_partition *partition, size_t batch, ct_piece *piece)
     return stop != offset;
 }
 
+/* In the order of the pieces, so that sums do not depend on the threads. */
 void
 ct_partition_fold(const ct_partition *partition, const double *partial, size_t width,
                   size_t n_spans, ct_norm_kind kind, double *sums)
@@ -262,6 +268,7 @@ ct_for_pieces(const ct_span *spans, size_t n_spans, ct_piece_fn *fn, const void 
 /* ---- memory: ordinary, with nothing to wait for -----------------------------------
  */
 
+/* No stream: the CPU's kernels have ended on return. */
 ct_status
 ct_cpu_read(void *stream, const double *device_value, double *host, ct_error *err)
 {

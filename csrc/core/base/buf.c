@@ -1,4 +1,9 @@
-/* A growing byte buffer: integers, text and JSON strings. */
+/* A growing byte buffer: integers, text and JSON strings.
+ *
+ * Headers of archives and manifests are built here piece by piece. An append that fails
+ * leaves the earlier content intact, so that callers release the buffer on success and
+ * on failure alike. Numbers of file formats are stored byte by byte: the formats are
+ * little-endian whatever the host, and places in a header have no alignment. */
 #include "core/base/buf.h"
 
 #include "core/base/alloc.h"
@@ -13,6 +18,8 @@ ct_buf_fini(ct_buf *buf)
     *buf = (ct_buf){0};
 }
 
+/* The comparison comes before the sum: a sum that wraps around would reserve a small
+ * block. */
 static ct_status
 reserve(ct_buf *buf, size_t more, ct_error *err)
 {
@@ -25,6 +32,7 @@ reserve(ct_buf *buf, size_t more, ct_error *err)
     return status;
 }
 
+/* Nothing is reserved for no bytes, as memcpy forbids NULL even then. */
 ct_status
 ct_buf_add(ct_buf *buf, const void *data, size_t n, ct_error *err)
 {
@@ -62,12 +70,14 @@ ct_buf_text(ct_buf *buf, const char *text, ct_error *err)
 ct_status
 ct_buf_u64(ct_buf *buf, uint64_t value, ct_error *err)
 {
+    /* 2^64 - 1 has 20 digits. */
     char digits[24];
     int n = snprintf(digits, sizeof digits, "%llu", (unsigned long long)value);
     return ct_buf_add(buf, digits, (size_t)n, err);
 }
 
-/* The escape of a byte in a JSON string; NULL: none is needed. */
+/* The escape of a byte in a JSON string; NULL: none is needed. Bytes from 0x80 on are
+ * parts of UTF-8 sequences, unescaped in JSON (RFC 8259, section 7). */
 static const char *
 escape_of(unsigned char byte, char scratch[8])
 {
@@ -107,6 +117,7 @@ ct_buf_json(ct_buf *buf, const char *text, size_t n, ct_error *err)
         status = ct_buf_add(buf, "\"", 1, err);
     }
     if (status != CT_OK) {
+        /* Half a string would make the whole document invalid. */
         buf->n = before;
     }
     return status;

@@ -1,6 +1,8 @@
 /* Reading, writing, syncing and walking folders. Every call that the system interrupts
  * is made again, and every short write continued: callers see all bytes or an error
- * with the path. */
+ * with the path.
+ *
+ * Errors keep errno beside the text, because the binding raises OSError with both. */
 #define _GNU_SOURCE
 
 #include "core/base/io.h"
@@ -54,6 +56,7 @@ ct_path_is_inside(const char *name, size_t n)
     if (memchr(name, '\0', n) != NULL) {
         return false;
     }
+    /* Up to n itself: a name that ends in a slash has an empty last part. */
     while (at <= n) {
         const char *slash = memchr(name + at, '/', n - at);
         size_t part = slash == NULL ? n - at : (size_t)(slash - name) - at;
@@ -72,6 +75,7 @@ sync_path(const char *path, int flags, int (*sync)(int), ct_error *err)
     if (fd < 0) {
         return ct_fail_io(err, errno, "open", path);
     }
+    /* close may overwrite errno. */
     int failed = sync(fd) < 0 ? errno : 0;
     (void)close(fd);
     /* EINVAL: a file system that has nothing to synchronise. */
@@ -80,6 +84,7 @@ sync_path(const char *path, int flags, int (*sync)(int), ct_error *err)
                : ct_fail_io(err, failed, "synchronise", path);
 }
 
+/* Sizes and data matter after a loss of power, times do not: fdatasync is enough. */
 ct_status
 ct_sync_file(const char *path, ct_error *err)
 {
@@ -125,11 +130,13 @@ ct_read_at(int fd, void *data, size_t n, uint64_t offset, const char *path,
 {
     char *to = data;
     while (n > 0) {
+        /* POSIX leaves longer requests undefined. */
         size_t ask = n < SSIZE_MAX ? n : SSIZE_MAX;
         ssize_t got = pread(fd, to, ask, (off_t)offset);
         if (got < 0 && errno != EINTR) {
             return ct_fail_io(err, errno, "read", path);
         }
+        /* Another process has cut the file since the size was read. */
         if (got == 0) {
             return ct_fail(err, CT_EINVAL, "%s: ends %zu bytes too soon", path, n);
         }
@@ -150,6 +157,7 @@ ct_write_at(int fd, const void *data, size_t n, uint64_t offset, const char *pat
     while (n > 0) {
         size_t ask = n < SSIZE_MAX ? n : SSIZE_MAX;
         ssize_t done = pwrite(fd, from, ask, (off_t)offset);
+        /* No progress and no reason either would loop for ever. */
         if (done == 0 || (done < 0 && errno != EINTR)) {
             return ct_fail_io(err, done == 0 ? EIO : errno, "write", path);
         }
@@ -165,6 +173,8 @@ ct_write_at(int fd, const void *data, size_t n, uint64_t offset, const char *pat
 ct_status
 ct_write_file(const char *path, const void *data, size_t n, ct_error *err)
 {
+    /* O_EXCL: callers that replace a file unlink the old name first, so nobody's open
+     * file changes. */
     int fd = open(path, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
     if (fd < 0) {
         return ct_fail_io(err, errno, "create", path);
@@ -214,6 +224,8 @@ ct_make_folders(const char *path, ct_error *err)
         if (at != NULL) {
             *at = '\0';
         }
+        /* Made rather than looked for: another rank may make the same folder at this
+         * moment. */
         if (mkdir(copy, 0777) == 0) {
             status = sync_above(copy, err);
         }
@@ -250,6 +262,8 @@ walk_entry(const walk *w, const char *folder, const char *name, int depth,
     if (relative == NULL || (path = ct_path_join(w->root, relative)) == NULL) {
         status = ct_fail(err, CT_ENOMEM, "no memory for a path below %s", w->root);
     }
+    /* lstat, so that a link to a folder is no folder: a circle of links would not
+     * end. */
     else if (lstat(path, &info) < 0) {
         status = ct_fail_io(err, errno, "look at", path);
     }
@@ -298,9 +312,6 @@ walk_folder(const walk *w, const char *relative, int depth, ct_error *err)
     return status;
 }
 
-static ct_status
-walk_folder(const walk *w, const char *relative, int depth, ct_error *err);
-
 ct_status
 ct_walk(const char *folder, ct_visit_fn *visit, void *arg, ct_error *err)
 {
@@ -322,6 +333,8 @@ empty_folder(int fd, int depth, const char *path, ct_error *err)
     while (status == CT_OK && (entry = readdir(dir)) != NULL) {
         const char *name = entry->d_name;
         if (strcmp(name, ".") == 0 || strcmp(name, "..") == 0 ||
+            /* Relative to the open folder: a path could be replaced by a link in
+             * between. */
             unlinkat(fd, name, 0) == 0) {
             continue;
         }

@@ -1,4 +1,8 @@
-/* The JSON reader: the caller walks the text, and strings decode in place. */
+/* The JSON reader: the caller walks the text, and strings decode in place.
+ *
+ * A decoded string is never longer than its source, so decoding writes only over bytes
+ * that have been read. The depth of hostile input costs no stack: callers walk the
+ * expected levels alone, and ct_json_skip has a stack of fixed size. */
 #include "core/base/json.h"
 
 #include <string.h>
@@ -33,6 +37,7 @@ ct_json_fail(const ct_json *json, const char *message, ct_error *err)
                    (size_t)(json->at - json->start));
 }
 
+/* RFC 8259 has four kinds of space; isspace depends on the locale. */
 static void
 skip_space(ct_json *json)
 {
@@ -184,6 +189,7 @@ ct_json_string(ct_json *json, ct_text *text, ct_error *err)
         if (n == 0 || (unsigned char)*json->at < 0x20) {
             return ct_json_fail(json, "a string is not valid UTF-8 text", err);
         }
+        /* Both ends lie in the same text, and overlap after an escape. */
         memmove(out, json->at, n);
         out += n;
         json->at += n;
@@ -210,6 +216,8 @@ read_key(ct_json *json, ct_text *key, ct_error *err)
     return CT_OK;
 }
 
+/* Moves to the next member, or past the end with *more false. A comma before the end
+ * leaves the item's reader at a bracket instead of a value. */
 static ct_status
 step(ct_json *json, char open, bool *first, bool *more, ct_text *key, ct_error *err)
 {
@@ -259,11 +267,13 @@ ct_json_u64(ct_json *json, uint64_t *value, ct_error *err)
     char *begin = json->at;
     for (; json->at < json->end && *json->at >= '0' && *json->at <= '9'; json->at++) {
         uint64_t digit = (uint64_t)(*json->at - '0');
+        /* A wrapped offset would pass later checks against the file's size. */
         if (v > (UINT64_MAX - digit) / 10) {
             return ct_json_fail(json, "a number is too large", err);
         }
         v = v * 10 + digit;
     }
+    /* JSON has no leading zeros, and 1.0 or 1e3 would be cut at the point. */
     if ((c == '0' && json->at - begin > 1) ||
         (json->at < json->end && strchr(".eE", *json->at) != NULL)) {
         return ct_json_fail(json, "expected a whole number >= 0", err);
@@ -279,6 +289,7 @@ static ct_status
 skip_word(ct_json *json, ct_error *err)
 {
     char *begin = json->at;
+    /* strchr finds the terminator too: a NUL byte must end the word. */
     while (json->at < json->end && *json->at != '\0' &&
            strchr("+-.0123456789aeflnrstuE", *json->at) != NULL) {
         json->at++;
@@ -309,6 +320,7 @@ ct_json_skip(ct_json *json, ct_error *err)
             depth--;
         }
         else if (next == '{' || next == '[') {
+            /* The stack has this many places. */
             if (depth == MAX_DEPTH) {
                 return ct_json_fail(json, "nested too deep", err);
             }
@@ -327,6 +339,7 @@ ct_json_skip(ct_json *json, ct_error *err)
     return CT_OK;
 }
 
+/* peek returns 0 for a NUL byte too, hence the second comparison. */
 ct_status
 ct_json_finish(ct_json *json, ct_error *err)
 {

@@ -20,6 +20,8 @@ enum {
     HUGE_PAGE = 2 << 20
 };
 
+/* A block may outlive the mapping that filled it, so a block needs addresses for
+ * itself. */
 struct ct_cached_block {
     void *home; /* address of the pages while no mapping has them */
     size_t bytes;
@@ -31,7 +33,8 @@ struct ct_cached_block {
 /* Maps `bytes`, aligned to HUGE_PAGE from that length on: huge pages cost a 512th of
  * the faults and move as a whole. A page without huge-page advice lies before and after
  * the memory, so that touching a neighbouring mapping never populates a huge page of
- * this one. NULL: no room. */
+ * this one. NULL: no room. The ends left over by the alignment would count against the
+ * process's limit of addresses, and are unmapped at once. */
 static void *
 map_pages(size_t bytes)
 {
@@ -96,6 +99,7 @@ cached_block_free(ct_cached_block *block)
     }
 }
 
+/* At the front: the last released pages are the likeliest to be in the caches. */
 static void
 put(ct_block_cache *cache, ct_cached_block *block)
 {
@@ -135,6 +139,8 @@ take(ct_block_cache *cache, size_t bytes)
     return found;
 }
 
+/* The addresses stay: a block without pages still serves a mapping, and the first touch
+ * brings new pages. */
 void
 ct_block_cache_discard(ct_block_cache *cache)
 {
@@ -216,12 +222,15 @@ ct_mapping_release(ct_mapping *map, ct_block_cache *cache)
     if (map->bytes == 0) {
         return;
     }
+    /* Without a cache, or if the pages did not move, the memory returns to the
+     * system. */
     if (cache == NULL || !set_aside(map, cache)) {
         (void)madvise(map->data, map->bytes, MADV_DONTNEED);
     }
     if (map->poisoned) {
         memset(map->data, 0xFF, map->bytes);
     }
+    /* After the poison, as its writes would fault. */
     if (map->watched) {
         (void)mprotect(map->data, map->bytes, PROT_NONE);
     }
@@ -280,6 +289,7 @@ obtain_pages(ct_mapping *map, ct_block_cache *cache)
         map->block = block;
     }
     else {
+        /* An old kernel moves no pages; the first touch then brings new ones. */
         cached_block_free(block);
     }
 }
@@ -307,6 +317,8 @@ ct_mapping_close(ct_mapping *map)
     if (map->bytes != 0) {
         unmap_pages(map->data, map->bytes);
     }
+    /* The pages were at the mapping's addresses and are unmapped by now; the block's
+     * addresses are left. */
     cached_block_free(map->block);
     *map = (ct_mapping){.data = NULL};
 }
@@ -339,6 +351,7 @@ ct_malloc_keep(size_t longest, size_t end)
            mallopt(M_TRIM_THRESHOLD, within_int(end)) == 1;
 }
 
+/* Without mallinfo2 the number is unknown, and mallinfo overflows at 2 GiB. */
 static size_t
 free_bytes(void)
 {

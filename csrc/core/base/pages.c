@@ -1,5 +1,8 @@
 /* Private pages are an anonymous mapping, shared ones a part of a segment, kept mapped
- * until the last holder drops them. */
+ * until the last holder drops them.
+ *
+ * Pages are counted by holders, since a tensor over the memory and the group that reads
+ * the memory end in any order. The last holder unmaps; a segment is left then. */
 #define _GNU_SOURCE /* MADV_REMOVE */
 
 #include "core/base/pages.h"
@@ -88,7 +91,9 @@ ct_pages_new_steal(ct_pages **pages, ct_segment *segment, size_t offset, size_t 
     return CT_OK;
 }
 
-/* Shared pages belong to the segment's file: only a hole in the file frees them. */
+/* Shared pages belong to the segment's file: only a hole in the file frees them.
+ * MADV_DONTNEED would drop this process's view alone, and the next touch would bring
+ * the old content again. */
 static bool
 return_memory(const ct_pages *p, size_t offset, size_t bytes)
 {
@@ -107,6 +112,7 @@ ct_pages_discard(ct_pages *p, size_t offset, size_t bytes, ct_error *err)
                        "bytes, got %zu bytes at %zu",
                        page, p->bytes, bytes, offset);
     }
+    /* A forked child maps the same file: a hole would erase the parent's data. */
     if (p->is_shared) {
         const ct_status status =
             ct_owner_check(p->owner, "discard", "this memory of a group", err);
@@ -119,6 +125,8 @@ ct_pages_discard(ct_pages *p, size_t offset, size_t bytes, ct_error *err)
                : ct_fail_io(err, errno, "discard", "memory of a group");
 }
 
+/* All parts of a segment have one length, so the number of ranks follows from the
+ * lengths. */
 unsigned char *
 ct_pages_of_rank(const ct_pages *p, long rank)
 {
@@ -128,12 +136,14 @@ ct_pages_of_rank(const ct_pages *p, long rank)
                : NULL;
 }
 
+/* Relaxed: the caller is a holder already, so the count cannot reach 0 meanwhile. */
 void
 ct_pages_hold(ct_pages *p)
 {
     (void)__atomic_add_fetch(&p->holders, 1, __ATOMIC_RELAXED);
 }
 
+/* Release and acquire order every holder's last access before the unmapping. */
 void
 ct_pages_drop(ct_pages *p)
 {
@@ -154,6 +164,8 @@ ct_pages_free(ct_pages *p)
     ct_pages_drop(p);
 }
 
+/* Apart from the adding: a collective makes the memory in between, after which no rank
+ * may fail alone. */
 ct_status
 ct_peer_buffers_reserve(ct_peer_buffers *buffers, ct_error *err)
 {
@@ -176,6 +188,8 @@ ct_peer_buffers_find(const ct_peer_buffers *buffers, const void *data, size_t by
 {
     for (size_t i = 0; i < buffers->n && data != NULL; i++) {
         const ct_pages *buffer = buffers->own[i];
+        /* An address below the buffer wraps around to an offset beyond the buffer's
+         * length. */
         const size_t offset = (uintptr_t)data - (uintptr_t)buffer->data;
         if (offset < buffer->bytes && bytes <= buffer->bytes - offset) {
             return (ct_peer_place){(int)i, offset};

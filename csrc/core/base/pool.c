@@ -45,6 +45,7 @@ static struct {
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
+/* Private futexes: the words are never in memory that processes share. */
 static void
 futex_wait(_Atomic uint32_t *word, uint32_t expected)
 {
@@ -125,6 +126,8 @@ announce(int waiters)
 static void *
 worker(void *arg)
 {
+    /* 0 is an old number at worst: a new worker looks at the ticket once for nothing.
+     */
     const size_t index = *(const size_t *)arg;
     uint32_t seen = 0;
     for (;;) {
@@ -133,6 +136,7 @@ worker(void *arg)
             return NULL;
         }
         if (work_off()) {
+            /* Only the job's caller sleeps on `done`. */
             futex_wake(&pool.done, 1);
         }
     }
@@ -169,6 +173,7 @@ stop_workers(size_t n)
         return;
     }
     atomic_store(&pool.keep, n);
+    /* All have to look at `keep`, sleeping or not. */
     announce(MAX_THREADS);
     while (pool.started > n) {
         (void)pthread_join(pool.workers[--pool.started].thread, NULL);
@@ -189,6 +194,8 @@ after_fork_in_parent(void)
     (void)pthread_mutex_unlock(&pool.busy);
 }
 
+/* fork copies the calling thread alone: the workers and their sleep are the
+ * parent's. */
 static void
 after_fork_in_child(void)
 {
@@ -284,11 +291,14 @@ run_together(ct_pool_fn *fn, void *arg, uint32_t n_batches)
     pool.arg = arg;
     pool.n_batches = n_batches;
     atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
+    /* A new number in the upper half makes every compare-and-swap on the old ticket
+     * fail. */
     const uint64_t number =
         atomic_load_explicit(&pool.ticket, memory_order_relaxed) >> 32;
     atomic_store_explicit(&pool.ticket, (number + 1) << 32 | n_batches,
                           memory_order_release);
     const size_t others = pool.started < n_batches ? pool.started : n_batches - 1;
+    /* After the ticket, so that a woken thread finds work. */
     announce((int)others);
     (void)work_off();
     wait_until_done(n_batches);
@@ -298,6 +308,8 @@ void
 ct_pool_run(ct_pool_fn *fn, void *arg, size_t n_batches)
 {
     (void)pthread_once(&once, initialise);
+    /* trylock, as a second caller, or a batch that calls the pool, would wait for a job
+     * that waits for the caller. */
     if (n_batches < 2 || n_batches > UINT32_MAX ||
         pthread_mutex_trylock(&pool.busy) != 0) {
         run_alone(fn, arg, n_batches);
@@ -328,6 +340,7 @@ ct_pool_set_threads(size_t n, ct_error *err)
     if (ok) {
         atomic_store(&pool.threads, n);
     }
+    /* Stops the surplus; after a failure the threads that were just started. */
     stop_workers(ok ? n - 1 : before);
     (void)pthread_mutex_unlock(&pool.busy);
     return ok ? CT_OK

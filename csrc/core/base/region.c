@@ -29,7 +29,8 @@ map_pages(const ct_region *region, size_t bytes)
     return data == MAP_FAILED ? NULL : data;
 }
 
-/* The pages of region->data, at least `bytes` long, perhaps at another address. */
+/* The pages of region->data, at least `bytes` long, perhaps at another address. mremap
+ * of a file's mapping extends into the file, whose blocks are there already. */
 static void *
 remap_pages(ct_region *region, size_t bytes)
 {
@@ -65,6 +66,7 @@ ct_region_reserve(ct_region *region, size_t bytes, ct_error *err)
         return CT_OK;
     }
     const size_t rounded = ct_pages_round(bytes);
+    /* Differences of addresses beyond PTRDIFF_MAX are undefined. */
     if (rounded == 0 || rounded > PTRDIFF_MAX) {
         return ct_fail(err, CT_ENOMEM, "cannot map %zu bytes", bytes);
     }
@@ -84,7 +86,8 @@ ct_region_reserve(ct_region *region, size_t bytes, ct_error *err)
     return CT_OK;
 }
 
-/* A file without a name in `folder`, or -1 with errno set. */
+/* A file without a name in `folder`, or -1 with errno set. O_TMPFILE needs support of
+ * the file system; without it the name exists for a moment. */
 static int
 open_unnamed(const char *folder)
 {
@@ -123,6 +126,7 @@ ct_region_to_file(ct_region *region, const char *folder, ct_error *err)
     if (region->has_file) {
         return CT_OK;
     }
+    /* A mapping of no bytes does not exist, and later growth moves a mapping. */
     const size_t bytes = region->bytes > 0 ? region->bytes : ct_pages_round(1);
     ct_region file = {.bytes = bytes, .has_file = true, .fd = open_unnamed(folder)};
     if (file.fd < 0) {
@@ -139,6 +143,8 @@ ct_region_to_file(ct_region *region, const char *folder, ct_error *err)
         (void)close(file.fd);
         return status;
     }
+    /* The old pages are released only after the copy, so a failure above changes
+     * nothing. */
     if (region->data != NULL) {
         memcpy(file.data, region->data, region->bytes);
     }
@@ -151,6 +157,7 @@ void
 ct_region_trim(ct_region *region, size_t bytes)
 {
     const size_t kept = ct_pages_round(bytes);
+    /* 0 pages cannot stay mapped; the whole region is released by ct_region_fini. */
     if (kept == 0 || kept >= region->bytes) {
         return;
     }
@@ -192,6 +199,8 @@ ct_memory_available(void)
     }
     if (read_number("/sys/fs/cgroup/memory.max", "", &limit) &&
         read_number("/sys/fs/cgroup/memory.current", "", &used)) {
+        /* 0 would mean unknown. Without a limit the file says "max", which is no
+         * number. */
         const unsigned long long left = limit > used ? limit - used : 1;
         bytes = left < bytes ? left : bytes;
     }

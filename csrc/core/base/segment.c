@@ -1,5 +1,9 @@
 /* The rendezvous of a segment: rank 0 listens on an abstract socket named after the key
- * and answers each rank's hello with the memory's descriptor or a reason to stop. */
+ * and answers each rank's hello with the memory's descriptor or a reason to stop.
+ *
+ * Abstract sockets have no permissions, so both sides ask the kernel for the other's
+ * user. The rendezvous ends with the joining: the socket is closed, and the descriptor
+ * of the memory serves the locks below alone. */
 #define _GNU_SOURCE /* memfd_create, struct ucred */
 
 #include "core/base/segment.h"
@@ -58,7 +62,9 @@ hash_text(const char *text)
     return hash;
 }
 
-/* A leading zero byte makes the name abstract: no file, gone with its socket. */
+/* A leading zero byte makes the name abstract: no file, gone with its socket. The user
+ * is a part of the name: another user's job of the same key is another rendezvous. The
+ * hash fits every key into a name of limited length. */
 static socklen_t
 socket_address(const char *key, struct sockaddr_un *address)
 {
@@ -85,6 +91,7 @@ fail_system(const rendezvous *m, const char *doing, ct_error *err)
     return ct_fail_io(err, errno, doing, m->key);
 }
 
+/* SEQPACKET keeps the bounds of messages: a hello arrives whole or not at all. */
 static ct_status
 open_socket(const rendezvous *m, int *fd, ct_error *err)
 {
@@ -112,6 +119,7 @@ send_answer(int to, answer reply, int fd)
         header->cmsg_len = CMSG_LEN(sizeof fd);
         memcpy(CMSG_DATA(header), &fd, sizeof fd);
     }
+    /* MSG_NOSIGNAL: a rank that has gone away must not end this process by SIGPIPE. */
     return sendmsg(to, &message, MSG_NOSIGNAL) == (ssize_t)sizeof word;
 }
 
@@ -195,10 +203,12 @@ serve(const rendezvous *m, int visitor, int memory, bool *has_come, ct_error *er
     if (reply != WELCOME) {
         return fail_judged(m, &h, reply, err);
     }
+    /* A rank that went away before the answer may come once more. */
     has_come[h.rank] = sent;
     return CT_OK;
 }
 
+/* Rank 0, the caller, never visits itself. */
 static int
 first_missing(const rendezvous *m, const bool *has_come)
 {
@@ -240,6 +250,8 @@ receive_ranks(const rendezvous *m, int memory, ct_error *err)
     const socklen_t n = socket_address(m->key, &address);
     int server = -1;
     ct_status status = open_socket(m, &server, err);
+    /* The backlog has a place for every rank, as all may come before the first
+     * accept. */
     if (status == CT_OK && (bind(server, (struct sockaddr *)&address, n) != 0 ||
                             listen(server, m->world_size) != 0)) {
         status = errno == EADDRINUSE
@@ -276,6 +288,7 @@ visit(const rendezvous *m, int *fd, ct_error *err)
     const socklen_t n = socket_address(m->key, &address);
     ct_status status = open_socket(m, fd, err);
     while (status == CT_OK && connect(*fd, (struct sockaddr *)&address, n) != 0) {
+        /* No listener yet, or no place in the backlog: both pass. */
         if (errno != ECONNREFUSED && errno != EAGAIN && errno != EINTR) {
             return fail_system(m, "reach rank 0 of", err);
         }
@@ -336,6 +349,7 @@ fetch_memory(const rendezvous *m, int *fd, ct_error *err)
     if (status == CT_OK) {
         status = ask_for_memory(m, server, fd, err);
     }
+    /* Touching a mapping behind the end of a shorter file would kill the process. */
     if (status == CT_OK &&
         (fstat(*fd, &about) != 0 || about.st_size != (off_t)m->bytes)) {
         status = ct_fail(err, CT_ECOMM, "rank 0 of %s shares no memory of %zu bytes",
@@ -378,6 +392,7 @@ ct_segment_join(ct_segment *segment, const char *key, int rank, int world_size,
     return status;
 }
 
+/* The close releases this process's lock, so that the other ranks see the departure. */
 void
 ct_segment_leave(ct_segment *segment)
 {

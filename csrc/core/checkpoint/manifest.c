@@ -1,7 +1,10 @@
 /* Writing, reading and verifying manifests.
  *
  * A manifest is data from outside: names that leave the folder, repeated entries and
- * malformed checksums are rejected before any listed file is opened. */
+ * malformed checksums are rejected before any listed file is opened.
+ *
+ * The presence of a manifest stands for a complete checkpoint: the writer calls
+ * ct_manifest_write after all other files have been synchronized. */
 #define _POSIX_C_SOURCE 200809L
 #include "core/checkpoint/manifest.h"
 
@@ -41,6 +44,8 @@ ct_manifest_add(ct_manifest *manifest, const char *name, size_t name_n, uint64_t
     void *block = manifest->files;
     ct_status status = ct_grow(&block, &manifest->capacity, manifest->n + 1,
                                sizeof *manifest->files, err);
+    /* The list may have grown even if the copy of the name fails below; the count has
+     * not. */
     manifest->files = block;
     if (status != CT_OK) {
         return status;
@@ -55,6 +60,8 @@ ct_manifest_add(ct_manifest *manifest, const char *name, size_t name_n, uint64_t
     return CT_OK;
 }
 
+/* Sorted by name: equal checkpoints have equal manifests, and repeated names are
+ * neighbours. */
 static int
 compare_files(const void *left, const void *right)
 {
@@ -94,10 +101,13 @@ ct_manifest_write(ct_manifest *manifest, const char *folder, ct_error *err)
     if (path == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for a path below %s", folder);
     }
+    /* qsort forbids NULL, the array of an empty list. */
     if (manifest->n > 0) {
         qsort(manifest->files, manifest->n, sizeof *manifest->files, compare_files);
     }
     status = format(&buf, manifest, err);
+    /* ct_write_file only creates. The old name is unlinked rather than overwritten, so
+     * that a hard-linked copy of the folder keeps the old manifest. */
     if (status == CT_OK && unlink(path) < 0 && errno != ENOENT) {
         status = ct_fail_io(err, errno, "replace", path);
     }
@@ -105,6 +115,7 @@ ct_manifest_write(ct_manifest *manifest, const char *folder, ct_error *err)
         status = ct_write_file(path, buf.data, buf.n, err);
     }
     if (status == CT_OK) {
+        /* The caller synchronizes the folder, and so the name. */
         status = ct_sync_file(path, err);
     }
     ct_free(path);
@@ -112,7 +123,8 @@ ct_manifest_write(ct_manifest *manifest, const char *folder, ct_error *err)
     return status;
 }
 
-/* The value of a lower-case hexadecimal digit, or -1. */
+/* The value of a lower-case hexadecimal digit, or -1. Upper case is rejected: the
+ * writer has lower case alone, and strtoul would take signs and spaces too. */
 static int
 hex_digit(char c)
 {
@@ -135,6 +147,7 @@ read_crc(ct_json *json, uint32_t *crc, ct_error *err)
     for (size_t i = 0; i < text.n; i++) {
         int digit = hex_digit(text.data[i]);
         valid = valid && digit >= 0;
+        /* A wrong digit spoils the value, but `valid` remembers. */
         value = value * 16 + (uint32_t)digit;
     }
     *crc = value;
@@ -149,6 +162,8 @@ typedef struct entry {
     bool has_bytes, has_crc;
 } entry;
 
+/* Unknown fields are skipped, so that a later release may add some; a repeated field is
+ * ambiguous and rejected. */
 static ct_status
 read_field(void *arg, ct_json *json, ct_text key, ct_error *err)
 {
@@ -172,6 +187,7 @@ read_file(void *arg, ct_json *json, ct_text name, ct_error *err)
     if (status == CT_OK && !(e.has_bytes && e.has_crc)) {
         return ct_json_fail(json, "a file lacks bytes or crc32c", err);
     }
+    /* Names are joined to the folder later: "../x" would read files outside. */
     if (status == CT_OK && !ct_path_is_inside(name.data, name.n)) {
         return ct_fail(err, CT_EINVAL,
                        "%s: lists '%.*s', which is no file of its folder", json->what,
@@ -188,6 +204,7 @@ typedef struct content {
     bool has_files;
 } content;
 
+/* The version is judged after the parse, as members may come in any order. */
 static ct_status
 read_member(void *arg, ct_json *json, ct_text key, ct_error *err)
 {
@@ -228,6 +245,7 @@ read_text(const char *path, char **text, size_t *n, ct_error *err)
     if (status != CT_OK) {
         return status;
     }
+    /* Before the allocation: the size is the file's statement. */
     if (source.bytes > SIZE_LIMIT) {
         status = ct_fail(err, CT_EINVAL, "%s: too large for a manifest", path);
     }
@@ -253,6 +271,8 @@ check_folders(const char *folder, const char *name, const char *what, ct_error *
         return ct_fail(err, CT_ENOMEM, "no memory for a path below %s", folder);
     }
     ct_status status = CT_OK;
+    /* From the first slash inside the name: the user may have linked the folder
+     * itself. */
     char *slash = strchr(path + strlen(path) - strlen(name), '/');
     for (; slash != NULL && status == CT_OK; slash = strchr(slash + 1, '/')) {
         *slash = '\0';
@@ -296,6 +316,7 @@ ct_manifest_read(ct_manifest *manifest, const char *folder, ct_error *err)
         return ct_fail(err, CT_ENOMEM, "no memory for a path below %s", folder);
     }
     ct_status status = read_text(path, &text, &n, err);
+    /* Strings decode in place, so `text` lives until all names have been copied. */
     if (status == CT_OK) {
         ct_json json;
         ct_json_init(&json, path, text, n);
@@ -309,6 +330,8 @@ ct_manifest_read(ct_manifest *manifest, const char *folder, ct_error *err)
     return status;
 }
 
+/* Damage of a file is a finding, not a failure: the search continues with the next
+ * file, so that a run reports all problems. */
 static ct_status
 verify_file(const char *folder, const ct_manifest_file *file, ct_problem_fn *report,
             void *arg, ct_error *err)

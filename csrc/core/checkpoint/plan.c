@@ -32,6 +32,7 @@ ct_plan_fini(ct_plan *plan)
     *plan = (ct_plan){0};
 }
 
+/* The name becomes a path below the checkpoint's folder, also on another machine. */
 ct_status
 ct_plan_set_name(ct_plan *plan, const char *name, ct_error *err)
 {
@@ -69,6 +70,7 @@ ct_plan_add_buf(ct_plan *plan, ct_buf *buf, ct_error *err)
 {
     ct_plan_piece piece = {.data = buf->data, .n = buf->n, .owned = buf->data};
     ct_status status = add_piece(plan, piece, err);
+    /* After a failure the caller still owns the buffer. */
     if (status == CT_OK) {
         *buf = (ct_buf){0};
     }
@@ -100,6 +102,8 @@ ct_plan_add_patch(ct_plan *plan, ct_patch patch, ct_error *err)
     plan->patches = block;
     if (status == CT_OK) {
         plan->patches[plan->n_patches++] = patch;
+        /* ZIP's checksum costs a second pass over the block, so only pieces with such a
+         * patch get the sum. */
         if (patch.kind == CT_PATCH_CRC32) {
             plan->pieces[patch.first].zipped = true;
         }
@@ -122,6 +126,8 @@ apply_patch(const ct_plan *plan, const ct_patch *patch)
     unsigned char *at = plan->pieces[patch->to].owned + patch->offset;
     for (size_t i = patch->first; i < patch->first + patch->n; i++) {
         const ct_plan_piece *piece = &plan->pieces[i];
+        /* A patch of this kind covers one piece; CRC-32C of several pieces combine
+         * without another pass over the bytes. */
         crc = patch->kind == CT_PATCH_CRC32
                   ? piece->crc32
                   : ct_crc32c_combine(crc, piece->crc32c, piece->n);
@@ -171,6 +177,7 @@ typedef struct stream {
     const char *source_path;
 } stream;
 
+/* While the block is in the cache. */
 static void
 add_to_sums(ct_plan_piece *piece, const void *data, size_t n)
 {
@@ -218,6 +225,8 @@ put_excerpt(stream *s, ct_plan_piece *piece, const ct_excerpt *excerpt, ct_error
 {
     ct_status status = CT_OK;
     if (excerpt->path == NULL) {
+        /* Zeros stand for shards without a file; the block may hold another excerpt's
+         * bytes. */
         memset(s->block, 0, excerpt->n < BLOCK_BYTES ? excerpt->n : BLOCK_BYTES);
     }
     else {
@@ -263,7 +272,8 @@ put_piece(stream *s, ct_plan_piece *piece, ct_error *err)
     return status;
 }
 
-/* Writes the plan's own pieces again, with the patches. */
+/* Writes the plan's own pieces again, with the patches. Own pieces are headers and
+ * directories, so few bytes are written twice. */
 static ct_status
 put_patched(stream *s, const ct_plan *plan, ct_error *err)
 {
@@ -299,7 +309,8 @@ put_plan(stream *s, ct_plan *plan, ct_error *err)
     return status;
 }
 
-/* Replaces the content of the file at path. */
+/* Replaces the content of the file at path. O_TRUNC also serves the temporary file that
+ * a crash has left. */
 static ct_status
 write_to(ct_plan *plan, const char *path, ct_error *err)
 {
@@ -315,6 +326,8 @@ write_to(ct_plan *plan, const char *path, ct_error *err)
     return status;
 }
 
+/* Unlinked rather than truncated: a hard link elsewhere, or a reader that has the file
+ * open, keeps the old content. */
 ct_status
 ct_plan_write(ct_plan *plan, const char *path, ct_error *err)
 {
@@ -322,6 +335,7 @@ ct_plan_write(ct_plan *plan, const char *path, ct_error *err)
                                                : write_to(plan, path, err);
 }
 
+/* Cuts the name off the caller's path: its last use. */
 static ct_status
 sync_folder_of(char *path, ct_error *err)
 {
@@ -344,6 +358,8 @@ ct_plan_publish(ct_plan *plan, const char *path, ct_error *err)
     (void)snprintf(beside, n, "%s%s", path, suffix);
     ct_status status = write_to(plan, beside, err);
     if (status == CT_OK) {
+        /* The data before the name: after a loss of power the new name must not stand
+         * for an empty file. */
         status = ct_sync_file(beside, err);
     }
     if (status == CT_OK && rename(beside, path) < 0) {
@@ -353,6 +369,7 @@ ct_plan_publish(ct_plan *plan, const char *path, ct_error *err)
         (void)remove(beside);
     }
     else {
+        /* The file is in place already, so a failure here removes nothing. */
         status = sync_folder_of(beside, err);
     }
     ct_free(beside);

@@ -75,6 +75,7 @@ text_of(const char *tag)
     return (ct_text){.data = tag, .n = strlen(tag)};
 }
 
+/* The safetensors library's own order, so that files of both are alike. */
 static int
 compare_entries(const void *left, const void *right)
 {
@@ -93,6 +94,7 @@ check_entry(const ct_st_entry *entry, ct_error *err)
         return ct_fail(err, CT_EINVAL, "tensor '%.*s': safetensors has no dtype '%s'",
                        n, name, entry->tag);
     }
+    /* Metadata is stored among the tensors under that name. */
     if (ct_text_is(entry->name, "__metadata__")) {
         return ct_fail(err, CT_EINVAL, "a tensor cannot be called '__metadata__'");
     }
@@ -140,7 +142,8 @@ put_u64(output *out, uint64_t value)
 }
 
 /* crc_at: the places for the checksums of data and header. Checksums among the given
- * pairs are skipped: they belong to the file of the metadata. */
+ * pairs are skipped: they belong to the file of the metadata. Both places have their
+ * final width, as checksums are known only after all offsets. */
 static void
 put_metadata(output *out, const ct_st_pair *pairs, size_t n, size_t *crc_at)
 {
@@ -193,10 +196,13 @@ build_header(ct_buf *buf, const ct_st_entry *entries, size_t n,
         offset += entries[i].bytes;
     }
     put(&out, "}");
+    /* The format allows spaces behind the object; data then begins aligned. */
     while (out.status == CT_OK && buf->n % HEADER_ALIGNMENT != 0) {
         put(&out, " ");
     }
     if (out.status == CT_OK) {
+        /* The header's checksum is over zeros at both places, so the data need not be
+         * summed first. */
         ct_store_le64(buf->data, buf->n - 8);
         char digits[CT_ST_CRC_DIGITS + 1];
         (void)snprintf(digits, sizeof digits, "%08x", ct_crc32c(0, buf->data, buf->n));
@@ -224,6 +230,7 @@ ct_st_plan(ct_plan *plan, ct_st_entry *entries, size_t n, const ct_st_pair *meta
         status = check_entry(&entries[i], err);
     }
     if (status == CT_OK) {
+        /* qsort forbids NULL even for no elements. */
         if (n > 0) {
             qsort(entries, n, sizeof *entries, compare_entries);
         }
@@ -236,6 +243,8 @@ ct_st_plan(ct_plan *plan, ct_st_entry *entries, size_t n, const ct_st_pair *meta
         status = add_data(plan, &entries[i], err);
     }
     if (status == CT_OK) {
+        /* Pieces from 1 on are the data; piece 0 is the header with the place to fill
+         * in. */
         ct_patch patch = {CT_PATCH_CRC32C_HEX, .first = 1, .n = n, .offset = crc_at[0]};
         status = ct_plan_add_patch(plan, patch, err);
     }
@@ -326,6 +335,7 @@ read_extent(void *arg, ct_json *json, ct_text key, ct_error *err)
     uint64_t extent;
     void *block = file->extents;
     (void)key;
+    /* A hostile shape must not grow the list without end. */
     if (entry->tensor.ndim == MAX_NDIM) {
         return ct_json_fail(json, "a tensor has more than 64 dimensions", err);
     }
@@ -382,6 +392,7 @@ read_entry(void *arg, ct_json *json, ct_text name, ct_error *err)
     ct_st_file *file = arg;
     header_entry entry = {.file = file, .tensor = {.name = name}};
     void *block = file->tensors;
+    /* The only member of the header that is no tensor. */
     if (ct_text_is(name, "__metadata__")) {
         return ct_json_each(json, '{', read_pair, file, err);
     }
@@ -499,6 +510,7 @@ load_header(ct_st_file *file, ct_error *err)
         return status;
     }
     uint64_t n = ct_load_le64(length);
+    /* Before the allocation: a length from the file decides nothing unchecked. */
     if (n > HEADER_LIMIT || n > source->bytes - 8) {
         return ct_fail(
             err, CT_EINVAL, "%s: a header of %llu bytes does not fit a file of %llu",
@@ -516,6 +528,8 @@ load_header(ct_st_file *file, ct_error *err)
         status = parse_header(file, (size_t)n, err);
     }
     for (size_t i = 0; i < file->n_metadata && status == CT_OK; i++) {
+        /* Another spelling of the key, with escapes or spaces, escapes the search
+         * above. */
         if (ct_text_is(file->metadata[i].key, CT_ST_HEADER_KEY) &&
             !file->header_checked) { /* not in the writer's spelling */
             status = fail_header(file, err);
@@ -526,6 +540,7 @@ load_header(ct_st_file *file, ct_error *err)
 
 /* ---- the tensors ----------------------------------------------------------------- */
 
+/* Empty tensors begin where the next one does, and come first. */
 static int
 compare_begins(const void *left, const void *right)
 {
@@ -550,6 +565,7 @@ check_size(const ct_st_file *file, const ct_st_tensor *tensor, ct_error *err)
     }
     for (size_t i = 0; i < tensor->ndim; i++) {
         uint64_t extent = tensor->shape[i];
+        /* An overflow could make a huge shape fit small offsets. */
         if (extent != 0 && bytes > UINT64_MAX / extent) {
             return fail_tensor(file, tensor, "has a shape that overflows", err);
         }
@@ -588,12 +604,15 @@ check_layout(ct_st_file *file, ct_error *err)
                        (unsigned long long)at, at > available ? ": cut short" : "");
     }
     for (size_t i = 0; i < file->n_tensors; i++) {
+        /* Offsets in the file are relative to the data; callers read by places in the
+         * file. */
         file->tensors[i].begin += file->data_begin;
         file->tensors[i].end += file->data_begin;
     }
     return CT_OK;
 }
 
+/* Sorted for bsearch; neighbours show repeated names. */
 static ct_status
 index_names(ct_st_file *file, ct_error *err)
 {
@@ -673,6 +692,7 @@ ct_st_open(ct_st_file **file, const char *path, const ct_expected *expected,
     if (made == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to read %s", path);
     }
+    /* 0 would be a descriptor, and a failure before the opening closes the source. */
     made->source.fd = -1;
     ct_status status = open_file(made, path, expected, err);
     if (status != CT_OK) {
@@ -727,6 +747,7 @@ find_crc(const ct_st_file *file, uint32_t *crc)
             pair->value.n != CT_ST_CRC_DIGITS) {
             continue;
         }
+        /* strtoul needs an end, and the text in the header has none. */
         for (int k = 0; k < CT_ST_CRC_DIGITS; k++) {
             digits[k] = pair->value.data[k];
         }
@@ -756,6 +777,8 @@ judge(const ct_st_file *file, const ct_extent *extents, const uint32_t *own,
                        "%s: its data is damaged: checksum %08x, written as %08x",
                        file->path, crc, *own);
     }
+    /* The manifest's sum is of the whole file: the header's sum, continued over the
+     * data. */
     return expected == NULL
                ? CT_OK
                : ct_source_judge(&file->source, expected,
@@ -779,6 +802,7 @@ ct_st_read(const ct_st_file *file, void *const *targets, bool check,
                                  .n = t->end - t->begin,
                                  .target = targets == NULL ? NULL : targets[i]};
     }
+    /* Without a sum nothing reads the tensors that have no target. */
     ct_status status =
         ct_source_read_extents(&file->source, extents, file->n_tensors,
                                summed ? CT_SUM_CRC32C : CT_SUM_NONE, err);

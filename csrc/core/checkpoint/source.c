@@ -1,7 +1,11 @@
 /* Reading files in parallel, with checksums.
  *
  * Extents are divided into portions of a fixed size and their checksums are combined in
- * order, so that the result does not depend on the number of threads. */
+ * order, so that the result does not depend on the number of threads.
+ *
+ * Reading and summing take turns over blocks that fit the cache, as a second pass over
+ * gigabytes would read all of the memory again. Every portion has an error of its own:
+ * threads write to no shared memory. */
 #define _POSIX_C_SOURCE 200809L
 #include "core/checkpoint/source.h"
 
@@ -28,6 +32,7 @@ ct_source_close(ct_source *source)
     }
 }
 
+/* The code in err is the status, so a local error stands in for NULL. */
 ct_status
 ct_source_open(ct_source *source, const char *path, const ct_expected *expected,
                ct_error *err)
@@ -53,6 +58,8 @@ ct_status
 ct_source_read(const ct_source *source, void *data, size_t n, uint64_t offset,
                ct_error *err)
 {
+    /* Also for open files: the size at the opening has been compared with the manifest,
+     * and later growth is not read. */
     if (offset > source->bytes || n > source->bytes - offset) {
         return ct_fail(err, CT_EINVAL, "%s: is cut short", source->path);
     }
@@ -81,6 +88,7 @@ static void
 read_portion(void *arg, size_t batch)
 {
     portion *p = (portion *)arg + batch;
+    /* Skipped tensors are summed too, though nobody wants their bytes. */
     unsigned char *scratch = p->target == NULL ? ct_alloc(BLOCK_BYTES) : NULL;
     p->err = (ct_error){.code = CT_OK};
     if (p->target == NULL && scratch == NULL) {
@@ -100,7 +108,8 @@ read_portion(void *arg, size_t batch)
     ct_free(scratch);
 }
 
-/* Divides every extent into portions, or with portions NULL counts them. */
+/* Divides every extent into portions, or with portions NULL counts them. Two calls, so
+ * that all portions fit one allocation. */
 static size_t
 partition(const ct_source *source, const ct_extent *extents, size_t n, ct_sum sum,
           portion *portions)
@@ -129,7 +138,8 @@ partition(const ct_source *source, const ct_extent *extents, size_t n, ct_sum su
     return count;
 }
 
-/* Joins the portions' checksums in the order of the source. */
+/* Joins the portions' checksums in the order of the source. The first failure in this
+ * order is reported, whatever thread failed first. */
 static ct_status
 join(ct_extent *extents, const portion *portions, size_t n, ct_error *err)
 {

@@ -73,6 +73,7 @@ put_name(fields *f, const char *name)
     }
 }
 
+/* The largest value announces a 64-bit field elsewhere (APPNOTE, 4.5.3). */
 static uint64_t
 or_max32(uint64_t value)
 {
@@ -113,6 +114,7 @@ add_local(ct_plan *plan, const ct_zip_record *record, ct_error *err)
 {
     ct_buf buf = {0};
     fields f = {.buf = &buf, .err = err, .status = CT_OK};
+    /* Sizes of 64 bits only if needed, as some readers lack 64-bit fields. */
     bool wide = record->bytes >= ZIP_MAX32;
     size_t pad = padding_at(plan->bytes, record, wide);
     put(&f, "4", (const uint64_t[]){ZIP_LOCAL_SIGNATURE});
@@ -123,6 +125,7 @@ add_local(ct_plan *plan, const ct_zip_record *record, ct_error *err)
     put(&f, wide ? "2288" : "",
         (const uint64_t[]){ZIP_EXTRA64, EXTRA64_BYTES - EXTRA_HEADER_BYTES,
                            record->bytes, record->bytes});
+    /* torch aligns by an extra field of this number, filled with 'Z'. */
     put(&f, "22", (const uint64_t[]){ZIP_EXTRA_PAD, pad});
     if (f.status == CT_OK) {
         f.status = ct_buf_fill(&buf, 'Z', pad, err);
@@ -137,6 +140,8 @@ add_local(ct_plan *plan, const ct_zip_record *record, ct_error *err)
     return f.status;
 }
 
+/* Only values that do not fit have a 64-bit field: both sizes, then the place, which a
+ * local header has not. */
 static void
 put_central(fields *f, const ct_zip_record *record, uint64_t at)
 {
@@ -196,6 +201,7 @@ add_directory(ct_plan *plan, const ct_zip_record *records, size_t n, ct_error *e
         if (f.status == CT_OK) {
             f.status = add_patches(plan, i, 2 * n, entry_at, err);
         }
+        /* Two pieces for each record, as add_local has added them. */
         at += plan->pieces[2 * i].n + plan->pieces[2 * i + 1].n;
     }
     put_end(&f, n, plan->bytes, buf.n);
@@ -211,6 +217,7 @@ ct_zip_plan(ct_plan *plan, const ct_zip_record *records, size_t n, ct_error *err
 {
     ct_status status = CT_OK;
     for (size_t i = 0; i < n && status == CT_OK; i++) {
+        /* The length of a name is a field of two bytes. */
         status = strlen(records[i].name) >= ZIP_MAX16 / 2
                      ? ct_fail(err, CT_EINVAL, "a record's name is too long")
                      : add_local(plan, &records[i], err);
@@ -257,6 +264,7 @@ read_end64(const ct_source *source, ending *e, ct_error *err)
         return status;
     }
     uint64_t at = ct_load_le64(locator + 8);
+    /* torch writes the three records one behind the other; a gap would hide bytes. */
     if (at != e->at - sizeof locator - sizeof record) {
         return fail(source, "no 64-bit end record where it should be", err);
     }
@@ -291,6 +299,8 @@ read_end(const ct_source *source, ending *e, ct_error *err)
     if (ct_load_le32(end) != ZIP_END_SIGNATURE || ct_load_le16(end + 20) != 0) {
         return fail(source, missing, err);
     }
+    /* The number of records bounds an allocation, and so is compared with the
+     * directory's bytes. */
     e->n_records = ct_load_le16(end + 10);
     e->directory_bytes = ct_load_le32(end + 12);
     e->directory = ct_load_le32(end + 16);
@@ -310,6 +320,7 @@ widen(ct_zip_entry *r, const unsigned char *extra, size_t n)
 {
     while (n >= 4) {
         size_t length = ct_load_le16(extra + 2);
+        /* A field that reaches past the end would move `extra` out of the entry. */
         if (length > n - 4) {
             return false;
         }
@@ -338,6 +349,7 @@ parse_entry(const ct_source *source, const unsigned char *directory, size_t n,
     if (n - *at < ZIP_CENTRAL_BYTES || ct_load_le32(entry) != ZIP_CENTRAL_SIGNATURE) {
         return fail(source, "an entry of its directory is malformed", err);
     }
+    /* Lengths of two bytes: the sum cannot overflow. */
     size_t name = ct_load_le16(entry + 28), extra = ct_load_le16(entry + 30);
     size_t length = ZIP_CENTRAL_BYTES + name + extra + ct_load_le16(entry + 32);
     if (length > n - *at) {
@@ -374,6 +386,7 @@ find_data(const ct_source *source, ct_zip_entry *r, uint64_t end, ct_error *err)
     if (status != CT_OK) {
         return status;
     }
+    /* The header's own lengths: the directory's extra field has no padding. */
     size_t name = ct_load_le16(local + 26), extra = ct_load_le16(local + 28);
     char *own = ct_alloc(name + 1);
     if (own == NULL) {
@@ -413,6 +426,8 @@ check_entries(const ct_source *source, ct_zip_index *index, ct_error *err)
     if (index->n == 0) {
         return CT_OK;
     }
+    /* Two orders show two kinds of damage between neighbours; the second order
+     * stays. */
     qsort(e, index->n, sizeof *e, compare_names);
     for (size_t i = 1; i < index->n; i++) {
         if (compare_names(&e[i - 1], &e[i]) == 0) {
@@ -450,6 +465,7 @@ read_entries(ct_zip_index *index, const ct_source *source, const ending *e,
              ct_error *err)
 {
     size_t at = 0, bytes = (size_t)e->directory_bytes;
+    /* Names point into this copy, which the index keeps. */
     index->directory = ct_alloc(bytes + 1);
     index->entries = ct_calloc((size_t)e->n_records + 1, sizeof *index->entries);
     if (index->directory == NULL || index->entries == NULL) {
@@ -474,6 +490,7 @@ ct_status
 ct_zip_index_read(ct_zip_index *index, const ct_source *source, ct_error *err)
 {
     ending e = {0};
+    /* Built aside, so that a failure leaves *index unchanged. */
     ct_zip_index made = {0};
     ct_status status = read_end(source, &e, err);
     if (status == CT_OK) {
@@ -520,6 +537,7 @@ judge(const ct_zip_index *index, const ct_source *source, const ct_extent *exten
     }
     for (size_t i = 0; i < index->n; i++) {
         const ct_zip_entry *e = &index->entries[i];
+        /* Extents alternate: bytes between records, then a record. */
         if (extents[2 * i + 1].crc != e->crc) {
             return ct_fail(
                 err, CT_EINVAL,

@@ -113,6 +113,7 @@ ct_reduce_op_name(ct_reduce_op op)
     return names[op];
 }
 
+/* Addresses may differ, as every process has its own. */
 static bool
 is_like(const ct_request *a, const ct_request *b)
 {
@@ -134,6 +135,8 @@ ct_label_set(ct_label *label, const char *name, uint64_t shape)
     for (int i = 0; i < 8; i++) {
         hash = (hash ^ (shape >> (8 * i) & 0xff)) * 0x100000001b3u;
     }
+    /* 0 stands for no label. The end of the name is kept: names of modules differ
+     * there. */
     *label = (ct_label){.tag = hash == 0 ? 1 : hash};
     (void)snprintf(label->name, sizeof label->name, "%s",
                    n > room ? name + (n - room) : name);
@@ -202,6 +205,8 @@ count_like(ct_request_at *at, const void *group, int world_size, int rank)
     return n;
 }
 
+/* Labels make a better message than shapes, and a step's label means that the ranks'
+ * data differs in length rather than their modules. */
 static ct_status
 fail_different(const ct_request *a, int rank_a, const ct_request *b, int rank_b,
                const char *who, ct_error *err)
@@ -240,12 +245,16 @@ ct_requests_compare(ct_request_at *at, const void *group, int world_size,
     if (wrong >= world_size) {
         return CT_OK;
     }
+    /* The rank with the most like requests stands for the majority, the lowest of
+     * several: all ranks compute the same message. */
     for (int rank = 1, best = count_like(at, group, world_size, 0); rank < world_size;
          rank++) {
         const int n = count_like(at, group, world_size, rank);
         most = n > best ? rank : most;
         best = n > best ? n : best;
     }
+    /* `wrong` differs from rank 0; now the first that differs from the majority is
+     * wanted. */
     if (most != 0) {
         for (wrong = 0; is_like(at(group, most), at(group, wrong));) {
             wrong++;
@@ -253,6 +262,7 @@ ct_requests_compare(ct_request_at *at, const void *group, int world_size,
     }
     char who[64] = "";
     const int like = count_like(at, group, world_size, most);
+    /* Of two ranks neither is a majority. */
     if (world_size > 2 && 2 * like > world_size) {
         (void)snprintf(who, sizeof who, "; %d of %d ranks are with rank %d", like,
                        world_size, ct_rank_called(names, most));
@@ -285,6 +295,7 @@ ct_requests_exchange(ct_comm *comm, const ct_request *own, ct_error *err)
             ct_requests_compare(request_at, all, comm->world_size, &comm->names, err);
     }
     else if (status == CT_ECOMM && err != NULL) {
+        /* ct_fail writes to *err, and the reason still lies there. */
         const ct_error why = *err;
         status = ct_fail(err, CT_ECOMM, "%s on rank %d of %d: comparing requests: %s",
                          ct_collective_name(own->what),

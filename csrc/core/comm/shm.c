@@ -20,7 +20,9 @@ enum {
     SHORT_BYTES = 64 << 10 /* all_reduces up to here take one transfer, not two */
 };
 
-/* A collective: one transfer, or a reduction by shards and then their gathering. */
+/* A collective: one transfer, or a reduction by shards and then their gathering. Errors
+ * are kept here: a failure is reported to the caller that waits for this work, whoever
+ * advanced the queue. */
 struct ct_work {
     ct_request request;
     ct_transfer transfer;  /* under way */
@@ -61,6 +63,7 @@ static char *
 own_shard(const member *self, const ct_request *r, size_t shard)
 {
     const size_t begin = (size_t)self->base.rank * shard;
+    /* The last ranks' shards may be empty and begin at the end. */
     return (char *)r->in.data +
            (begin < r->in.n ? begin : r->in.n) * ct_dtype_size(r->in.dtype);
 }
@@ -123,6 +126,7 @@ plan(const member *self, ct_work *w)
             r, r->in.n, ranks, r->what == CT_BROADCAST ? CT_SINK_COPY : CT_SINK_ROOT);
         w->transfer.to = r->in.data;
         return;
+    /* No elements: comparing the requests makes every rank wait for all others. */
     case CT_BARRIER:
         w->transfer = transfer_of(r, 0, ranks, CT_SINK_REDUCE);
         return;
@@ -173,6 +177,8 @@ progress(member *self, const ct_work *until)
     }
 }
 
+/* A flag and no lock: the order of two threads' collectives would differ between ranks,
+ * so a second thread gets an error. */
 static ct_status
 enter(member *self, const ct_request *r, ct_error *err)
 {
@@ -220,6 +226,7 @@ shm_run(ct_comm *comm, const ct_request *request, ct_error *err)
     if (status != CT_OK) {
         return status;
     }
+    /* On the stack: the queue has dropped this work when progress returns. */
     append(self, &w, &r);
     progress(self, &w);
     leave(self);
@@ -231,6 +238,7 @@ shm_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error *er
 {
     member *self = (member *)comm;
     ct_request r;
+    /* Before the group is entered, so that a failure has nothing to undo. */
     ct_work *w = ct_alloc(sizeof *w);
     if (w == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to begin a collective");
@@ -284,6 +292,8 @@ shm_stream(ct_comm *comm, const ct_stream *stream, ct_error *err)
         return status;
     }
     append(self, &w, &r);
+    /* In place of the transfer of an all_reduce, whose operand would have an
+     * address. */
     w.transfer =
         transfer_of(&w.request, stream->n, (size_t)comm->world_size, CT_SINK_REDUCE);
     w.transfer.stream = stream;
@@ -299,6 +309,8 @@ shm_stream(ct_comm *comm, const ct_stream *stream, ct_error *err)
 static ct_status
 agree_on_bytes(member *self, size_t bytes, ct_error *err)
 {
+    /* A single reduction yields both: the least of the negated numbers is the negated
+     * most. */
     double least_and_most[2] = {(double)bytes, -(double)bytes};
     const ct_span span = {least_and_most, 2, CT_F64};
     ct_status status = ct_comm_all_reduce(&self->base, &span, CT_REDUCE_MIN, err);
@@ -320,6 +332,8 @@ join_peer_buffer(const member *self, size_t bytes, ct_pages **buffer, ct_error *
     char key[LONGEST_KEY + 64];
     ct_segment segment = {.fd = -1};
     const size_t rank = (size_t)self->base.rank;
+    /* The number is the same on all ranks, because all add buffers in the same
+     * order. */
     (void)snprintf(key, sizeof key, "memory %zu of %s", self->exchange.peer_buffers.n,
                    self->key);
     ct_status status = ct_segment_join(
@@ -343,6 +357,8 @@ shm_memory(ct_comm *comm, size_t bytes, ct_pages **memory, ct_error *err)
         status = join_peer_buffer(self, ct_pages_round(bytes), &buffer, err);
     }
     if (status == CT_OK) {
+        /* Before the barrier: after it a place in this buffer may be named by any
+         * rank. */
         ct_peer_buffers_add(&self->exchange.peer_buffers, buffer);
         status = ct_comm_barrier(comm, err);
     }
@@ -375,6 +391,7 @@ shm_group(ct_comm *comm, const ct_members *members, ct_comm **made, ct_error *er
     if (members->n < 2) {
         return CT_OK;
     }
+    /* A long key is cut at the end, so the hash of the whole comes first. */
     (void)snprintf(key, sizeof key, "%016llx group %u of rank %d of %s",
                    hash_text(self->key), members->serial, members->ranks[0], self->key);
     return ct_comm_shm_new(made, key, members->index, members->n, self->timeout_seconds,
@@ -385,6 +402,7 @@ static void
 shm_free(ct_comm *comm)
 {
     member *self = (member *)comm;
+    /* First: leaving the barrier writes to the segment. */
     ct_exchange_fini(&self->exchange);
     ct_segment_leave(&self->segment);
     ct_free(self);

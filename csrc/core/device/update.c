@@ -1,4 +1,7 @@
-/* Checks of updates, for the kernels of every device. */
+/* Checks of updates, for the kernels of every device.
+ *
+ * A GPU's kernel has no way to report a bad operand, and part of an update cannot be
+ * taken back: every span is checked on the host before the first kernel is enqueued. */
 #include "core/device/update.h"
 
 static const struct {
@@ -16,6 +19,7 @@ ct_rule_n_states(ct_rule rule)
     return rules[rule].n_states;
 }
 
+/* Messages say which array: one span has up to five with dtypes of their own. */
 static ct_status
 check_dtype(const ct_update *update, size_t i, const char *array, ct_dtype dtype,
             ct_error *err)
@@ -41,6 +45,7 @@ check_state(const ct_update *update, size_t i, ct_error *err)
                        "%s: span %zu has state of uint8, which this rule cannot have",
                        rule, i);
     }
+    /* An empty span, a rank's share of a short parameter, may lack all memory. */
     for (size_t k = 0; span->n != 0 && k < ct_rule_n_states(update->rule); k++) {
         if (span->quant[k].map == NULL || span->quant[k].absmax == NULL) {
             return ct_fail(err, CT_EINVAL,
@@ -71,6 +76,7 @@ check_span(const ct_update *update, size_t i, ct_error *err)
         status = check_dtype(update, i, "an average", span->ema_dtype, err);
     }
     for (size_t k = 0; status == CT_OK && span->n != 0 && k < n_states; k++) {
+        /* The first state array may be computed from row and column factors instead. */
         if (span->state[k] == NULL && !(k == 0 && span->row != NULL)) {
             status =
                 ct_fail(err, CT_EINVAL, "%s: span %zu lacks state array %zu of %zu",
@@ -112,6 +118,7 @@ ct_check_pairs(const char *kernel, const ct_span *spans, const ct_span *values,
     return CT_OK;
 }
 
+/* Rules that are not measured have no step one and two: `update` alone serves them. */
 ct_status
 ct_measure_check(const ct_update *update, ct_error *err)
 {
@@ -142,6 +149,7 @@ ct_factor_check(const ct_factored *list, size_t n, ct_error *err)
                            i, f->matrices, f->rows, f->cols);
         }
         const size_t all = f->matrices * f->rows * f->cols;
+        /* In this order, so that no sum can wrap around. */
         if (f->begin > all || f->n > all - f->begin) {
             return ct_fail(err, CT_EINVAL,
                            "factor: number %zu has gradients of %zu elements from "

@@ -1,5 +1,8 @@
 /* Schedules of all families: finding a kind, setting and checking the options; and
- * transformers' family, whose names have no prefix. */
+ * transformers' family, whose names have no prefix.
+ *
+ * Every value is a double in a slot, NaN for a missing value: one test for NaN
+ * finds an option that was not set, and the formulas read slots without a lookup. */
 #include "core/schedule/family.h"
 
 #include <ctype.h>
@@ -26,6 +29,7 @@ typedef struct word_list {
     size_t length;
 } word_list;
 
+/* A list that is full drops words: a message need not be complete. */
 static void
 word_list_add(word_list *list, const char *prefix, const char *word)
 {
@@ -54,6 +58,7 @@ enum {
     LONGEST = 40 /* letters of an option's name at most */
 };
 
+/* Options of the command line may have dashes and capitals. */
 static int
 differ(char one, char other)
 {
@@ -87,7 +92,8 @@ ct_schedule_takes(const ct_schedule *schedule, size_t i)
     return (schedule->kind->takes & CT_BIT(i)) != 0;
 }
 
-/* The option meant by a misspelt name: at most a letter in four wrong, and one more. */
+/* The option meant by a misspelt name: at most a letter in four wrong, and one more.
+ * Options that the kind does not read are no help. */
 static const char *
 nearest_option(const ct_schedule *schedule, const char *name)
 {
@@ -212,6 +218,8 @@ check_value(const ct_schedule_option *option, double value, ct_error *err)
     }
     if (option->form == CT_OPTION_INTEGER) {
         what = "a whole number of at most 2**53";
+        /* Beyond 2^53 the original's integers and these doubles would divide
+         * differently. */
         fits = fits && floor(value) == value && fabs(value) <= MOST_EXACT;
     }
     else if (option->form == CT_OPTION_FLAG) {
@@ -255,6 +263,7 @@ ct_schedule_set(ct_schedule *schedule, const char *name, double value, ct_error 
     return status;
 }
 
+/* Apart from numbers, as True would pass for a count of 1. */
 ct_status
 ct_schedule_set_flag(ct_schedule *schedule, const char *name, int value, ct_error *err)
 {
@@ -295,6 +304,7 @@ ct_schedule_set_word(ct_schedule *schedule, const char *name, const char *word,
     return reject_word(option, word, err);
 }
 
+/* Once, after all options: the order in which callers set options does not matter. */
 ct_status
 ct_schedule_finish(ct_schedule *schedule, ct_error *err)
 {
@@ -367,6 +377,7 @@ static const ct_schedule_option options[N_OPTIONS] = {
     [MIN_LR_RATIO] = CT_REAL("min_lr_ratio", 0.0, 0.0),
 };
 
+/* Python's max(1, x), the originals' guard against dividing by zero. */
 static double
 at_least_one(double x)
 {
@@ -476,6 +487,7 @@ cosine_with_restarts(const double *o, double step)
         return warmup(o, step);
     }
     const double at = progress(o, step);
+    /* The wave would begin anew after the end of the run. */
     if (at >= 1.0) {
         return 0.0;
     }
@@ -523,6 +535,8 @@ inverse_sqrt(const double *o, double step)
     return 1.0 / sqrt((step + shift) / scale);
 }
 
+/* A floor in units of the learning rate becomes a factor once, as the formulas work
+ * with factors. */
 static ct_status
 prepare_floor(double *o, ct_error *err)
 {
