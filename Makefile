@@ -51,7 +51,7 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ctrainer needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --disable-pip-version-check 'setuptools>=77' numpy '$(TORCH)'
-	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[hf,plot,notebook,test]'
+	CTRAINER_CUDA=$${CTRAINER_CUDA:-0} $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[hf,plot,notebook,test]'
 	touch $@
 
 demo: ext
