@@ -19,9 +19,9 @@ OWNERS = re.findall(r"CTPY_NAME\((\w+)\) /\* ([\w.]+) \*/", OWN)
 # and transformers have them on objects of theirs.
 OF_OTHERS = {
     "transformers": """
-        _clip_grad_norm _evaluate _get_learning_rate _get_num_items_in_batch
-        _inner_training_loop _loss_shifts_labels _maybe_log_save_evaluate _past
-        _prepare_input _prepare_inputs _signature_columns _track_num_input_tokens""",
+        _clip_grad_norm _get_learning_rate _get_num_items_in_batch
+        _loss_shifts_labels _maybe_log_save_evaluate _past _prepare_input
+        _prepare_inputs _track_num_input_tokens""",
     "accelerate": "_set_sync_gradients",
     "fairseq": """
         _build_optimizer _check_grad_norms _ema _log_oom _lr_scheduler _optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from types import MemberDescriptorType
@@ -108,6 +109,48 @@ class TrainerBase(_C.Trainer):
         """`data` with its tensors on the device; overrides see every batch here that
         is no plain dict, or goes to a GPU."""
         return self._adapter.prepare_input(data, self.args.device)
+
+    # Work that ranks succeed or fail in together
+
+    def _together(
+        self, doing: str, function: Callable[[], bytes | None]
+    ) -> list[bytes]:
+        """Call function() on every rank and return what all returned, in rank order:
+        bytes, b"" for None. Where one fails, all raise: it its own exception, the
+        others a RuntimeError that names the rank, `doing` and the error."""
+        try:
+            payload = function()
+            if not isinstance(payload, bytes | None):
+                raise TypeError(
+                    f"{doing}: expected bytes or None, got a {type(payload).__name__}"
+                )
+        except BaseException as error:
+            with contextlib.suppress(BaseException):  # the first failure is reported
+                self._report_failure(error)
+            raise
+        group = self._communicator
+        if group.world_size == 1:
+            return [payload or b""]
+        try:
+            parts = group.gather_bytes(b"+" + (payload or b""))
+        except (RuntimeError, ValueError) as error:
+            raise type(error)(f"{doing}: {error}") from error
+        for rank, part in enumerate(parts):
+            if part[:1] == b"-":
+                text = part[1:].decode(errors="replace")
+                raise RuntimeError(f"{doing}: rank {rank} failed: {text}")
+        return [part[1:] for part in parts]
+
+    def _report_failure(self, error: BaseException) -> None:
+        """Send the error's text to the other ranks, so that none waits for this one.
+
+        A message begins with one byte, + for success or - for failure.
+        """
+        if self._communicator.world_size > 1:
+            text = ""
+            with contextlib.suppress(Exception):  # an error may have no text
+                text = f"{type(error).__name__}: {error}"
+            self._communicator.gather_bytes(b"-" + text.encode(errors="replace"))
 
     # Tokens
 

@@ -20,6 +20,7 @@ from ctrainer import _C, adapters
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.comm import world
+from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer import blocks, checkpoint, data, evaluation, search, shards
 from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer.checkpoint import call_if_there
@@ -101,7 +102,13 @@ class TrainerRun(TrainerBase):
             raise TypeError(f"train() got unexpected arguments: {', '.join(kwargs)}")
         try:
             folder = self._begin_train(resume_from_checkpoint, trial)
-            output, number = self._call_loop(folder, trial, ignore_keys_for_eval)
+            output, number = self._call_loop(
+                lambda: self._inner_training_loop(
+                    resume_from_checkpoint=folder,
+                    trial=trial,
+                    ignore_keys_for_eval=ignore_keys_for_eval,
+                )
+            )
         except BaseException:
             with contextlib.suppress(BaseException):
                 self._leave_run()
@@ -118,6 +125,30 @@ class TrainerRun(TrainerBase):
         except RuntimeError as error:  # a collective is under way
             logger.warning("the group of the run stays open: %s", error)
         self._end_train(False)
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Run all epochs and return a TrainOutput; train() has resolved the
+        checkpoint."""
+        run = _C.Run()
+        run.args = self.args if args is None else args
+        run.checkpoint, run.trial = resume_from_checkpoint, trial
+        run.ignore_keys = ignore_keys_for_eval
+        self._prepare_run(run)
+        run.accumulation = int(self.args.gradient_accumulation_steps)
+        self.control = self.callback_handler.on_train_begin(
+            self.args, self.state, self.control
+        )
+        if self.args.eval_on_start:
+            self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        self._run_epochs(run)
+        return self._finalize_training(run.trial, run.samples, run.start_time)
 
     def _prepare_run(self, run: _C.Run) -> None:
         """Fill in the run: its length, its place and the model, all of it ready."""
@@ -168,10 +199,6 @@ class TrainerRun(TrainerBase):
                 "even_batches in accelerator_config gives all ranks equally many",
                 stacklevel=2,
             )
-
-    def _finish_run(self, run: _C.Run) -> TrainOutput:
-        """What the run returns, once its last epoch has ended."""
-        return self._finalize_training(run.trial, run.samples, run.start_time)
 
     def _begin_train(self, resume: str | bool | None, trial: Any) -> Any:
         """Ready the model and load the checkpoint's weights; return its folder."""
@@ -697,6 +724,24 @@ class TrainerRun(TrainerBase):
     prediction_loop = evaluation.evaluation_loop
     _evaluate = evaluation.evaluate_in_training
     num_examples = evaluation.num_examples
+
+
+def log_save_evaluate(
+    trainer: TrainerRun, run: _C.Run, learning_rate: float | None
+) -> None:
+    """Call the hook, with keywords for all arguments but the sum, since releases of
+    transformers differ in their order."""
+    call_adapted(
+        trainer._maybe_log_save_evaluate,
+        trainer._window_loss,
+        grad_norm=trainer._last_grad_norm,
+        model=run.model,
+        trial=run.trial,
+        epoch=run.epoch,
+        ignore_keys_for_eval=run.ignore_keys,
+        start_time=run.start_time,
+        learning_rate=learning_rate,
+    )
 
 
 def _end_by_signal(number: int) -> None:

@@ -3,23 +3,9 @@
  * A message is a pickle of arrays and of the number of children of each container. The
  * containers do not travel, since the types need not be picklable: each rank rebuilds
  * the values in the containers of its own batch, with as many children. */
-#include "binding/data/gather.h"
-
 #include "binding/comm/communicator.h"
 #include "binding/data/accumulator.h"
 #include "binding/runtime/buffer.h"
-
-/* pickle.dumps(value) with the newest protocol, as bytes. */
-static PyObject *
-pickled(PyObject *value)
-{
-    PyObject *module = PyImport_ImportModule("pickle"), *bytes = NULL;
-    if (module != NULL) {
-        bytes = PyObject_CallMethod(module, "dumps", "Oi", value, -1);
-        Py_DECREF(module);
-    }
-    return bytes;
-}
 
 /* Names the rank in the exception of a message that cannot be unpickled. */
 static void
@@ -43,23 +29,11 @@ name_sender(int rank)
 static PyObject *
 unpickled(PyObject *bytes, int rank)
 {
-    PyObject *module = PyImport_ImportModule("pickle"), *value = NULL;
-    if (module != NULL) {
-        value = PyObject_CallMethod(module, "loads", "O", bytes);
-        Py_DECREF(module);
-    }
+    PyObject *value = ctpy_call_function("pickle", "loads", "(O)", bytes);
     if (value == NULL) {
         name_sender(rank);
     }
     return value;
-}
-
-PyObject *
-ctpy_exchange(ctpy_state *state, PyObject *communicator, PyObject *bytes)
-{
-    return ctpy_comm_borrow(state, communicator) == NULL
-               ? NULL
-               : Communicator_gather_bytes(communicator, bytes);
 }
 
 static int
@@ -251,8 +225,9 @@ gather_nested(ctpy_state *state, PyObject *communicator, PyObject *value,
     PyObject *message = NULL;
     if (list != NULL && flatten(list, value, state) == 0 &&
         (message = PyTuple_Pack(2, counts ? Py_True : Py_False, list)) != NULL &&
-        (bytes = pickled(message)) != NULL &&
-        (parts = ctpy_exchange(state, communicator, bytes)) != NULL) {
+        (bytes = ctpy_call_function("pickle", "dumps", "(Oi)", message, -1)) != NULL &&
+        ctpy_comm_borrow(state, communicator) != NULL &&
+        (parts = Communicator_gather_bytes(communicator, bytes)) != NULL) {
         result = join(state, parts, value, padding_index);
     }
     Py_XDECREF(parts);

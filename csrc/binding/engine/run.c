@@ -8,55 +8,28 @@
 #include "binding/engine/run.h"
 
 #include "binding/comm/communicator.h"
-#include "binding/data/gather.h"
 #include "binding/runtime/buffer.h"
 
 #include "core/data/targets.h"
 
 /* ---- hooks of every age, and the adapter ----------------------------------------- */
 
-/* The object with the signature: a bound method's function, else the callable. */
+/* New reference: frozenset of the keywords that a callable of Python's accepts, or None
+ * for all. */
 static PyObject *
-function_borrow(PyObject *callable)
-{
-    return PyMethod_Check(callable) ? PyMethod_GET_FUNCTION(callable) : callable;
-}
-
-/* True for a callable of ours, which takes every keyword that we pass. */
-static bool
-is_native(PyObject *callable)
-{
-    return PyCFunction_Check(callable);
-}
-
-/* New reference: frozenset of accepted keyword names, or None for all of them. */
-static PyObject *
-accepted_keywords(PyObject *callable)
-{
-    PyObject *module = PyImport_ImportModule("ctrainer.runtime.hooks");
-    if (module == NULL) {
-        return NULL;
-    }
-    PyObject *found = PyObject_CallMethod(module, "accepted_keywords", "O",
-                                          function_borrow(callable));
-    Py_DECREF(module);
-    return found;
-}
-
-static PyObject *
-accepted_cached(PyObject *op, PyObject *callable)
+accepted_keywords(PyObject *op, PyObject *callable)
 {
     PyObject *cache = ((Trainer *)op)->signatures;
-    PyObject *key = function_borrow(callable);
-    PyObject *found = PyDict_GetItemWithError(cache, key);
-    if (found != NULL) {
-        return Py_NewRef(found);
+    PyObject *function =
+        PyMethod_Check(callable) ? PyMethod_GET_FUNCTION(callable) : callable;
+    PyObject *found = PyDict_GetItemWithError(cache, function);
+    if (found != NULL || !ctpy_forgive()) { /* an unhashable callable: ask every time */
+        return Py_XNewRef(found);
     }
-    if (PyErr_Occurred()) { /* an unhashable callable: ask every time */
-        return ctpy_forgive() ? accepted_keywords(callable) : NULL;
-    }
-    found = accepted_keywords(callable);
-    if (found != NULL && PyDict_SetItem(cache, key, found) < 0) {
+    found = ctpy_call_function("ctrainer.runtime.hooks", "accepted_keywords", "(O)",
+                               function);
+    if (found != NULL && PyDict_SetItem(cache, function, found) < 0 &&
+        !ctpy_forgive()) {
         Py_CLEAR(found);
     }
     return found;
@@ -101,9 +74,8 @@ ctpy_call_adapted(PyObject *op, PyObject *name, PyObject *const *args, size_t na
     for (size_t i = 0; i < nargs + n_keywords; i++) {
         stack[1 + i] = args[i];
     }
-    if (n_keywords > 0 && !is_native(callable)) {
-        accepted = accepted_cached(op, callable);
-        if (accepted == NULL) {
+    if (n_keywords > 0 && !PyCFunction_Check(callable)) { /* ours take every keyword */
+        if ((accepted = accepted_keywords(op, callable)) == NULL) {
             goto done;
         }
         if (accepted != Py_None) {
@@ -122,24 +94,14 @@ done:
     return result;
 }
 
-/* The adapter of the model's framework, a new reference; NULL with an exception for a
- * trainer that has none yet. */
-static PyObject *
-adapter_of(PyObject *op)
-{
-    PyObject *adapter = ctpy_field(((Trainer *)op)->adapter);
-    return adapter != NULL ? adapter
-                           : PyErr_Format(PyExc_AttributeError,
-                                          "%.100s.__init__() has not been called",
-                                          Py_TYPE(op)->tp_name);
-}
-
 PyObject *
 ctpy_ask_adapter(PyObject *op, PyObject *name, PyObject *const *args, size_t n)
 {
-    PyObject *adapter = adapter_of(op);
+    PyObject *adapter = ctpy_field(((Trainer *)op)->adapter);
     if (adapter == NULL) {
-        return NULL;
+        return PyErr_Format(PyExc_AttributeError,
+                            "%.100s.__init__() has not been called",
+                            Py_TYPE(op)->tp_name);
     }
     PyObject *answer = ctpy_call_hook(adapter, name, args, n);
     Py_DECREF(adapter);
@@ -213,15 +175,12 @@ Trainer_autocast_smart_context_manager(PyObject *Py_UNUSED(op), PyObject *args,
                                        PyObject *kwargs)
 {
     static char *keywords[] = {"cache_enabled", NULL};
-    PyObject *cache_enabled, *contextlib, *context;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:autocast_smart_context_manager",
-                                     keywords, &cache_enabled) ||
-        (contextlib = PyImport_ImportModule("contextlib")) == NULL) {
-        return NULL;
-    }
-    context = PyObject_CallMethod(contextlib, "nullcontext", NULL);
-    Py_DECREF(contextlib);
-    return context;
+    PyObject *cache_enabled;
+    return PyArg_ParseTupleAndKeywords(args, kwargs,
+                                       "|O:autocast_smart_context_manager", keywords,
+                                       &cache_enabled)
+               ? ctpy_call_function("contextlib", "nullcontext", "()")
+               : NULL;
 }
 
 int
@@ -338,8 +297,10 @@ is_open(PyObject *group)
     return comm != NULL && ct_comm_is_here(comm);
 }
 
-ct_comm *
-ctpy_trainer_comm_borrow(PyObject *op)
+/* The group of the trainer's ranks, from _join_ranks() at the first call; owned by the
+ * trainer. NULL with an exception. */
+static ct_comm *
+comm_borrow(PyObject *op)
 {
     Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
@@ -357,7 +318,7 @@ ctpy_trainer_comm_borrow(PyObject *op)
 int
 ctpy_trainer_world_size(PyObject *op)
 {
-    const ct_comm *comm = ctpy_trainer_comm_borrow(op);
+    const ct_comm *comm = comm_borrow(op);
     return comm == NULL ? -1 : comm->world_size;
 }
 
@@ -405,152 +366,7 @@ ctpy_trainer_is_alone(const PyObject *op)
 PyObject *
 ctpy_trainer_get_communicator(PyObject *op, void *Py_UNUSED(closure))
 {
-    return ctpy_trainer_comm_borrow(op) == NULL
-               ? NULL
-               : Py_NewRef(((Trainer *)op)->rank_group);
-}
-
-/* ---- work that ranks succeed or fail in together -----------------------------------
- *
- * A message begins with one byte for success or failure, so that no rank waits for
- * another that has failed: a failed rank sends its error's text and keeps the error. */
-
-/* The first byte of a rank's message. */
-enum {
-    FARED_WELL = '+',
-    FAILED = '-'
-};
-
-/* Puts "doing: " before the text of the RuntimeError or ValueError that is set. */
-static void
-name_doing(const char *doing)
-{
-    PyObject *type, *value, *trace;
-    if (!PyErr_ExceptionMatches(PyExc_RuntimeError) &&
-        !PyErr_ExceptionMatches(PyExc_ValueError)) {
-        return;
-    }
-    PyErr_Fetch(&type, &value, &trace);
-    PyErr_Format(type, "%s: %S", doing, value);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-}
-
-/* "OSError: No space left on device" */
-static PyObject *
-text_of(PyObject *type, PyObject *value)
-{
-    PyObject *bytes = NULL;
-    PyObject *text = PyUnicode_FromFormat("%s: %S", ((PyTypeObject *)type)->tp_name,
-                                          value == NULL ? Py_None : value);
-    if (text != NULL) {
-        bytes = PyUnicode_AsEncodedString(text, "utf-8", "replace");
-        Py_DECREF(text);
-    }
-    return bytes;
-}
-
-/* Exchanges the mark and the payload (bytes, or NULL for none). */
-static PyObject *
-send(PyObject *op, char mark, PyObject *payload)
-{
-    PyObject *parts = NULL, *group = Py_NewRef(((Trainer *)op)->rank_group);
-    PyObject *message = PyBytes_FromStringAndSize(&mark, 1);
-    if (message != NULL && payload != NULL) {
-        PyBytes_Concat(&message, payload);
-    }
-    if (message != NULL) {
-        parts = ctpy_exchange(ctpy_state_borrow(op), group, message);
-        Py_DECREF(message);
-    }
-    Py_DECREF(group);
-    return parts;
-}
-
-static void
-raise_for(const char *doing, Py_ssize_t rank, const char *message, Py_ssize_t n)
-{
-    PyObject *text = PyUnicode_DecodeUTF8(message, n, "replace");
-    if (text != NULL) {
-        PyErr_Format(PyExc_RuntimeError, "%s: rank %zd failed: %U", doing, rank, text);
-        Py_DECREF(text);
-    }
-}
-
-/* Strips the marks off; NULL with an exception that names the first rank that failed.
- */
-static PyObject *
-judge_steal(PyObject *parts, const char *doing)
-{
-    PyObject *payloads = PyList_New(0);
-    for (Py_ssize_t r = 0; payloads != NULL && r < PyList_GET_SIZE(parts); r++) {
-        const char *message = PyBytes_AS_STRING(PyList_GET_ITEM(parts, r));
-        const Py_ssize_t n = PyBytes_GET_SIZE(PyList_GET_ITEM(parts, r)) - 1;
-        if (message[0] == FAILED) {
-            raise_for(doing, r, message + 1, n);
-            Py_CLEAR(payloads);
-            break;
-        }
-        PyObject *payload = PyBytes_FromStringAndSize(message + 1, n);
-        if (payload == NULL || PyList_Append(payloads, payload) < 0) {
-            Py_CLEAR(payloads);
-        }
-        Py_XDECREF(payload);
-    }
-    Py_DECREF(parts);
-    return payloads;
-}
-
-/* Reports the exception that is set to the other ranks; the exception stays. */
-static void
-report_failure(PyObject *op)
-{
-    PyObject *type, *value, *trace, *parts;
-    PyErr_Fetch(&type, &value, &trace);
-    PyErr_NormalizeException(&type, &value, &trace);
-    PyObject *text = text_of(type, value);
-    if (text == NULL) {
-        PyErr_Clear();
-    }
-    if ((parts = send(op, FAILED, text)) == NULL) {
-        PyErr_Clear(); /* the first failure is reported */
-    }
-    Py_XDECREF(parts);
-    Py_XDECREF(text);
-    PyErr_Restore(type, value, trace);
-}
-
-/* Says to the others how this rank has fared in what it was doing: with an exception
- * set that it failed, else what they get of it, bytes (NULL: none). Returns the
- * payloads of all ranks, a list in rank order; NULL with an exception when any has
- * failed: this rank's own, or a RuntimeError that names the rank, `doing` and its
- * error. Alone it is the list of its own payload. */
-static PyObject *
-account(PyObject *op, const char *doing, PyObject *payload)
-{
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    const int ranks = ctpy_trainer_world_size(op);
-    if (type != NULL) {
-        PyErr_Restore(type, value, trace);
-    }
-    if (PyErr_Occurred()) {
-        if (ranks > 1) {
-            report_failure(op);
-        }
-        return NULL;
-    }
-    if (ranks == 1) {
-        return payload == NULL ? Py_BuildValue("[y]", "")
-                               : Py_BuildValue("[O]", payload);
-    }
-    PyObject *parts = send(op, FARED_WELL, payload);
-    if (parts == NULL) {
-        name_doing(doing);
-        return NULL;
-    }
-    return judge_steal(parts, doing);
+    return comm_borrow(op) == NULL ? NULL : Py_NewRef(((Trainer *)op)->rank_group);
 }
 
 static const char Trainer__leave_ranks_doc[] =
@@ -564,34 +380,6 @@ Trainer__leave_ranks(PyObject *op, PyObject *Py_UNUSED(unused))
     return ctpy_trainer_is_alone(op)
                ? Py_NewRef(Py_None)
                : PyObject_CallMethod(((Trainer *)op)->rank_group, "close", NULL);
-}
-
-static const char Trainer__together_doc[] =
-    "_together($self, doing, function, /)\n--\n\n"
-    "Call function() on every rank and return what all returned: bytes, or None.\n\n"
-    "Returns a list in rank order, b'' for None, when all have come back. Where one\n"
-    "fails, all raise: it its own exception, the others a RuntimeError that names the\n"
-    "rank, `doing` and the error.";
-
-static PyObject *
-Trainer__together(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"", "", NULL};
-    const char *doing;
-    PyObject *function, *payload, *all;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO:_together", keywords, &doing,
-                                     &function)) {
-        return NULL;
-    }
-    payload = PyObject_CallNoArgs(function);
-    if (payload != NULL && payload != Py_None && !PyBytes_Check(payload)) {
-        PyErr_Format(PyExc_TypeError, "%s: expected bytes or None, got a %.100s", doing,
-                     Py_TYPE(payload)->tp_name);
-        Py_CLEAR(payload);
-    }
-    all = account(op, doing, payload == Py_None ? NULL : payload);
-    Py_XDECREF(payload);
-    return all;
 }
 
 static const char Trainer__sum_over_ranks_doc[] =
@@ -609,15 +397,13 @@ Trainer__sum_over_ranks(PyObject *op, PyObject *args)
 }
 
 PyMethodDef Trainer_engine_run_methods[] = {
-    {"compute_loss_context_manager",   Trainer_compute_loss_context_manager,           METH_NOARGS,
-     Trainer_compute_loss_context_manager_doc                                                                                                  },
+    {"compute_loss_context_manager",   Trainer_compute_loss_context_manager, METH_NOARGS,
+     Trainer_compute_loss_context_manager_doc                                                                                        },
     {"autocast_smart_context_manager",
      (PyCFunction)(void (*)(void))Trainer_autocast_smart_context_manager,
-     METH_VARARGS | METH_KEYWORDS,                                                                   Trainer_autocast_smart_context_manager_doc},
-    {"_leave_ranks",                   Trainer__leave_ranks,                           METH_NOARGS,  Trainer__leave_ranks_doc                  },
-    {"_sum_over_ranks",                Trainer__sum_over_ranks,                        METH_VARARGS,
-     Trainer__sum_over_ranks_doc                                                                                                               },
-    {"_together",                      (PyCFunction)(void (*)(void))Trainer__together,
-     METH_VARARGS | METH_KEYWORDS,                                                                   Trainer__together_doc                     },
-    {NULL,                             NULL,                                           0,            NULL                                      },
+     METH_VARARGS | METH_KEYWORDS,                                                         Trainer_autocast_smart_context_manager_doc},
+    {"_leave_ranks",                   Trainer__leave_ranks,                 METH_NOARGS,  Trainer__leave_ranks_doc                  },
+    {"_sum_over_ranks",                Trainer__sum_over_ranks,              METH_VARARGS,
+     Trainer__sum_over_ranks_doc                                                                                                     },
+    {NULL,                             NULL,                                 0,            NULL                                      },
 };

@@ -17,24 +17,19 @@ typedef struct Trainer {
 #define CTPY_OBJECT(name) PyObject *name;
 #define CTPY_VALUE(type, name) type name;
 #include "binding/engine/fields.def"
-#undef CTPY_VALUE
-#undef CTPY_OBJECT
     PyObject *signatures; /* dict: function -> what keywords it accepts; never NULL */
     double share;         /* of the current micro-batch in its update; 0 outside one */
     int agreed_signal;    /* that all ranks know of; 0: none */
     bool in_update;       /* between the first micro-batch and the end of an update */
 } Trainer;
 
-/* One train(), made by the loop. */
+/* One train(), made by _inner_training_loop(). */
 typedef struct ctpy_run {
     PyObject_HEAD
 #define CTPY_OBJECT(name) PyObject *name;
 #define CTPY_VALUE(type, name) type name;
 #include "binding/engine/run.def"
-#undef CTPY_VALUE
-#undef CTPY_OBJECT
     ct_owner owner;       /* the process that trains, not a child of its own */
-    int64_t accumulation; /* micro-batches an update */
     int64_t targets;      /* of the update, on all of several ranks; -1: unknown */
     bool layer_norms_due; /* in the update that is under way, to be logged */
 } ctpy_run;
@@ -78,10 +73,6 @@ int64_t ctpy_count_targets(PyObject *op, PyObject *batch, int *failed);
 int64_t ctpy_count_batches(PyObject *op, PyObject *batches, int *failed);
 
 /* ---- the group of ranks ---- */
-
-/* The group of the trainer's ranks, from _join_ranks() at the first call; owned by the
- * trainer. NULL with an exception. */
-ct_comm *ctpy_trainer_comm_borrow(PyObject *op);
 
 /* The getter of Trainer._communicator. */
 PyObject *ctpy_trainer_get_communicator(PyObject *op, void *closure);

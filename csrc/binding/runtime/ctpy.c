@@ -9,6 +9,7 @@
 #include "core/device/device.h"
 
 #include <signal.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -72,6 +73,27 @@ ctpy_raise_int(const ct_error *err)
 {
     (void)ctpy_raise(err);
     return -1;
+}
+
+/* ---- calls ----------------------------------------------------------------------- */
+
+PyObject *
+ctpy_call_function(const char *module, const char *name, const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    PyObject *answer = NULL, *args = Py_VaBuildValue(format, values);
+    va_end(values);
+    PyObject *function = args == NULL ? NULL : PyImport_ImportModule(module);
+    if (function != NULL) {
+        Py_SETREF(function, PyObject_GetAttrString(function, name));
+    }
+    if (function != NULL) {
+        answer = PyObject_CallObject(function, args);
+    }
+    Py_XDECREF(function);
+    Py_XDECREF(args);
+    return answer;
 }
 
 /* ---- lifetime of types without Python objects ------------------------------------ */
@@ -161,8 +183,8 @@ bool_steal(PyObject *found, int *value)
     return *value < 0 ? -1 : 0;
 }
 
-static int
-double_steal(PyObject *found, double *value)
+int
+ctpy_double_steal(PyObject *found, double *value)
 {
     if (found == NULL) {
         return -1;
@@ -197,7 +219,7 @@ ctpy_get_bool(PyObject *op, PyObject *name, int *value)
 int
 ctpy_get_double(PyObject *op, PyObject *name, double *value)
 {
-    return double_steal(PyObject_GetAttr(op, name), value);
+    return ctpy_double_steal(PyObject_GetAttr(op, name), value);
 }
 
 int
@@ -206,8 +228,8 @@ ctpy_get_int64(PyObject *op, PyObject *name, int64_t *value)
     return int64_steal(PyObject_GetAttr(op, name), value);
 }
 
-static PyObject *
-field(PyObject *op, PyObject *outer, PyObject *name)
+PyObject *
+ctpy_field_object(PyObject *op, PyObject *outer, PyObject *name)
 {
     PyObject *holder = PyObject_GetAttr(op, outer);
     if (holder == NULL) {
@@ -221,13 +243,13 @@ field(PyObject *op, PyObject *outer, PyObject *name)
 int
 ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value)
 {
-    return bool_steal(field(op, outer, name), value);
+    return bool_steal(ctpy_field_object(op, outer, name), value);
 }
 
 int
 ctpy_field_int64(PyObject *op, PyObject *outer, PyObject *name, int64_t *value)
 {
-    return int64_steal(field(op, outer, name), value);
+    return int64_steal(ctpy_field_object(op, outer, name), value);
 }
 
 static int
@@ -265,15 +287,14 @@ int
 ctpy_call_if_there(PyObject *op, PyObject *name)
 {
     int failed;
-    PyObject *method = ctpy_get_optional(op, name, &failed), *answer = NULL;
+    PyObject *method = ctpy_get_optional(op, name, &failed);
     if (method == NULL || !PyCallable_Check(method)) {
         Py_XDECREF(method);
         return failed ? -1 : 0;
     }
-    answer = PyObject_CallNoArgs(method);
+    failed = ctpy_drop_steal(PyObject_CallNoArgs(method));
     Py_DECREF(method);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
+    return failed;
 }
 
 int
@@ -355,9 +376,7 @@ leave(PyObject *context, PyObject *exit_name)
         return -1;
     }
     PyObject *stack[] = {context, Py_None, Py_None, Py_None};
-    PyObject *answer = PyObject_VectorcallMethod(exit_name, stack, 4, NULL);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
+    return ctpy_drop_steal(PyObject_VectorcallMethod(exit_name, stack, 4, NULL));
 }
 
 PyObject *

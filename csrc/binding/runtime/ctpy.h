@@ -55,6 +55,19 @@ ctpy_state_borrow(PyObject *op)
 PyObject *ctpy_raise(const ct_error *err);
 int ctpy_raise_int(const ct_error *err);
 
+/* Drops what a call returned: 0, or -1 for NULL, with its exception. */
+static inline int
+ctpy_drop_steal(PyObject *answer)
+{
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+/* module.name(*args) of Python, for warnings, errors and what a run does rarely: the
+ * function is looked up at each call. format: of Py_BuildValue, a tuple. */
+PyObject *
+ctpy_call_function(const char *module, const char *name, const char *format, ...);
+
 /* Looks an optional attribute op.name up: 1 and a new reference in *value; 0 and NULL,
  * no exception; or -1 with the exception. */
 int ctpy_lookup(PyObject *op, PyObject *name, PyObject **value);
@@ -145,6 +158,7 @@ int ctpy_is_default(PyObject *op, PyObject *name);
 int ctpy_get_bool(PyObject *op, PyObject *name, int *value);
 int ctpy_get_double(PyObject *op, PyObject *name, double *value);
 int ctpy_get_int64(PyObject *op, PyObject *name, int64_t *value);
+int ctpy_double_steal(PyObject *found, double *value);
 int ctpy_set_int64(PyObject *op, PyObject *name, int64_t value);
 int ctpy_set_double(PyObject *op, PyObject *name, double value);
 
@@ -158,7 +172,8 @@ int ctpy_call_if_there(PyObject *op, PyObject *name);
 /* The truth of the attribute; false if missing. */
 int ctpy_get_flag(PyObject *op, PyObject *name, bool *value);
 
-/* op.outer.name as a C value: a field of args, state or control. */
+/* op.outer.name, a new reference or as a C value: a field of args, state or control. */
+PyObject *ctpy_field_object(PyObject *op, PyObject *outer, PyObject *name);
 int ctpy_field_bool(PyObject *op, PyObject *outer, PyObject *name, int *value);
 int ctpy_field_int64(PyObject *op, PyObject *outer, PyObject *name, int64_t *value);
 

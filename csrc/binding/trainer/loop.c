@@ -1,61 +1,17 @@
 /* The training loop of a Trainer: epochs, updates, micro-batches and signals.
  *
- * Python prepares a run and finishes the run; between both, C decides on the next
- * action. Attributes that a hook may replace (control, state, args) are read again
- * after the hook. The ranks agree, before and after each update, on the number of
- * batches and on what callbacks and signals request: each takes part in each agreement,
- * in the same order, or every rank raises. */
-#include "binding/optim/optim.h"
+ * Python prepares and finishes a run; between both, C decides on the next action.
+ * Attributes that a hook may replace (control, state, args) are read again after the
+ * hook. The ranks agree, before and after each update, on the number of batches and on
+ * what callbacks and signals request: each takes part in each agreement, in the same
+ * order, or every rank raises. */
 #include "binding/runtime/buffer.h"
 #include "binding/trainer/trainer.h"
-
-#include "core/data/targets.h"
 
 #include <string.h>
 
 /* ---- agreement of the ranks before an update, on batches and targets --------------
  */
-
-static int
-warn_left_over(PyObject *op, Py_ssize_t batches, int64_t without)
-{
-    int64_t step;
-    ctpy_state *names = ctpy_state_borrow(op);
-    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
-        return -1;
-    }
-    return PyErr_WarnFormat(
-        PyExc_UserWarning, 1,
-        "the epoch ends after step %lld, where %lld of %d ranks have no batch left; "
-        "%zd batches of rank %d are not trained on. even_batches in accelerator_config "
-        "gives all ranks equally many",
-        (long long)step, (long long)without, ctpy_trainer_world_size(op), batches,
-        ctpy_trainer_comm_borrow(op)->rank);
-}
-
-/* The hook _ranks_differ raises for different numbers of batches, unless the arguments
- * allow them. */
-static int
-report_batches(PyObject *op, Py_ssize_t n)
-{
-    int64_t step;
-    ctpy_state *names = ctpy_state_borrow(op);
-    if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
-        return -1;
-    }
-    PyObject *what = PyUnicode_FromFormat(
-        "the ranks have different numbers of batches for update %lld",
-        (long long)step + 1);
-    PyObject *own = PyUnicode_FromFormat("has %zd", n), *answer = NULL;
-    if (what != NULL && own != NULL) {
-        PyObject *stack[] = {op, what, own};
-        answer = PyObject_VectorcallMethod(names->str__ranks_differ, stack, 3, NULL);
-    }
-    Py_XDECREF(own);
-    Py_XDECREF(what);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
 
 /* Before an update: *enough is whether all ranks have a batch; run->targets is the sum
  * of the ranks' targets. Ranks with different numbers of batches all raise, with each
@@ -93,19 +49,22 @@ ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough)
         return -1;
     }
     if (values[SQUARES] * ranks != values[BATCHES] * values[BATCHES] &&
-        report_batches(op, n) < 0) {
+        ctpy_drop_steal(ctpy_call_function("ctrainer.trainer.reports",
+                                           "different_batches", "(OnL)", op, n,
+                                           (long long)values[WITHOUT])) < 0) {
         return -1;
     }
     *enough = values[WITHOUT] == 0;
     if (values[UNCOUNTED] == 0 && values[TARGETS] > 0) {
         run->targets = values[TARGETS];
     }
-    return *enough || n == 0 ? 0 : warn_left_over(op, n, values[WITHOUT]);
+    return 0;
 }
 
 /* ---- agreement after an update, on requests of callbacks and signals --------------
  */
 
+/* What a control requests, and a signal; the first three are done after an update. */
 enum {
     LOG,
     EVALUATE,
@@ -116,30 +75,49 @@ enum {
     WISHES
 };
 
-static int
-read_wishes(PyObject *control, PyObject *const *fields, double *wishes)
+static PyObject *
+wish_name(const ctpy_state *names, int wish)
 {
-    for (int i = 0; i < SIGNAL; i++) {
-        int value;
-        if (ctpy_get_bool(control, fields[i], &value) < 0) {
-            return -1;
-        }
+    PyObject *const all[SIGNAL] = {names->str_should_log, names->str_should_evaluate,
+                                   names->str_should_save, names->str_should_epoch_stop,
+                                   names->str_should_training_stop};
+    return all[wish];
+}
+
+/* Reads the wishes up to `last` from the control. */
+static int
+read_wishes(PyObject *op, int last, double *wishes)
+{
+    const ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *control = PyObject_GetAttr(op, names->str_control);
+    int value = 0, result = control == NULL ? -1 : 0;
+    for (int i = 0; result == 0 && i <= last; i++) {
+        result = ctpy_get_bool(control, wish_name(names, i), &value);
         wishes[i] = value;
     }
-    wishes[SIGNAL] = ctpy_signal_requested();
-    return 0;
+    Py_XDECREF(control);
+    return result;
 }
 
 static int
-grant_wishes(PyObject *control, PyObject *const *fields, const double *had,
-             const double *wishes)
+grant_wishes(PyObject *op, const double *had, const double *wishes)
 {
-    for (int i = 0; i < SIGNAL; i++) {
-        if (wishes[i] > had[i] && PyObject_SetAttr(control, fields[i], Py_True) < 0) {
-            return -1;
+    const ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *control = PyObject_GetAttr(op, names->str_control);
+    int result = control == NULL ? -1 : 0;
+    for (int i = 0; result == 0 && i < SIGNAL; i++) {
+        if (wishes[i] > had[i]) {
+            result = PyObject_SetAttr(control, wish_name(names, i), Py_True);
         }
     }
-    return 0;
+    Py_XDECREF(control);
+    return result;
+}
+
+static bool
+is_any_due(const double *wishes)
+{
+    return wishes[LOG] > 0.0 || wishes[EVALUATE] > 0.0 || wishes[SAVE] > 0.0;
 }
 
 /* A request of one rank's control (to log, evaluate, save or stop), or a signal that
@@ -150,97 +128,41 @@ grant_wishes(PyObject *control, PyObject *const *fields, const double *had,
 static int
 ranks_agree(PyObject *op, bool *due)
 {
-    const ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *const fields[] = {names->str_should_log, names->str_should_evaluate,
-                                names->str_should_save, names->str_should_epoch_stop,
-                                names->str_should_training_stop};
     const int ranks = ctpy_trainer_world_size(op);
     double wishes[WISHES], had[WISHES];
     *due = false;
     if (ranks <= 1) {
         return ranks < 0 ? -1 : 0;
     }
-    PyObject *control = PyObject_GetAttr(op, names->str_control);
-    int result = control == NULL ? -1 : read_wishes(control, fields, wishes);
-    if (result == 0) {
-        memcpy(had, wishes, sizeof had);
-        result = ctpy_trainer_reduce(op, wishes, WISHES, CT_REDUCE_MAX);
+    if (read_wishes(op, TRAINING_STOP, had) < 0) {
+        return -1;
     }
-    if (result == 0) {
-        result = grant_wishes(control, fields, had, wishes);
-        ctpy_signal_request((int)wishes[SIGNAL]);
-        ((Trainer *)op)->agreed_signal = (int)wishes[SIGNAL];
-        *due = wishes[LOG] > 0.0 || wishes[EVALUATE] > 0.0 || wishes[SAVE] > 0.0;
+    had[SIGNAL] = ctpy_signal_requested();
+    memcpy(wishes, had, sizeof wishes);
+    if (ctpy_trainer_reduce(op, wishes, WISHES, CT_REDUCE_MAX) < 0) {
+        return -1;
     }
-    Py_XDECREF(control);
-    return result;
+    ctpy_signal_request((int)wishes[SIGNAL]);
+    ((Trainer *)op)->agreed_signal = (int)wishes[SIGNAL];
+    *due = is_any_due(wishes);
+    return grant_wishes(op, had, wishes);
 }
 
 /* ---- what is due: a log, an evaluation, a checkpoint ------------------------------
  */
 
-/* Calls the hook with keywords for all arguments but the sum, since releases of
- * transformers differ in their order. An override is called at every step. */
+/* Whether the hook _maybe_log_save_evaluate is called: 1, 0 or -1. An override is
+ * called at every step, ours if a log, an evaluation or a checkpoint is due. */
 static int
-call_hook(PyObject *op, ctpy_run *run, PyObject *learning_rate)
+wants_hook(PyObject *op)
 {
-    Trainer *self = (Trainer *)op;
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *loss = PyFloat_FromDouble(self->window_loss);
-    PyObject *norm = PyFloat_FromDouble(self->last_grad_norm);
-    PyObject *epoch = PyLong_FromLongLong(run->epoch);
-    PyObject *keys =
-        PyTuple_Pack(7, names->str_grad_norm, names->str_model, names->str_trial,
-                     names->str_epoch, names->str_ignore_keys_for_eval,
-                     names->str_start_time, names->str_learning_rate);
-    PyObject *answer = NULL;
-    if (loss != NULL && norm != NULL && epoch != NULL && keys != NULL) {
-        PyObject *stack[] = {loss,
-                             norm,
-                             run->model,
-                             ctpy_or_none(run->trial),
-                             epoch,
-                             ctpy_or_none(run->ignore_keys),
-                             run->start_time,
-                             learning_rate};
-        answer =
-            ctpy_call_adapted(op, names->str__maybe_log_save_evaluate, stack, 1, keys);
-    }
-    Py_XDECREF(keys);
-    Py_XDECREF(epoch);
-    Py_XDECREF(norm);
-    Py_XDECREF(loss);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
-/* Whether the control requests a log, an evaluation or a checkpoint: 1, 0 or -1. */
-static int
-is_due(PyObject *op)
-{
-    const ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *const wishes[] = {names->str_should_log, names->str_should_evaluate,
-                                names->str_should_save};
-    PyObject *control = PyObject_GetAttr(op, names->str_control);
-    int due = control == NULL ? -1 : 0;
-    for (size_t i = 0; due == 0 && i < sizeof wishes / sizeof wishes[0]; i++) {
-        if (ctpy_get_bool(control, wishes[i], &due) < 0) {
-            due = -1;
-        }
-    }
-    Py_XDECREF(control);
-    return due;
-}
-
-/* Calls the hook _maybe_log_save_evaluate if the hook is overridden, or if a log, an
- * evaluation or a checkpoint is due. */
-static int
-log_save_evaluate(PyObject *op, ctpy_run *run, PyObject *learning_rate)
-{
+    double wishes[WISHES];
     const int native =
         ctpy_is_default(op, ctpy_state_borrow(op)->str__maybe_log_save_evaluate);
-    const int wanted = native == 1 ? is_due(op) : native < 0 ? -1 : 1;
-    return wanted > 0 ? call_hook(op, run, learning_rate) : wanted;
+    if (native <= 0) {
+        return native < 0 ? -1 : 1;
+    }
+    return read_wishes(op, SAVE, wishes) < 0 ? -1 : is_any_due(wishes);
 }
 
 /* Agrees on the requests of all ranks' callbacks and signals, and logs, evaluates and
@@ -249,7 +171,10 @@ static int
 do_what_is_due(PyObject *op, ctpy_run *run, PyObject *learning_rate)
 {
     bool due;
-    if (ranks_agree(op, &due) < 0 || log_save_evaluate(op, run, learning_rate) < 0) {
+    const int wanted = ranks_agree(op, &due) < 0 ? -1 : wants_hook(op);
+    if (wanted < 0 || (wanted && ctpy_drop_steal(ctpy_call_function(
+                                     "ctrainer.trainer.run", "log_save_evaluate",
+                                     "(OOO)", op, run, learning_rate)) < 0)) {
         return -1;
     }
     return due ? ranks_agree(op, &due) : 0;
@@ -261,6 +186,86 @@ ranks_stop(PyObject *op)
 {
     const Trainer *self = (const Trainer *)op;
     return ctpy_trainer_is_alone(op) ? ctpy_stop_requested() : self->agreed_signal != 0;
+}
+
+/* ---- the sum of losses ------------------------------------------------------------
+ */
+
+/* Reads a loss in host memory, a tensor or array of one element. 1 when *value is set,
+ * 0 for a loss on a device, -1 with an exception. */
+static int
+host_scalar(ctpy_state *names, PyObject *loss, double *value)
+{
+    ct_span span;
+    if (PyFloat_Check(loss)) {
+        *value = PyFloat_AS_DOUBLE(loss);
+        return 1;
+    }
+    if (ctpy_span_from(names, loss, "loss", 0, &span) < 0) {
+        return ctpy_forgive() ? 0 : -1;
+    }
+    if (span.n != 1) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "the loss must be a scalar, got %zu elements; take its mean or sum "
+            "in compute_loss",
+            span.n);
+        return -1;
+    }
+    if (span.dtype == CT_F32) {
+        *value = *(const float *)span.data;
+        return 1;
+    }
+    if (span.dtype == CT_F64) {
+        *value = *(const double *)span.data;
+        return 1;
+    }
+    return 0;
+}
+
+/* Reads the loss of a micro-batch in host memory. A loss on a device is added to
+ * device_loss, and *value is 0. */
+static int
+read_loss(PyObject *op, PyObject *loss, double *value)
+{
+    Trainer *self = (Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    const int found = host_scalar(names, loss, value);
+    if (found != 0) {
+        return found < 0 ? -1 : 0;
+    }
+    /* On a device: summed there, so that nothing waits for it until a log is due. */
+    PyObject *had = self->device_loss == NULL ? Py_None : self->device_loss;
+    PyObject *stack[] = {Py_NewRef(had), loss};
+    PyObject *sum = ctpy_ask_adapter(op, names->str_add_device_loss, stack, 2);
+    Py_DECREF(had);
+    *value = 0.0;
+    if (sum == NULL) {
+        return -1;
+    }
+    Py_XSETREF(self->device_loss, sum);
+    return 0;
+}
+
+/* Adds the update's loss to the logging window, or counts a loss that is Inf or NaN. */
+static int
+record_loss(PyObject *op, double loss)
+{
+    Trainer *self = (Trainer *)op;
+    const ctpy_state *names = ctpy_state_borrow(op);
+    int filter = 0;
+    if (!isfinite(loss) &&
+        ctpy_field_bool(op, names->str_args, names->str_logging_nan_inf_filter,
+                        &filter) < 0) {
+        return -1;
+    }
+    if (filter) {
+        self->window_bad++;
+    }
+    else {
+        self->window_loss += loss;
+    }
+    return 0;
 }
 
 /* ---- micro-batches --------------------------------------------------------------- */
@@ -294,15 +299,25 @@ flag(PyObject *op, PyObject *name, int *value)
     return ctpy_field_bool(op, ctpy_state_borrow(op)->str_control, name, value);
 }
 
+/* Whether a callback ends the epoch or the run: 1, 0 or -1. */
+static int
+callback_stops(PyObject *op)
+{
+    const ctpy_state *names = ctpy_state_borrow(op);
+    int epoch = 0, training = 0;
+    return flag(op, names->str_should_epoch_stop, &epoch) < 0 ||
+                   flag(op, names->str_should_training_stop, &training) < 0
+               ? -1
+               : epoch || training;
+}
+
 /* After Ctrl-C or SIGTERM: saves a checkpoint of the last whole update and ends. */
 static int
 save_and_stop(PyObject *op, ctpy_run *run)
 {
-    PyObject *stack[] = {op, run->model, ctpy_or_none(run->trial)};
-    PyObject *answer = PyObject_VectorcallMethod(
-        ctpy_state_borrow(op)->str__save_on_signal, stack, 3, NULL);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
+    PyObject *stack[] = {run->model, ctpy_or_none(run->trial)};
+    return ctpy_drop_steal(
+        ctpy_call_hook(op, ctpy_state_borrow(op)->str__save_on_signal, stack, 2));
 }
 
 /* Whether Ctrl-C stopped a hook: clears the exception and keeps the signal's flag. */
@@ -322,26 +337,18 @@ account_batch(PyObject *op, PyObject *inputs)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     double flos, had;
-    PyObject *answer =
-        PyObject_CallMethodOneArg(op, names->str_floating_point_ops, inputs);
-    if (answer == NULL) {
-        return -1;
-    }
-    flos = PyFloat_AsDouble(answer);
-    Py_DECREF(answer);
-    if ((flos == -1.0 && PyErr_Occurred()) ||
+    if (ctpy_double_steal(
+            PyObject_CallMethodOneArg(op, names->str_floating_point_ops, inputs),
+            &flos) < 0 ||
         (flos != 0.0 &&
          (ctpy_get_double(op, names->str_current_flos, &had) < 0 ||
           ctpy_set_double(op, names->str_current_flos, had + flos) < 0))) {
         return -1;
     }
-    if (((Trainer *)op)->counts_tokens) {
-        answer =
-            PyObject_CallMethodOneArg(op, names->str__track_num_input_tokens, inputs);
-        Py_XDECREF(answer);
-        return answer == NULL ? -1 : 0;
-    }
-    return 0;
+    return ((Trainer *)op)->counts_tokens
+               ? ctpy_drop_steal(PyObject_CallMethodOneArg(
+                     op, names->str__track_num_input_tokens, inputs))
+               : 0;
 }
 
 /* Forward and backward of one micro-batch; adds its weighted loss to *loss. */
@@ -353,11 +360,12 @@ run_micro_batch(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
     PyObject *stack[] = {run->model, inputs, count};
     double value = 0.0;
     int failed = 0;
-    if (count != Py_None) {
-        PyObject *seen = ctpy_get_optional(count, names->str_was_read, &failed);
-        failed = failed || (seen != NULL &&
-                            PyObject_SetAttr(count, names->str_was_read, Py_False) < 0);
-        Py_XDECREF(seen);
+    PyObject *seen = count == Py_None
+                         ? NULL
+                         : ctpy_get_optional(count, names->str_was_read, &failed);
+    if (seen != NULL) {
+        failed = PyObject_SetAttr(count, names->str_was_read, Py_False);
+        Py_DECREF(seen);
     }
     PyObject *answer = failed ? NULL
                               : ctpy_call_adapted(op, names->str_training_step, stack,
@@ -365,32 +373,11 @@ run_micro_batch(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
     if (answer == NULL) {
         return -1;
     }
-    int result = ctpy_add_loss(op, answer, &value);
+    int result = read_loss(op, answer, &value);
     Py_DECREF(answer);
     *loss += value;
     run->micro_step++;
     return result < 0 ? -1 : account_batch(op, inputs);
-}
-
-/* Whether a callback ends the update here. On several ranks an update ends whole. */
-static int
-should_stop(PyObject *op, int *stop)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    int epoch = 0, training = 0;
-    const int ranks = ctpy_trainer_world_size(op);
-    *stop = 0;
-    if (ranks != 1) {
-        return ranks < 0 ? -1 : 0;
-    }
-    if (ctpy_field_bool(op, names->str_control, names->str_should_epoch_stop, &epoch) <
-            0 ||
-        ctpy_field_bool(op, names->str_control, names->str_should_training_stop,
-                        &training) < 0) {
-        return -1;
-    }
-    *stop = epoch || training;
-    return 0;
 }
 
 /* Forward and backward of a micro-batch other than the last, within no_sync(). */
@@ -405,9 +392,8 @@ run_without_exchange(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *co
     }
     PyObject *done =
         run_micro_batch(op, run, inputs, count, loss) < 0 ? NULL : Py_NewRef(Py_None);
-    done = ctpy_leave_context_steal(context, names->str___exit__, done);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return ctpy_drop_steal(
+        ctpy_leave_context_steal(context, names->str___exit__, done));
 }
 
 /* Subclasses of transformers' Trainer read accelerator.sync_gradients, true in the last
@@ -417,7 +403,7 @@ static int
 note_sync(PyObject *op, bool last)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *said = last ? Py_True : Py_False, *state = NULL, *answer = NULL;
+    PyObject *state = NULL;
     PyObject *made = ctpy_field(((Trainer *)op)->accelerator);
     int failed = 0;
     ((Trainer *)op)->syncs_gradients = last;
@@ -426,10 +412,9 @@ note_sync(PyObject *op, bool last)
         Py_DECREF(made);
     }
     if (state != NULL) {
-        answer = PyObject_CallMethodOneArg(state, names->str__set_sync_gradients, said);
-        failed = answer == NULL;
+        failed = ctpy_drop_steal(PyObject_CallMethodOneArg(
+            state, names->str__set_sync_gradients, last ? Py_True : Py_False));
         Py_DECREF(state);
-        Py_XDECREF(answer);
     }
     return failed ? -1 : 0;
 }
@@ -441,8 +426,8 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
 {
     Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
-    int stop = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batches); i++) {
+    const int ranks = ctpy_trainer_world_size(op);
+    for (Py_ssize_t i = 0; ranks > 0 && i < PyList_GET_SIZE(batches); i++) {
         PyObject *inputs = Py_NewRef(PyList_GET_ITEM(batches, i));
         self->share = shares[i];
         const bool last = i + 1 == PyList_GET_SIZE(batches);
@@ -453,42 +438,17 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
         }
         self->share = 0.0;
         Py_DECREF(inputs);
-        if (result < 0) {
+        if (result < 0 ||
+            (!last && ctpy_trainer_fire(op, names->str_on_substep_end) < 0)) {
             return -1;
         }
-        if (!last && (ctpy_trainer_fire(op, names->str_on_substep_end) < 0 ||
-                      should_stop(op, &stop) < 0)) {
-            return -1;
-        }
-        if (stop) {
-            return 0;
+        /* On several ranks an update ends whole. */
+        const int stop = last || ranks > 1 ? 0 : callback_stops(op);
+        if (stop != 0) {
+            return stop < 0 ? -1 : 0;
         }
     }
-    return 1;
-}
-
-/* Adds the update's loss to the logging window, or counts a loss that is Inf or NaN. */
-static int
-record_loss(PyObject *op, double loss)
-{
-    Trainer *self = (Trainer *)op;
-    ctpy_state *names = ctpy_state_borrow(op);
-    int filter;
-    if (isfinite(loss)) {
-        self->window_loss += loss;
-        return 0;
-    }
-    if (ctpy_field_bool(op, names->str_args, names->str_logging_nan_inf_filter,
-                        &filter) < 0) {
-        return -1;
-    }
-    if (filter) {
-        self->window_bad++;
-    }
-    else {
-        self->window_loss += loss;
-    }
-    return 0;
+    return ranks < 0 ? -1 : 1;
 }
 
 /* Weights of the micro-batches in the update's loss, in proportion to their targets, or
@@ -557,82 +517,61 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
     return result;
 }
 
-/* Checks the pair that get_batch_samples, or its override, has returned. */
-static int
-unpack_batches(PyObject *pair, PyObject **batches, PyObject **count)
-{
-    if (pair == NULL) {
-        return -1;
-    }
-    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
-        !PyList_Check(PyTuple_GET_ITEM(pair, 0))) {
-        PyErr_Format(PyExc_TypeError,
-                     "get_batch_samples must return (list of batches, number of items "
-                     "or None), got %.200R",
-                     pair);
-        Py_DECREF(pair);
-        return -1;
-    }
-    *batches = Py_NewRef(PyTuple_GET_ITEM(pair, 0));
-    *count = Py_NewRef(PyTuple_GET_ITEM(pair, 1));
-    Py_DECREF(pair);
-    return 0;
-}
-
-/* The micro-batches of an update, a list, and the hook's count of items, or None. */
-static int
-next_batches(PyObject *op, ctpy_run *run, PyObject *iterator, PyObject **batches,
-             PyObject **count)
+/* What get_batch_samples, or its override, returns: the micro-batches of an update, a
+ * list, and their count of items, or None. */
+static PyObject *
+next_batches(PyObject *op, ctpy_run *run, PyObject *iterator)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    int64_t left = run->steps_in_epoch - run->micro_step;
-    PyObject *pair = NULL, *device = NULL, *args = NULL;
+    const int64_t left = run->steps_in_epoch - run->micro_step;
+    PyObject *pair = NULL;
     PyObject *n =
         PyLong_FromLongLong(left < run->accumulation ? left : run->accumulation);
-    if (n != NULL && (args = PyObject_GetAttr(op, names->str_args)) != NULL &&
-        (device = PyObject_GetAttr(args, names->str_device)) != NULL) {
+    PyObject *device = ctpy_field_object(op, names->str_args, names->str_device);
+    if (n != NULL && device != NULL) {
         PyObject *stack[] = {iterator, n, device};
         pair = ctpy_call_adapted(op, names->str_get_batch_samples, stack, 2,
                                  names->kw_device);
     }
     Py_XDECREF(device);
-    Py_XDECREF(args);
     Py_XDECREF(n);
-    return unpack_batches(pair, batches, count);
+    if (pair != NULL && (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+                         !PyList_Check(PyTuple_GET_ITEM(pair, 0)))) {
+        PyErr_Format(PyExc_TypeError,
+                     "get_batch_samples must return (list of batches, number of items "
+                     "or None), got %.200R",
+                     pair);
+        Py_CLEAR(pair);
+    }
+    return pair;
 }
 
 /* One update. *more is false at the end of the epoch, by data, callback or signal. */
 static int
 run_one_update(PyObject *op, ctpy_run *run, PyObject *iterator, bool *more)
 {
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *batches = NULL, *count = NULL;
-    int epoch = 0, training = 0;
+    PyObject *pair = next_batches(op, run, iterator);
     bool enough;
     *more = false;
-    if (next_batches(op, run, iterator, &batches, &count) < 0) {
+    if (pair == NULL) {
         return -1;
     }
+    PyObject *batches = PyTuple_GET_ITEM(pair, 0);
     int result = ranks_begin(op, run, batches, &enough);
     if (result == 0 && enough) {
         *more = true;
-        result = ctpy_run_update(op, run, batches, count);
+        result = ctpy_run_update(op, run, batches, PyTuple_GET_ITEM(pair, 1));
     }
-    Py_DECREF(batches);
-    Py_DECREF(count);
+    Py_DECREF(pair);
     if (result < 0 && !((Trainer *)op)->in_update && is_interrupt(op)) {
         result = 1; /* evaluation was cut short, the update before it is whole */
     }
-    if (result < 0 || flag(op, names->str_should_epoch_stop, &epoch) < 0 ||
-        flag(op, names->str_should_training_stop, &training) < 0) {
+    const int stop = result < 0 ? -1 : callback_stops(op);
+    if (stop < 0) {
         return -1;
     }
-    if (ranks_stop(op)) {
-        *more = false;
-        return save_and_stop(op, run);
-    }
-    *more = *more && !epoch && !training;
-    return 0;
+    *more = *more && !stop && !ranks_stop(op);
+    return ranks_stop(op) ? save_and_stop(op, run) : 0;
 }
 
 static int
@@ -646,27 +585,6 @@ run_updates(PyObject *op, ctpy_run *run, PyObject *iterator)
         }
     }
     return 0;
-}
-
-static int
-warn_no_batches(PyObject *op)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    int64_t step;
-    PyObject *control = PyObject_GetAttr(op, names->str_control);
-    int result =
-        control == NULL ||
-                ctpy_field_int64(op, names->str_state, names->str_global_step, &step) <
-                    0 ||
-                PyObject_SetAttr(control, names->str_should_training_stop, Py_True) < 0
-            ? -1
-            : PyErr_WarnFormat(PyExc_UserWarning, 1,
-                               "the train dataloader gave no batch; training stops at "
-                               "step %lld. An iterable dataset that ends cannot be "
-                               "read again unless its __iter__ starts anew",
-                               (long long)step);
-    Py_XDECREF(control);
-    return result;
 }
 
 /* Drops the loader, whose deallocation ends its worker processes. In a child that a
@@ -691,143 +609,63 @@ run_epoch(PyObject *op, ctpy_run *run)
         PyObject_CallMethodOneArg(op, names->str__epoch_iterator, (PyObject *)run);
     int result = iterator == NULL ? -1 : run_updates(op, run, iterator);
     drop_loader_steal(run, iterator);
-    if (result < 0 ||
-        (run->micro_step == 0 && !ranks_stop(op) && warn_no_batches(op) < 0)) {
-        return -1;
+    if (result == 0 && run->micro_step == 0 && !ranks_stop(op)) {
+        result = ctpy_drop_steal(
+            ctpy_call_function("ctrainer.trainer.reports", "no_batches", "(O)", op));
     }
-    if (ctpy_trainer_fire(op, names->str_on_epoch_end) < 0) {
+    if (result < 0 || ctpy_trainer_fire(op, names->str_on_epoch_end) < 0) {
         return -1;
     }
     return ranks_stop(op) ? 0 : do_what_is_due(op, run, Py_None);
 }
 
-static int
-run_epochs(PyObject *op, ctpy_run *run)
+static const char Trainer__run_epochs_doc[] =
+    "_run_epochs($self, run, /)\n--\n\n"
+    "Train from the run's place to its last epoch.";
+
+static PyObject *
+Trainer__run_epochs(PyObject *op, PyObject *arg)
 {
     ctpy_state *names = ctpy_state_borrow(op);
+    ctpy_run *run = (ctpy_run *)arg;
     int64_t step;
+    if (!Py_IS_TYPE(arg, names->Run)) {
+        return PyErr_Format(PyExc_TypeError, "expected a Run, got %.100R", arg);
+    }
     if (ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0) {
-        return -1;
+        return NULL;
     }
     int stop = step >= run->max_steps; /* resumed at its end: nothing is left to do */
     for (; !stop && run->epoch < run->epochs; run->epoch++) {
         ((Trainer *)op)->epoch = run->epoch;
         if (run_epoch(op, run) < 0 ||
             flag(op, names->str_should_training_stop, &stop) < 0) {
-            return -1;
+            return NULL;
         }
         run->micro_step = 0;
         Py_CLEAR(run->checkpoint); /* its position was for the first epoch */
     }
-    return 0;
-}
-
-/* Trains from on_train_begin to the last epoch. */
-static int
-train_from(PyObject *op, ctpy_run *run)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    int first;
-    if (ctpy_field_int64(op, names->str_args, names->str_gradient_accumulation_steps,
-                         &run->accumulation) < 0 ||
-        ctpy_trainer_fire(op, names->str_on_train_begin) < 0 ||
-        ctpy_field_bool(op, names->str_args, names->str_eval_on_start, &first) < 0) {
-        return -1;
-    }
-    if (first) {
-        PyObject *stack[] = {op, ctpy_or_none(run->trial),
-                             ctpy_or_none(run->ignore_keys), Py_True};
-        PyObject *metrics = PyObject_VectorcallMethod(names->str__evaluate, stack, 3,
-                                                      names->kw_skip_scheduler);
-        Py_XDECREF(metrics);
-        if (metrics == NULL) {
-            return -1;
-        }
-    }
-    return run_epochs(op, run);
-}
-
-static const char Trainer__inner_training_loop_doc[] =
-    "_inner_training_loop($self, batch_size=None, args=None,\n"
-    "                     resume_from_checkpoint=None, trial=None,\n"
-    "                     ignore_keys_for_eval=None)\n--\n\n"
-    "Run all epochs and return a TrainOutput; train() has resolved the checkpoint.";
-
-static PyObject *
-Trainer__inner_training_loop(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {
-        "batch_size",           "args", "resume_from_checkpoint", "trial",
-        "ignore_keys_for_eval", NULL};
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *batch_size, *given = NULL, *answer = NULL;
-    ctpy_run *run = (ctpy_run *)names->Run->tp_alloc(names->Run, 0);
-    if (run == NULL ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "|OOOOO:_inner_training_loop",
-                                     keywords, &batch_size, &given, &run->checkpoint,
-                                     &run->trial, &run->ignore_keys)) {
-        if (run != NULL) { /* the arguments are borrowed until here */
-            run->checkpoint = run->trial = run->ignore_keys = NULL;
-        }
-        Py_XDECREF(run);
-        return NULL;
-    }
-    run->owner = ct_owner_here();
-    run->checkpoint = ctpy_field(run->checkpoint);
-    run->trial = ctpy_field(run->trial);
-    run->ignore_keys = ctpy_field(run->ignore_keys);
-    run->args = ctpy_field(given);
-    if (run->args == NULL) {
-        run->args = PyObject_GetAttr(op, names->str_args);
-    }
-    if (run->args != NULL) {
-        answer =
-            PyObject_CallMethodOneArg(op, names->str__prepare_run, (PyObject *)run);
-    }
-    if (answer != NULL && train_from(op, run) < 0) {
-        Py_CLEAR(answer);
-    }
-    if (answer != NULL) {
-        Py_SETREF(answer, PyObject_CallMethodOneArg(op, names->str__finish_run,
-                                                    (PyObject *)run));
-    }
-    Py_DECREF(run);
-    return answer;
+    Py_RETURN_NONE;
 }
 
 static const char Trainer__call_loop_doc[] =
-    "_call_loop($self, checkpoint, trial, ignore_keys, /)\n--\n\n"
-    "Call _inner_training_loop; return its output, and the signal that has asked the\n"
-    "run to end, or 0. Ctrl-C and SIGTERM set a flag meanwhile, where\n"
-    "_handles_signals.";
+    "_call_loop($self, loop, /)\n--\n\n"
+    "Return what loop() returns, and the signal that has asked the run to end, or 0.\n"
+    "Ctrl-C and SIGTERM set a flag meanwhile, where _handles_signals.";
 
 static PyObject *
-Trainer__call_loop(PyObject *op, PyObject *args)
+Trainer__call_loop(PyObject *op, PyObject *loop)
 {
     Trainer *self = (Trainer *)op;
     ctpy_signals saved = {0};
-    PyObject *checkpoint, *trial, *ignore, *keywords = NULL, *none = PyTuple_New(0);
-    PyObject *method =
-        PyObject_GetAttr(op, ctpy_state_borrow(op)->str__inner_training_loop);
-    PyObject *output = NULL;
-    if (none != NULL && method != NULL &&
-        PyArg_ParseTuple(args, "OOO:_call_loop", &checkpoint, &trial, &ignore)) {
-        keywords = Py_BuildValue("{s:O,s:O,s:O}", "resume_from_checkpoint", checkpoint,
-                                 "trial", trial, "ignore_keys_for_eval", ignore);
+    if (self->handles_signals) {
+        ctpy_signals_install(&saved);
     }
-    if (keywords != NULL) {
-        if (self->handles_signals) {
-            ctpy_signals_install(&saved);
-        }
-        output = PyObject_Call(method, none, keywords);
-    }
+    PyObject *output = PyObject_CallNoArgs(loop);
     const int number = ctpy_signals_restore(&saved);
     self->in_update = false;
     self->share = 0.0;
     self->agreed_signal = 0;
-    Py_XDECREF(keywords);
-    Py_XDECREF(method);
-    Py_XDECREF(none);
     return output == NULL ? NULL : Py_BuildValue("(Ni)", output, number);
 }
 
@@ -873,33 +711,28 @@ Trainer__get_num_items_in_batch(PyObject *op, PyObject *args, PyObject *kwargs)
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *batches, *device = Py_None, *function;
     int accepts, compiled;
-    int64_t total;
+    int64_t total = -1;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:_get_num_items_in_batch",
                                      keywords, &PyList_Type, &batches, &device) ||
         ctpy_get_bool(op, names->str_model_accepts_loss_kwargs, &accepts) < 0 ||
         (function = PyObject_GetAttr(op, names->str_compute_loss_func)) == NULL) {
         return NULL;
     }
-    bool wanted = accepts || function != Py_None;
+    const bool wanted = accepts || function != Py_None;
     Py_DECREF(function);
-    if (!wanted) {
-        Py_RETURN_NONE;
-    }
-    if (count_on_ranks(op, batches, &total) < 0) {
+    if (wanted && count_on_ranks(op, batches, &total) < 0) {
         return NULL;
     }
     if (total < 0) {
         Py_RETURN_NONE;
     }
-    PyObject *n = PyLong_FromLongLong(total);
-    if (n == NULL ||
-        ctpy_field_bool(op, names->str_args, names->str_torch_compile, &compiled) < 0) {
-        Py_XDECREF(n);
-        return NULL;
+    PyObject *n = PyLong_FromLongLong(total), *count = NULL;
+    if (n != NULL && ctpy_field_bool(op, names->str_args, names->str_torch_compile,
+                                     &compiled) == 0) {
+        PyObject *stack[] = {n, device, compiled ? Py_True : Py_False};
+        count = ctpy_ask_adapter(op, names->str_item_count, stack, 3);
     }
-    PyObject *stack[] = {n, device, compiled ? Py_True : Py_False};
-    PyObject *count = ctpy_ask_adapter(op, names->str_item_count, stack, 3);
-    Py_DECREF(n);
+    Py_XDECREF(n);
     return count;
 }
 
@@ -946,13 +779,12 @@ Trainer_get_batch_samples(PyObject *op, PyObject *args, PyObject *kwargs)
 }
 
 PyMethodDef Trainer_trainer_loop_methods[] = {
-    {"_call_loop",              Trainer__call_loop,                                        METH_VARARGS, Trainer__call_loop_doc             },
-    {"_inner_training_loop",    (PyCFunction)(void (*)(void))Trainer__inner_training_loop,
-     METH_VARARGS | METH_KEYWORDS,                                                                       Trainer__inner_training_loop_doc   },
+    {"_call_loop",              Trainer__call_loop,                                     METH_O, Trainer__call_loop_doc             },
+    {"_run_epochs",             Trainer__run_epochs,                                    METH_O, Trainer__run_epochs_doc            },
     {"get_batch_samples",       (PyCFunction)(void (*)(void))Trainer_get_batch_samples,
-     METH_VARARGS | METH_KEYWORDS,                                                                       Trainer_get_batch_samples_doc      },
+     METH_VARARGS | METH_KEYWORDS,                                                              Trainer_get_batch_samples_doc      },
     {"_get_num_items_in_batch",
      (PyCFunction)(void (*)(void))Trainer__get_num_items_in_batch,
-     METH_VARARGS | METH_KEYWORDS,                                                                       Trainer__get_num_items_in_batch_doc},
-    {NULL,                      NULL,                                                      0,            NULL                               },
+     METH_VARARGS | METH_KEYWORDS,                                                              Trainer__get_num_items_in_batch_doc},
+    {NULL,                      NULL,                                                   0,      NULL                               },
 };

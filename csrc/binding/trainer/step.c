@@ -31,29 +31,17 @@ static PyObject *
 Trainer__prepare_inputs(PyObject *op, PyObject *inputs)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *ready;
-    int empty;
-    ready = ((Trainer *)op)->inputs_stay && PyDict_CheckExact(inputs)
-                ? PyDict_Copy(inputs) /* hooks may pop from it */
-                : PyObject_CallMethodOneArg(op, names->str__prepare_input, inputs);
-    if (ready == NULL || (empty = is_empty(ready)) < 0) {
-        Py_XDECREF(ready);
-        return NULL;
+    PyObject *ready =
+        ((Trainer *)op)->inputs_stay && PyDict_CheckExact(inputs)
+            ? PyDict_Copy(inputs) /* hooks may pop from it */
+            : PyObject_CallMethodOneArg(op, names->str__prepare_input, inputs);
+    const int empty = ready == NULL ? -1 : is_empty(ready);
+    if (empty != 0) {
+        Py_CLEAR(ready);
     }
-    if (empty) {
-        Py_DECREF(ready);
-        PyObject *columns = PyObject_GetAttr(op, names->str__signature_columns);
-        if (columns != NULL) {
-            PyErr_Format(PyExc_ValueError,
-                         "the batch is empty, so the model has nothing to train on; "
-                         "give the dataset at least one of the columns that the "
-                         "model's forward accepts: %S",
-                         columns);
-            Py_DECREF(columns);
-        }
-        return NULL;
-    }
-    return ready;
+    return empty > 0 ? ctpy_call_function("ctrainer.trainer.reports", "empty_batch",
+                                          "(O)", op)
+                     : ready;
 }
 
 /* The keywords of model(**inputs): a copy of the mapping, with the count of items for a
@@ -120,15 +108,8 @@ loss_of_outputs(PyObject *outputs, PyObject *inputs, ctpy_state *names)
     PyObject *loss = PyObject_GetItem(outputs, names->str_loss);
     if (loss == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
         PyErr_Clear();
-        PyObject *had = PySequence_List(outputs), *got = PySequence_List(inputs);
-        if (had != NULL && got != NULL) {
-            PyErr_Format(PyExc_ValueError,
-                         "the model returned no loss, only %S, for the inputs %S; give "
-                         "it labels, pass compute_loss_func, or override compute_loss",
-                         had, got);
-        }
-        Py_XDECREF(had);
-        Py_XDECREF(got);
+        loss = ctpy_call_function("ctrainer.trainer.reports", "no_loss", "(OO)",
+                                  outputs, inputs);
     }
     return loss;
 }
@@ -143,6 +124,17 @@ was_read(PyObject *count, ctpy_state *names)
     const int answer = failed ? -1 : read == NULL ? 1 : PyObject_IsTrue(read);
     Py_XDECREF(read);
     return answer;
+}
+
+/* loss * factor; NULL with an exception if either is NULL. Takes both over. */
+static PyObject *
+multiply_steal(PyObject *loss, PyObject *factor)
+{
+    PyObject *product =
+        loss == NULL || factor == NULL ? NULL : PyNumber_Multiply(loss, factor);
+    Py_XDECREF(factor);
+    Py_XDECREF(loss);
+    return product;
 }
 
 /* Multiplies a loss that was divided by the targets of all ranks by world_size, since
@@ -163,30 +155,7 @@ undo_mean_steal(PyObject *op, PyObject *loss, PyObject *count)
         Py_DECREF(loss);
         return NULL;
     }
-    if (!read || !of_all) {
-        return loss;
-    }
-    PyObject *n = PyLong_FromLong(ranks);
-    PyObject *product = n == NULL ? NULL : PyNumber_Multiply(loss, n);
-    Py_XDECREF(n);
-    Py_DECREF(loss);
-    return product;
-}
-
-static PyObject *
-smoothed_loss(PyObject *op, PyObject *outputs, PyObject *labels, PyObject *count)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *loss = NULL,
-             *shifts = PyObject_GetAttr(op, names->str__loss_shifts_labels);
-    PyObject *smoother = PyObject_GetAttr(op, names->str_label_smoother);
-    if (shifts != NULL && smoother != NULL) {
-        PyObject *stack[] = {outputs, labels, shifts, count};
-        loss = PyObject_Vectorcall(smoother, stack, 3, names->kw_num_items_in_batch);
-    }
-    Py_XDECREF(smoother);
-    Py_XDECREF(shifts);
-    return loss;
+    return read && of_all ? multiply_steal(loss, PyLong_FromLong(ranks)) : loss;
 }
 
 /* The loss from compute_loss_func, label smoothing or the model's outputs. */
@@ -195,22 +164,27 @@ choose_loss(PyObject *op, PyObject *outputs, PyObject *inputs, PyObject *labels,
             PyObject *count)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *loss = NULL,
-             *function = PyObject_GetAttr(op, names->str_compute_loss_func);
+    PyObject *function = PyObject_GetAttr(op, names->str_compute_loss_func);
+    PyObject *loss = NULL, *shifts = NULL;
+    PyObject *stack[] = {outputs, labels == NULL ? Py_None : labels, count, count};
     if (function == NULL) {
         return NULL;
     }
     if (function != Py_None) {
-        PyObject *stack[] = {outputs, labels == NULL ? Py_None : labels, count};
         loss = PyObject_Vectorcall(function, stack, 2, names->kw_num_items_in_batch);
     }
-    else if (labels != NULL) {
-        loss = smoothed_loss(op, outputs, labels, count);
-    }
-    else {
+    else if (labels == NULL) {
         loss = loss_of_outputs(outputs, inputs, names);
     }
-    Py_DECREF(function);
+    else if ((shifts = PyObject_GetAttr(op, names->str__loss_shifts_labels)) != NULL) {
+        Py_SETREF(function, PyObject_GetAttr(op, names->str_label_smoother));
+        stack[2] = shifts;
+        loss = function == NULL ? NULL
+                                : PyObject_Vectorcall(function, stack, 3,
+                                                      names->kw_num_items_in_batch);
+    }
+    Py_XDECREF(shifts);
+    Py_XDECREF(function);
     return loss;
 }
 
@@ -233,7 +207,7 @@ Trainer_compute_loss(PyObject *op, PyObject *args, PyObject *kwargs)
     static char *keywords[] = {"model", "inputs", "return_outputs",
                                "num_items_in_batch", NULL};
     PyObject *model, *inputs, *count = Py_None, *result = NULL;
-    PyObject *labels = NULL, *given = NULL, *outputs = NULL, *loss = NULL, *none = NULL;
+    PyObject *labels = NULL, *given = NULL, *outputs = NULL, *loss = NULL;
     int return_outputs = 0, failed;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|pO:compute_loss", keywords,
                                      &model, &inputs, &return_outputs, &count)) {
@@ -241,8 +215,7 @@ Trainer_compute_loss(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     labels = take_labels(op, inputs, &failed);
     if (failed || (given = model_keywords(op, inputs, count)) == NULL ||
-        (none = PyTuple_New(0)) == NULL ||
-        (outputs = PyObject_Call(model, none, given)) == NULL ||
+        (outputs = PyObject_VectorcallDict(model, NULL, 0, given)) == NULL ||
         (loss = undo_mean_steal(op, choose_loss(op, outputs, inputs, labels, count),
                                 count)) == NULL) {
         goto done;
@@ -251,7 +224,6 @@ Trainer_compute_loss(PyObject *op, PyObject *args, PyObject *kwargs)
 done:
     Py_XDECREF(loss);
     Py_XDECREF(outputs);
-    Py_XDECREF(none);
     Py_XDECREF(given);
     Py_XDECREF(labels);
     return result;
@@ -279,28 +251,17 @@ static int
 is_weighted(PyObject *op, PyObject *count)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    int failed, answer = 0;
-    PyObject *said = ctpy_get_optional(op, names->str_loss_is_scaled_for_ga, &failed);
-    if (failed) {
+    bool said;
+    if (ctpy_get_flag(op, names->str_loss_is_scaled_for_ga, &said) < 0) {
         return -1;
-    }
-    if (said != NULL) {
-        answer = PyObject_IsTrue(said);
-        Py_DECREF(said);
-    }
-    if (answer != 0) {
-        return answer;
     }
     PyObject *function = PyObject_GetAttr(op, names->str_compute_loss_func);
     if (function == NULL) {
         return -1;
     }
-    answer = function != Py_None && !PyCallable_Check(function);
+    said = said || (function != Py_None && !PyCallable_Check(function));
     Py_DECREF(function);
-    if (answer == 0 && count != Py_None) {
-        answer = was_read(count, names);
-    }
-    return answer;
+    return said || count == Py_None ? said : was_read(count, names);
 }
 
 /* Multiplies the loss by the weight of the micro-batch in its update; outside of an
@@ -320,14 +281,7 @@ weigh_steal(PyObject *op, PyObject *loss)
         }
         share = n > 0 ? 1.0 / (double)n : 1.0;
     }
-    if (share == 1.0) {
-        return loss;
-    }
-    PyObject *factor = PyFloat_FromDouble(share);
-    PyObject *weighed = factor == NULL ? NULL : PyNumber_Multiply(loss, factor);
-    Py_XDECREF(factor);
-    Py_DECREF(loss);
-    return weighed;
+    return share == 1.0 ? loss : multiply_steal(loss, PyFloat_FromDouble(share));
 }
 
 /* Backward of loss times the loss scale (fp16). */
@@ -335,23 +289,19 @@ static int
 run_backward(PyObject *op, PyObject *loss)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *scaled = NULL, *answer = NULL;
     PyObject *scaler = ctpy_field(((Trainer *)op)->loss_scaler);
-    if (scaler == NULL) {
-        scaled = Py_NewRef(loss);
-    }
-    else {
-        PyObject *scale = PyObject_GetAttr(scaler, names->str_scale);
-        scaled = scale == NULL ? NULL : PyNumber_Multiply(loss, scale);
-        Py_XDECREF(scale);
+    PyObject *scaled = Py_NewRef(loss);
+    if (scaler != NULL) {
+        scaled = multiply_steal(scaled, PyObject_GetAttr(scaler, names->str_scale));
         Py_DECREF(scaler);
     }
-    if (scaled != NULL) {
-        answer = PyObject_CallMethodNoArgs(scaled, names->str_backward);
-        Py_DECREF(scaled);
+    if (scaled == NULL) {
+        return -1;
     }
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
+    const int result =
+        ctpy_drop_steal(PyObject_CallMethodNoArgs(scaled, names->str_backward));
+    Py_DECREF(scaled);
+    return result;
 }
 
 /* Weights the loss, runs backward and returns the loss without its graph. The mean loss
@@ -407,93 +357,15 @@ Trainer_training_step(PyObject *op, PyObject *args, PyObject *kwargs)
     return loss == NULL ? NULL : settle_steal(op, loss, count);
 }
 
-/* ---- the sum of losses ------------------------------------------------------------
- */
-
-/* Reads a loss in host memory, a tensor or array of one element. 1 when *value is set,
- * 0 for a loss on a device, -1 with an exception. */
-static int
-host_scalar(ctpy_state *names, PyObject *loss, double *value)
-{
-    ct_span span;
-    if (PyFloat_Check(loss)) {
-        *value = PyFloat_AS_DOUBLE(loss);
-        return 1;
-    }
-    if (ctpy_span_from(names, loss, "loss", 0, &span) < 0) {
-        return ctpy_forgive() ? 0 : -1;
-    }
-    if (span.n != 1) {
-        PyErr_Format(
-            PyExc_ValueError,
-            "the loss must be a scalar, got %zu elements; take its mean or sum "
-            "in compute_loss",
-            span.n);
-        return -1;
-    }
-    if (span.dtype == CT_F32) {
-        *value = *(const float *)span.data;
-        return 1;
-    }
-    if (span.dtype == CT_F64) {
-        *value = *(const double *)span.data;
-        return 1;
-    }
-    return 0;
-}
-
-int
-ctpy_add_loss(PyObject *op, PyObject *loss, double *value)
-{
-    Trainer *self = (Trainer *)op;
-    int found = host_scalar(ctpy_state_borrow(op), loss, value);
-    if (found != 0) {
-        return found < 0 ? -1 : 0;
-    }
-    /* On a device: summed there, so that nothing waits for it until a log is due. */
-    PyObject *had = self->device_loss == NULL ? Py_None : self->device_loss;
-    PyObject *stack[] = {Py_NewRef(had), loss};
-    PyObject *sum =
-        ctpy_ask_adapter(op, ctpy_state_borrow(op)->str_add_device_loss, stack, 2);
-    Py_DECREF(had);
-    *value = 0.0;
-    if (sum == NULL) {
-        return -1;
-    }
-    Py_XSETREF(self->device_loss, sum);
-    return 0;
-}
-
 /* ---- the learning rate, and counts of work --------------------------------------- */
 
-/* optimizer.param_groups[0]["lr"] */
+/* The first item of a list, for example of parameter groups or of learning rates. */
 static PyObject *
-first_group_lr(PyObject *op)
+first_steal(PyObject *list)
 {
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *lr = NULL, *group = NULL, *groups = NULL;
-    PyObject *optimizer = PyObject_GetAttr(op, names->str_optimizer);
-    if (optimizer != NULL &&
-        (groups = PyObject_GetAttr(optimizer, names->str_param_groups)) != NULL &&
-        (group = PySequence_GetItem(groups, 0)) != NULL) {
-        lr = PyObject_GetItem(group, names->str_lr);
-    }
-    Py_XDECREF(group);
-    Py_XDECREF(groups);
-    Py_XDECREF(optimizer);
-    return lr;
-}
-
-static PyObject *
-last_scheduled_lr(PyObject *scheduler, ctpy_state *names)
-{
-    PyObject *all = PyObject_CallMethodNoArgs(scheduler, names->str_get_last_lr);
-    if (all == NULL) {
-        return NULL;
-    }
-    PyObject *lr = PySequence_GetItem(all, 0);
-    Py_DECREF(all);
-    return lr;
+    PyObject *first = list == NULL ? NULL : PySequence_GetItem(list, 0);
+    Py_XDECREF(list);
+    return first;
 }
 
 static const char Trainer__get_learning_rate_doc[] =
@@ -508,14 +380,19 @@ Trainer__get_learning_rate(PyObject *op, PyObject *Py_UNUSED(unused))
     if (scheduler == NULL) {
         return NULL;
     }
-    lr = ((Trainer *)op)->schedule_on_metric || scheduler == Py_None
-             ? first_group_lr(op)
-             : last_scheduled_lr(scheduler, names);
-    Py_DECREF(scheduler);
-    if (lr == NULL || PyFloat_CheckExact(lr)) {
-        return lr;
+    if (((Trainer *)op)->schedule_on_metric || scheduler == Py_None) {
+        PyObject *group = first_steal(
+            ctpy_field_object(op, names->str_optimizer, names->str_param_groups));
+        lr = group == NULL ? NULL : PyObject_GetItem(group, names->str_lr);
+        Py_XDECREF(group);
     }
-    Py_SETREF(lr, PyNumber_Float(lr)); /* a tensor, or an int */
+    else {
+        lr = first_steal(PyObject_CallMethodNoArgs(scheduler, names->str_get_last_lr));
+    }
+    Py_DECREF(scheduler);
+    if (lr != NULL && !PyFloat_CheckExact(lr)) { /* a tensor, or an int */
+        Py_SETREF(lr, PyNumber_Float(lr));
+    }
     return lr;
 }
 
@@ -545,14 +422,13 @@ Trainer_floating_point_ops(PyObject *op, PyObject *args, PyObject *kwargs)
         numel =
             found == NULL ? NULL : ctpy_get_optional(found, names->str_numel, &failed);
         if (numel != NULL) {
-            Py_SETREF(numel, PyObject_CallNoArgs(numel));
-            n = numel == NULL ? 0.0 : PyFloat_AsDouble(numel);
+            failed = ctpy_double_steal(PyObject_CallNoArgs(numel), &n);
+            Py_DECREF(numel);
         }
     }
-    Py_XDECREF(numel);
     Py_XDECREF(found);
     Py_XDECREF(main_input);
-    return PyErr_Occurred() ? NULL : PyFloat_FromDouble(factor * n);
+    return failed ? NULL : PyFloat_FromDouble(factor * n);
 }
 
 PyMethodDef Trainer_trainer_step_methods[] = {

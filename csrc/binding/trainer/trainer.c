@@ -49,10 +49,7 @@ Trainer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(((Trainer *)op)->signatures);
 #define CTPY_OBJECT(name) Py_VISIT(((Trainer *)op)->name);
-#define CTPY_VALUE(type, name)
 #include "binding/engine/fields.def"
-#undef CTPY_VALUE
-#undef CTPY_OBJECT
     return 0;
 }
 
@@ -61,10 +58,7 @@ Trainer_clear(PyObject *op)
 {
     Py_CLEAR(((Trainer *)op)->signatures);
 #define CTPY_OBJECT(name) Py_CLEAR(((Trainer *)op)->name);
-#define CTPY_VALUE(type, name)
 #include "binding/engine/fields.def"
-#undef CTPY_VALUE
-#undef CTPY_OBJECT
     return 0;
 }
 
@@ -84,8 +78,6 @@ static PyMemberDef Trainer_members[] = {
 #include "binding/engine/fields.def"
     {NULL, 0, 0, 0, NULL},
 };
-#undef CTPY_VALUE
-#undef CTPY_OBJECT
 
 static PyGetSetDef Trainer_getset[] = {
     {"_communicator", ctpy_trainer_get_communicator, NULL,
@@ -114,15 +106,23 @@ PyType_Spec Trainer_spec = {
 
 /* ---- Run: one train() ------------------------------------------------------------ */
 
+static PyObject *
+Run_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kw))
+{
+    ctpy_run *self = (ctpy_run *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->owner = ct_owner_here();
+        self->accumulation = 1;
+    }
+    return (PyObject *)self;
+}
+
 static int
 Run_traverse(PyObject *op, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(op));
 #define CTPY_OBJECT(name) Py_VISIT(((ctpy_run *)op)->name);
-#define CTPY_VALUE(type, name)
 #include "binding/engine/run.def"
-#undef CTPY_VALUE
-#undef CTPY_OBJECT
     return 0;
 }
 
@@ -133,10 +133,7 @@ Run_clear(PyObject *op)
         ((ctpy_run *)op)->loader = NULL; /* its workers are the parent's */
     }
 #define CTPY_OBJECT(name) Py_CLEAR(((ctpy_run *)op)->name);
-#define CTPY_VALUE(type, name)
 #include "binding/engine/run.def"
-#undef CTPY_VALUE
-#undef CTPY_OBJECT
     return 0;
 }
 
@@ -153,11 +150,10 @@ static PyMemberDef Run_members[] = {
 #include "binding/engine/run.def"
     {NULL, 0, 0, 0, NULL},
 };
-#undef CTPY_VALUE
-#undef CTPY_OBJECT
 
 static PyType_Slot Run_slots[] = {
     {Py_tp_doc,      "One train(): its length, its place, and the model that it trains."},
+    {Py_tp_new,      Run_new                                                            },
     {Py_tp_traverse, Run_traverse                                                       },
     {Py_tp_clear,    Run_clear                                                          },
     {Py_tp_dealloc,  Run_dealloc                                                        },
@@ -168,7 +164,6 @@ static PyType_Slot Run_slots[] = {
 PyType_Spec Run_spec = {
     .name = "ctrainer._C.Run",
     .basicsize = sizeof(ctpy_run),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = Run_slots,
 };

@@ -23,10 +23,4 @@ int ctpy_finish_update(PyObject *op, ctpy_run *run, PyObject **learning_rate);
 /* Decides before an update whether the norms of layers are measured for the log. */
 int ctpy_metrics_plan(PyObject *op, ctpy_run *run, PyObject *batches);
 
-/* ---- step.c ---- */
-
-/* Reads the loss of a micro-batch in host memory. A loss on a device is added to
- * device_loss, and *value is 0. 0, or -1 with an exception. */
-int ctpy_add_loss(PyObject *op, PyObject *loss, double *value);
-
 #endif

@@ -278,7 +278,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "OptimEngine": lambda: _C.OptimEngine("adamw"),
     "WeightAverage": lambda: _C.WeightAverage(*np.ones((2, 1, 3), np.float32)),
 }
-BY_OTHERS = {"GradHook", "GradReducer", "RowBuffer", "Run"}  # made by others alone
+BY_OTHERS = {"GradHook", "GradReducer", "RowBuffer"}  # made by others alone
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
 
