@@ -5,7 +5,7 @@
 #include "math/block.h"
 #include "math/parts.h"
 
-#define CT_FORMULA "math/formula/all.h"
+#define CT_FORMULA "math/rules.def"
 #include "math/each_real.h"
 
 #include <stddef.h>

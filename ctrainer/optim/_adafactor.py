@@ -10,6 +10,8 @@ from torch.optim.optimizer import ParamsT
 from ctrainer.optim._precision import Precision
 from ctrainer.optim._wrapper import EngineOptimizer, own, shape_of
 
+__all__ = ["Adafactor"]
+
 
 class Adafactor(EngineOptimizer):
     """Adafactor, with the options, defaults and state of transformers' and fairseq's.

@@ -10,6 +10,8 @@ from torch.optim.optimizer import ParamsT
 from ctrainer.optim._precision import Precision
 from ctrainer.optim._wrapper import EngineOptimizer, given, own
 
+__all__ = ["AdEMAMix", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"]
+
 Betas = tuple[float | torch.Tensor, float | torch.Tensor]
 
 

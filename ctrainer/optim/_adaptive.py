@@ -10,6 +10,8 @@ from torch.optim.optimizer import ParamsT
 from ctrainer.optim._precision import Precision
 from ctrainer.optim._wrapper import EngineOptimizer, count, given, zeros
 
+__all__ = ["Adadelta", "Adagrad", "RMSprop"]
+
 
 class Adagrad(EngineOptimizer, torch.optim.Adagrad):
     """Adagrad, as torch.optim.Adagrad, but for one thing: a group's own

@@ -17,6 +17,8 @@ from ctrainer.optim._precision import Precision
 from ctrainer.optim._sgd import SGD, Lion
 from ctrainer.optim._wrapper import EngineOptimizer
 
+__all__ = ["Composite"]
+
 _CLASSES: dict[str, type[EngineOptimizer]] = {
     cls._kind: cls
     for cls in (

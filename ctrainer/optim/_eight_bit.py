@@ -11,6 +11,8 @@ from torch.optim.optimizer import ParamsT
 from ctrainer.optim._precision import new_master
 from ctrainer.optim._wrapper import EngineOptimizer, own
 
+__all__ = ["AdEMAMix8bit", "Adam8bit", "AdamW8bit", "Lion8bit"]
+
 BLOCK = 256  # elements that share a scale
 _WRAPPED = "__bnb_optimizer_quant_state__"  # how newer releases save what is quantised
 

@@ -11,6 +11,8 @@ from ctrainer.optim._adam import Adam, Adamax
 from ctrainer.optim._precision import Precision
 from ctrainer.optim._wrapper import EngineOptimizer, count, own
 
+__all__ = ["FairseqAdam", "FairseqAdamax", "FairseqNAG"]
+
 
 class _Fairseq(EngineOptimizer):
     """State of bf16 and fp16 parameters is float32 unless fp32_state=False, and the

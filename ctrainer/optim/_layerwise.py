@@ -10,6 +10,8 @@ from torch.optim.optimizer import ParamsT
 from ctrainer.optim._precision import Precision
 from ctrainer.optim._wrapper import EngineOptimizer, own
 
+__all__ = ["LAMB", "LARS"]
+
 
 class LAMB(EngineOptimizer):
     """LAMB, with the options of apex's FusedLAMB.

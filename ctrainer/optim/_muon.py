@@ -10,6 +10,8 @@ from torch.optim.optimizer import ParamsT
 from ctrainer.optim._precision import Precision
 from ctrainer.optim._wrapper import EngineOptimizer, given, shape_of
 
+__all__ = ["Muon"]
+
 # torch has Muon from 2.9 on.
 _Original: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)
 

@@ -7,6 +7,8 @@ from typing import Any, TypedDict
 
 import torch
 
+__all__ = ["Precision"]
+
 
 class Precision(TypedDict, total=False):
     """Options that every optimizer here has, for bfloat16 and float16 parameters.

@@ -10,6 +10,8 @@ from torch.optim.optimizer import ParamsT
 from ctrainer.optim._precision import Precision
 from ctrainer.optim._wrapper import EngineOptimizer, own
 
+__all__ = ["AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree"]
+
 # What the updates so far have made of a group, before the first one.
 _FRESH = {
     "k": 0,

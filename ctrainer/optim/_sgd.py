@@ -10,6 +10,8 @@ from torch.optim.optimizer import ParamsT
 from ctrainer.optim._precision import Precision
 from ctrainer.optim._wrapper import EngineOptimizer, given, own
 
+__all__ = ["SGD", "Lion"]
+
 
 class SGD(EngineOptimizer, torch.optim.SGD):
     """Stochastic gradient descent with momentum, as torch.optim.SGD.
