@@ -1,4 +1,5 @@
 /* Module ctrainer._C: creates the types and owns the per-interpreter state. */
+#include "binding/optim/optim.h"
 #include "binding/runtime/ctpy.h"
 
 #include "core/device/device.h"
@@ -106,7 +107,7 @@ module_exec(PyObject *module)
     }
 #include "binding/runtime/functions.def"
 #undef CTPY_FUNCTIONS
-    return ctpy_reject_copies(state);
+    return ctpy_optim_intern(state) < 0 ? -1 : ctpy_reject_copies(state);
 }
 
 static int

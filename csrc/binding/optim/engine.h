@@ -13,18 +13,17 @@
 
 /* From the lists of core/optim/kinds.h. */
 
-/* A key of a param_group: the offsets of a name in ctpy_state and of a member of
- * ct_optim_group. */
+/* A key of a param_group, and the offset of its member of ct_optim_group. */
 typedef struct optim_field {
-    size_t name, member;
+    const char *key;
+    size_t member;
     ct_option_type type;
 } optim_field;
 
 /* A key of state[param]. */
 typedef struct optim_value {
-    size_t name;
-    const char *place; /* for messages */
-    int array;         /* the core's state[array]; -1: no array */
+    const char *key, *place; /* place: for messages */
+    int array;               /* the core's state[array]; -1: no array */
     ct_state_shape shape;
     int n_arrays; /* state[array] and the following, one behind the other */
 } optim_value;
@@ -41,13 +40,15 @@ typedef struct optim_spec {
     int traits;                /* of ct_optim_trait */
 } optim_spec;
 
-extern const optim_spec optim_specs[CT_OPTIM_KIND_COUNT];
+/* By kind; the last is of the options that every kind has. */
+extern const optim_spec optim_specs[CT_OPTIM_KIND_COUNT + 1];
 
-/* The interned string at that offset; borrowed. */
+/* The i-th of the spec's keys: of its fields, then of its values. */
 static inline PyObject *
-optim_name_borrow(const ctpy_state *state, size_t offset)
+optim_key_borrow(const ctpy_state *state, const optim_spec *spec, size_t i)
 {
-    return *(PyObject *const *)((const char *)state + offset);
+    PyObject *keys = PyTuple_GET_ITEM(state->optim_keys, spec - optim_specs);
+    return PyTuple_GET_ITEM(keys, (Py_ssize_t)i);
 }
 
 /* ---- OptimEngine ----------------------------------------------------------------- */

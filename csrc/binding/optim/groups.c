@@ -135,7 +135,7 @@ visit_groups(ctpy_state *state, PyObject *groups, visit_fn *visit, void *arg)
     return result;
 }
 
-/* What is called for a parameter and its .grad, which may be None. */
+/* Called for each parameter and the parameter's .grad or None. */
 typedef int grad_function(ctpy_state *state, PyObject *param, PyObject *grad,
                           const ctpy_place *place, void *arg);
 
@@ -500,10 +500,9 @@ reject(PyObject *group, PyObject *key, size_t g)
 }
 
 static int
-read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field *field,
-           ct_optim_group *to)
+read_field(const ctpy_state *state, PyObject *group, size_t g, PyObject *key,
+           const optim_field *field, ct_optim_group *to)
 {
-    PyObject *key = optim_name_borrow(state, field->name);
     void *member = (char *)to + field->member;
     int flag;
     switch (field->type) {
@@ -536,12 +535,13 @@ read_field(const ctpy_state *state, PyObject *group, size_t g, const optim_field
 }
 
 static int
-read_fields(const ctpy_state *state, PyObject *group, size_t g,
-            const optim_field *fields, size_t n, ct_optim_group *to)
+read_fields(const ctpy_state *state, PyObject *group, size_t g, const optim_spec *spec,
+            ct_optim_group *to)
 {
     int result = 0;
-    for (size_t i = 0; i < n && result == 0; i++) {
-        result = read_field(state, group, g, &fields[i], to);
+    for (size_t i = 0; i < spec->n_fields && result == 0; i++) {
+        PyObject *key = optim_key_borrow(state, spec, i);
+        result = read_field(state, group, g, key, &spec->fields[i], to);
     }
     return result;
 }
@@ -566,8 +566,7 @@ read_kind(OptimEngine *self, PyObject *group, size_t g, ct_optim_kind *kind)
     return *kind == CT_OPTIM_KIND_COUNT ? -1 : 0;
 }
 
-#define FIELD(key, of, its_type)                                                       \
-    {offsetof(ctpy_state, str_##key), offsetof(ct_optim_group, of), CT_##its_type}
+#define FIELD(key, of, its_type) {#key, offsetof(ct_optim_group, of), CT_##its_type}
 
 #define PAIRED(config, first, second)                                                  \
     _Static_assert(offsetof(config, second) ==                                         \
@@ -597,18 +596,17 @@ static const optim_field common_fields[] = {
     FIELD(capturable, maximize, NEVER),
     FIELD(differentiable, maximize, NEVER),
 };
-static const size_t n_common_fields = sizeof common_fields / sizeof *common_fields;
 
 #define OPTION(key, of, type, ...) FIELD(key, of, type),
 #define VALUE(key, shape, array, n)                                                    \
-    {offsetof(ctpy_state, str_##key), " state '" #key "'", array, CT_STATE_##shape, n},
+    {#key, " state '" #key "'", array, CT_STATE_##shape, n},
 #define KIND(id, name, options, state, traits)                                         \
     static const optim_field name##_fields[] = {CT_##options##_OPTIONS(OPTION)};       \
     static const optim_value name##_values[] = {CT_##state##_STATE(VALUE)};
 CT_OPTIM_KINDS(KIND)
 #undef KIND
 
-const optim_spec optim_specs[CT_OPTIM_KIND_COUNT] = {
+const optim_spec optim_specs[CT_OPTIM_KIND_COUNT + 1] = {
 #define KIND(id, name, options, state, is)                                             \
     {                                                                                  \
         .traits = (is),                                                                \
@@ -619,7 +617,44 @@ const optim_spec optim_specs[CT_OPTIM_KIND_COUNT] = {
     },
     CT_OPTIM_KINDS(KIND)
 #undef KIND
+        {.fields = common_fields,
+                                              .n_fields = sizeof common_fields / sizeof *common_fields},
 };
+static const optim_spec *const common = &optim_specs[CT_OPTIM_KIND_COUNT];
+
+static PyObject *
+interned_keys(const optim_spec *spec)
+{
+    const size_t n = spec->n_fields + spec->n_values;
+    PyObject *keys = PyTuple_New((Py_ssize_t)n);
+    for (size_t i = 0; keys != NULL && i < n; i++) {
+        PyObject *key = PyUnicode_InternFromString(
+            i < spec->n_fields ? spec->fields[i].key
+                               : spec->values[i - spec->n_fields].key);
+        if (key == NULL) {
+            Py_CLEAR(keys);
+            break;
+        }
+        PyTuple_SET_ITEM(keys, (Py_ssize_t)i, key);
+    }
+    return keys;
+}
+
+int
+ctpy_optim_intern(ctpy_state *state)
+{
+    const Py_ssize_t n = CT_OPTIM_KIND_COUNT + 1;
+    state->optim_keys = PyTuple_New(n);
+    for (Py_ssize_t i = 0; state->optim_keys != NULL && i < n; i++) {
+        PyObject *keys = interned_keys(&optim_specs[i]);
+        if (keys == NULL) {
+            Py_CLEAR(state->optim_keys);
+            break;
+        }
+        PyTuple_SET_ITEM(state->optim_keys, i, keys);
+    }
+    return state->optim_keys == NULL ? -1 : 0;
+}
 
 static int
 read_group(OptimEngine *self, PyObject *group, size_t g)
@@ -635,8 +670,8 @@ read_group(OptimEngine *self, PyObject *group, size_t g)
         return -1;
     }
     const optim_spec *spec = &optim_specs[read.kind];
-    if (read_fields(self->state, group, g, spec->fields, spec->n_fields, &read) < 0 ||
-        read_fields(self->state, group, g, common_fields, n_common_fields, &read) < 0) {
+    if (read_fields(self->state, group, g, spec, &read) < 0 ||
+        read_fields(self->state, group, g, common, &read) < 0) {
         return -1;
     }
     /* Before any state is made, and not in the update alone. */
@@ -674,29 +709,27 @@ optim_read_groups(OptimEngine *self, PyObject *groups)
 /* ---- what an update changes in a group ------------------------------------------- */
 
 static int
-write_field(const ctpy_state *state, PyObject *group, const optim_field *field,
+write_field(PyObject *group, PyObject *key, const optim_field *field,
             const ct_optim_group *from)
 {
     const void *member = (const char *)from + field->member;
     PyObject *value = field->type == CT_LIVE_COUNT
                           ? PyLong_FromUnsignedLongLong(*(const uint64_t *)member)
                           : PyFloat_FromDouble(*(const double *)member);
-    int result =
-        value == NULL
-            ? -1
-            : PyDict_SetItem(group, optim_name_borrow(state, field->name), value);
+    int result = value == NULL ? -1 : PyDict_SetItem(group, key, value);
     Py_XDECREF(value);
     return result;
 }
 
 static int
-write_fields(const ctpy_state *state, PyObject *group, const optim_field *fields,
-             size_t n, const ct_optim_group *from)
+write_fields(const ctpy_state *state, PyObject *group, const optim_spec *spec,
+             const ct_optim_group *from)
 {
     int result = 0;
-    for (size_t i = 0; i < n && result == 0; i++) {
-        if (fields[i].type >= CT_LIVE_NUMBER) {
-            result = write_field(state, group, &fields[i], from);
+    for (size_t i = 0; i < spec->n_fields && result == 0; i++) {
+        if (spec->fields[i].type >= CT_LIVE_NUMBER) {
+            PyObject *key = optim_key_borrow(state, spec, i);
+            result = write_field(group, key, &spec->fields[i], from);
         }
     }
     return result;
@@ -707,13 +740,10 @@ write_group(OptimEngine *self, PyObject *group, size_t g)
 {
     const ct_optim_group *from = &ct_optim_groups_borrow(self->core)[g];
     const optim_spec *spec = &optim_specs[from->kind];
-    if (!PyDict_Check(group) ||
-        write_fields(self->state, group, spec->fields, spec->n_fields, from) < 0) {
+    if (!PyDict_Check(group) || write_fields(self->state, group, spec, from) < 0) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    return from->stochastic
-               ? write_fields(self->state, group, common_fields, n_common_fields, from)
-               : 0;
+    return from->stochastic ? write_fields(self->state, group, common, from) : 0;
 }
 
 int

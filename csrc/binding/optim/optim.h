@@ -5,6 +5,10 @@
 #include "binding/runtime/buffer.h"
 #include "core/engine/step.h"
 
+/* Makes state->optim_keys, the interned keys of every kind's options and state. 0, or
+ * -1 with MemoryError. */
+int ctpy_optim_intern(ctpy_state *state);
+
 /* May the engine of `op` be driven directly: is op a wrapper of ctrainer.optim with an
  * OptimEngine in `_engine`, its own step() and no step hooks? 1 and a new reference in
  * *engine; 0: call op.step() as of any other optimizer; or -1 with an exception. */

@@ -346,6 +346,12 @@ kept_values(OptimEngine *self, uint32_t g, const ct_optim_param *param)
     return list;
 }
 
+static PyObject *
+value_key(const ctpy_state *state, const value_list *list, size_t i)
+{
+    return optim_key_borrow(state, list->spec, list->spec->n_fields + i);
+}
+
 /* Has state to be made? torch.optim.AdamW starts from an empty entry, torch.optim.SGD
  * from an entry without a buffer, or with None, as in its old state_dicts. */
 static int
@@ -357,7 +363,7 @@ lacks_state(const ctpy_state *state, const optim_slot *slot, const value_list *l
     if (list->counts) {
         return 0;
     }
-    PyObject *name = optim_name_borrow(state, list->spec->values[0].name);
+    PyObject *name = value_key(state, list, 0);
     PyObject *value = PyDict_GetItemWithError(slot->state, name);
     return PyErr_Occurred() ? -1 : value == NULL || Py_IsNone(value);
 }
@@ -366,7 +372,7 @@ lacks_state(const ctpy_state *state, const optim_slot *slot, const value_list *l
 static int
 read_value(const ctpy_state *state, optim_slot *slot, const value_list *list, size_t i)
 {
-    PyObject *name = optim_name_borrow(state, list->spec->values[i].name);
+    PyObject *name = value_key(state, list, i);
     PyObject *value = PyDict_GetItemWithError(slot->state, name);
     if (value == NULL) {
         if (!PyErr_Occurred()) {
