@@ -6,6 +6,7 @@
 #include "binding/data/accumulator.h"
 
 #include "binding/runtime/buffer.h"
+#include "binding/runtime/objects.h"
 
 #include "core/data/rows.h"
 
@@ -564,35 +565,8 @@ tree_result(const ArrayAccumulator *self, PyObject *node)
 
 /* ---- ArrayAccumulator ------------------------------------------------------------ */
 
-/* Every Python field, once, so that init, traverse and clear cannot disagree. */
-#define ACCUMULATOR_FIELDS(V) V(name) V(padding_index) V(tree) V(leaves) V(folder)
-
-static int
-ArrayAccumulator_traverse(PyObject *op, visitproc visit, void *arg)
-{
-    ArrayAccumulator *self = (ArrayAccumulator *)op;
-    Py_VISIT(Py_TYPE(op));
-#define V(field) Py_VISIT(self->field);
-    ACCUMULATOR_FIELDS(V)
-#undef V
-    return 0;
-}
-
-static int
-ArrayAccumulator_clear(PyObject *op)
-{
-    ArrayAccumulator *self = (ArrayAccumulator *)op;
-#define V(field) Py_CLEAR(self->field);
-    ACCUMULATOR_FIELDS(V)
-#undef V
-    return 0;
-}
-
-static void
-ArrayAccumulator_dealloc(PyObject *op)
-{
-    ctpy_dealloc(op, ArrayAccumulator_clear);
-}
+#define ACCUMULATOR_OBJECTS(V) V(name) V(padding_index) V(tree) V(leaves) V(folder)
+CTPY_LIFETIME(ArrayAccumulator, ACCUMULATOR_OBJECTS)
 
 static PyObject *
 ArrayAccumulator_new(PyTypeObject *type, PyObject *Py_UNUSED(args),

@@ -5,6 +5,7 @@
 #include "binding/ddp/reducer.h"
 
 #include "binding/runtime/buffer.h"
+#include "binding/runtime/objects.h"
 
 #include "core/base/alloc.h"
 
@@ -36,16 +37,7 @@ PyDoc_STRVAR(
     "that\n"
     "is no rank.");
 
-static int
-GradReducer_traverse(PyObject *op, visitproc visit, void *arg)
-{
-    GradReducer *self = (GradReducer *)op;
-    Py_VISIT(Py_TYPE(op));
-#define VISIT(name) Py_VISIT(self->name);
-    GRAD_REDUCER_OBJECTS(VISIT)
-#undef VISIT
-    return 0;
-}
+CTPY_TRAVERSE(GradReducer, GRAD_REDUCER_OBJECTS)
 
 /* Parameters may still hold hooks, which do nothing from now on. */
 static void
@@ -66,9 +58,7 @@ GradReducer_clear(PyObject *op)
     if (self->communicator != NULL) {
         grad_reducer_abandon(self);
     }
-#define CLEAR(name) Py_CLEAR(self->name);
-    GRAD_REDUCER_OBJECTS(CLEAR)
-#undef CLEAR
+    GRAD_REDUCER_OBJECTS(CTPY_CLEAR_FIELD)
     return 0;
 }
 

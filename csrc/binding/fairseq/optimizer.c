@@ -10,6 +10,7 @@
  * Source of the rules: fairseq, optim/fp16_optimizer.py, amp_optimizer.py and
  * utils.clip_grad_norm_. */
 #include "binding/optim/optim.h"
+#include "binding/runtime/objects.h"
 
 #include <math.h>
 #include <stdbool.h>
@@ -105,30 +106,8 @@ FairseqOptimizer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-static int
-FairseqOptimizer_traverse(PyObject *op, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(op));
-    Py_VISIT(((FairseqOptimizer *)op)->inner);
-    Py_VISIT(((FairseqOptimizer *)op)->scaler);
-    Py_VISIT(((FairseqOptimizer *)op)->tools);
-    return 0;
-}
-
-static int
-FairseqOptimizer_clear(PyObject *op)
-{
-    Py_CLEAR(((FairseqOptimizer *)op)->inner);
-    Py_CLEAR(((FairseqOptimizer *)op)->scaler);
-    Py_CLEAR(((FairseqOptimizer *)op)->tools);
-    return 0;
-}
-
-static void
-FairseqOptimizer_dealloc(PyObject *op)
-{
-    ctpy_dealloc(op, FairseqOptimizer_clear);
-}
+#define OPTIMIZER_OBJECTS(V) V(inner) V(scaler) V(tools)
+CTPY_LIFETIME(FairseqOptimizer, OPTIMIZER_OBJECTS)
 
 /* 0, or -1 with a RuntimeError before __init__. */
 static int

@@ -11,6 +11,7 @@
  *
  * Source: fairseq, fairseq/trainer.py. */
 #include "binding/comm/communicator.h"
+#include "binding/runtime/objects.h"
 
 #include "core/base/alloc.h"
 #include "core/comm/comm.h"
@@ -66,28 +67,8 @@ FairseqTrainer_init(PyObject *Py_UNUSED(op), PyObject *Py_UNUSED(args),
     return 0;
 }
 
-static int
-FairseqTrainer_traverse(PyObject *op, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(op));
-    Py_VISIT(((FairseqTrainer *)op)->metrics);
-    Py_VISIT(((FairseqTrainer *)op)->keywords);
-    return 0;
-}
-
-static int
-FairseqTrainer_clear(PyObject *op)
-{
-    Py_CLEAR(((FairseqTrainer *)op)->metrics);
-    Py_CLEAR(((FairseqTrainer *)op)->keywords);
-    return 0;
-}
-
-static void
-FairseqTrainer_dealloc(PyObject *op)
-{
-    ctpy_dealloc(op, FairseqTrainer_clear);
-}
+#define TRAINER_OBJECTS(V) V(metrics) V(keywords)
+CTPY_LIFETIME(FairseqTrainer, TRAINER_OBJECTS)
 
 /* ---- calls of Python ------------------------------------------------------------- */
 

@@ -3,6 +3,7 @@
  * An optimizer of ctrainer.optim averages its parameters in its own pass and marks
  * them; buffers and other values without a mark are averaged here afterwards. */
 #include "binding/optim/weight_average.h"
+#include "binding/runtime/objects.h"
 
 #include "core/base/alloc.h"
 #include "core/engine/average.h"
@@ -108,24 +109,8 @@ WeightAverage_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return op;
 }
 
-static int
-WeightAverage_traverse(PyObject *op, visitproc visit, void *arg)
-{
-    WeightAverage *self = (WeightAverage *)op;
-    Py_VISIT(Py_TYPE(op));
-    Py_VISIT(self->values);
-    Py_VISIT(self->averages);
-    return 0;
-}
-
-static int
-WeightAverage_clear(PyObject *op)
-{
-    WeightAverage *self = (WeightAverage *)op;
-    Py_CLEAR(self->values);
-    Py_CLEAR(self->averages);
-    return 0;
-}
+#define AVERAGE_OBJECTS(V) V(values) V(averages)
+CTPY_TRAVERSE_CLEAR(WeightAverage, AVERAGE_OBJECTS)
 
 static void
 WeightAverage_dealloc(PyObject *op)

@@ -2,6 +2,7 @@
  * ctrainer._C.LRScheduler, the same with the protocol and the state_dict of
  * torch.optim.lr_scheduler.LambdaLR, as transformers makes it. */
 #include "binding/schedule/scheduler.h"
+#include "binding/runtime/objects.h"
 
 #include "core/schedule/schedule.h"
 
@@ -269,32 +270,7 @@ PyDoc_STRVAR(
     "    >>> LRScheduler(optimizer, 'linear', 0, 4).get_last_lr()\n"
     "    [1.0]");
 
-static int
-LRScheduler_traverse(PyObject *op, visitproc visit, void *arg)
-{
-    LRScheduler *self = (LRScheduler *)op;
-    Py_VISIT(Py_TYPE(op));
-#define FIELD(name) Py_VISIT(self->name);
-    LRSCHEDULER_OBJECTS(FIELD)
-#undef FIELD
-    return 0;
-}
-
-static int
-LRScheduler_clear(PyObject *op)
-{
-    LRScheduler *self = (LRScheduler *)op;
-#define FIELD(name) Py_CLEAR(self->name);
-    LRSCHEDULER_OBJECTS(FIELD)
-#undef FIELD
-    return 0;
-}
-
-static void
-LRScheduler_dealloc(PyObject *op)
-{
-    ctpy_dealloc(op, LRScheduler_clear);
-}
+CTPY_LIFETIME(LRScheduler, LRSCHEDULER_OBJECTS)
 
 /* ---- stepping -------------------------------------------------------------------- */
 
