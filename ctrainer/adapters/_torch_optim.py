@@ -91,12 +91,18 @@ def grad_norms(optimizer: Any, norm_type: float, by_group: bool) -> list[float]:
     ]
 
 
-def layer_norms(optimizer: Any, norm_type: float) -> list[float]:
-    """The norm of each of the optimizer's gradients, on its device; waits for them."""
-    grads = [grad for group in optimizer.param_groups for grad in grads_of(group)]
-    wide = [grad.to(torch.float64) for grad in grads]
-    norms = torch._foreach_norm(wide, norm_type) if wide else []
-    return [norm.item() for norm in norms]
+def layer_norms(optimizer: Any, norm_type: float) -> dict[Any, float]:
+    """The norm of the gradient of each of the optimizer's parameters that has one, in
+    double; waits for them."""
+    norms = {
+        param: torch.linalg.vector_norm(param.grad, norm_type, dtype=torch.float64)
+        if param.grad.numel() > 0  # as a shard may have
+        else torch.zeros(())
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None
+    }
+    return {param: norm.item() for param, norm in norms.items()}
 
 
 def clip_grads(optimizer: Any, factors: list[float], limit: float | None) -> None:

@@ -251,10 +251,15 @@ def grad_norms(optimizer: Any, norm_type: float, by_group: bool) -> list[float]:
     return [float(np.linalg.norm(grads, norm_type)) for grads in flat]
 
 
-def layer_norms(optimizer: Any, norm_type: float) -> list[float]:
-    """The norm of each of the optimizer's gradients."""
-    grads = [grad for group in optimizer.param_groups for grad in grads_of(group)]
-    return [float(np.linalg.norm(np.ravel(g).astype(float), norm_type)) for g in grads]
+def layer_norms(optimizer: Any, norm_type: float) -> dict[Any, float]:
+    """The norm of the gradient of each of the optimizer's parameters that has one, in
+    double."""
+    return {
+        param: float(np.linalg.norm(np.append(0.0, param.grad), norm_type))
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None
+    }
 
 
 def clip_grads(optimizer: Any, factors: list[float], limit: float | None) -> None:

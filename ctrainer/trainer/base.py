@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable
 from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from ctrainer import _C, adapters, average
 from ctrainer.average import WeightAverage
-from ctrainer.callbacks import CallbackHandler
+from ctrainer.callbacks import CallbackHandler, is_log_due
 from ctrainer.memory_tracker import TrainerMemoryTracker
 from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer_state import TrainerControl, TrainerState
@@ -238,24 +239,53 @@ class TrainerBase(_C.Trainer):
         self.store_flos()
         call_adapted(self.log, logs, start_time=start_time)
 
-    def _take_layer_norms(
-        self, params: list[Any], sums: list[float], norm_type: float, loss_scale: float
-    ) -> None:
-        """Keep the norms of layers for the next log: sums[i] is the sum of |g| **
-        norm_type over the gradient of params[i], or the largest |g|; a NaN stays."""
-        depth = self.args.layer_grad_norm_depth
-        labels = self._adapter.parameter_labels(self.model, depth)
-        merge = np.maximum if math.isinf(norm_type) else np.add
+    def _take_layer_norms(self, epoch_ends: bool, loss_scale: float) -> None:
+        """Keep the norms of layers for the log, if one follows this update."""
+        args = self.args
+        if not is_log_due(args, self.state, epoch_ends):
+            return
+        p = args.grad_norm_type
+        power, merge = (1.0, np.maximum) if math.isinf(p) else (p, np.add)
+        labels = self._adapter.parameter_labels(self.model, args.layer_grad_norm_depth)
+        norms = self._adapter.layer_norms(self.optimizer, p)
         totals: dict[str, Any] = {}
-        for i, (param, of_one) in enumerate(zip(params, sums, strict=True)):
-            label = labels.get(param, f"parameter {i} of the optimizer")
-            totals[label] = merge(totals.get(label, 0.0), of_one)
-        power = 1.0 if math.isinf(norm_type) else 1.0 / norm_type
         with np.errstate(all="ignore"):
+            sums = np.array(list(norms.values()), np.float64) ** power
+            if self._shard_group is not None:
+                self._shard_group.all_reduce(sums, "sum" if merge is np.add else "max")
+            for i, (param, of_one) in enumerate(zip(norms, sums, strict=True)):
+                label = labels.get(param, f"parameter {i} of the optimizer")
+                totals[label] = merge(totals.get(label, 0.0), of_one)
             self._grad_metrics = {
-                f"grad_norm/{label}": float(total**power / loss_scale)
+                f"grad_norm/{label}": float(total ** (1.0 / power) / loss_scale)
                 for label, total in totals.items()
             }
+
+    def _report_nonfinite(self) -> None:
+        """Count an update whose gradients are not finite, for the next log; raise where
+        the arguments ask for that, and else warn once in a run."""
+        self._nonfinite_steps += 1
+        policy = getattr(self.args, "nonfinite_policy", "skip")
+        step = self.state.global_step + 1
+        found = f"the gradients of step {step} are not finite (a NaN or Inf)"
+        if policy == "stop":
+            raise FloatingPointError(
+                f"{found}; weights and optimizer are as they were before it. Look at "
+                "the batch and the learning rate, or set nonfinite_policy='skip' to "
+                "continue"
+            )
+        self._nonfinite_total += 1
+        if self._nonfinite_total > 1:
+            return
+        done = "the update is skipped and the weights stay as they are"
+        if policy == "keep":
+            done = "updated all the same, as nonfinite_policy='keep' asks"
+        warnings.warn(
+            f"{found}: {done}. The log counts such steps as nonfinite_steps; "
+            "nonfinite_policy='stop' raises instead",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _mean_loss(self, total: float, n: int) -> float:
         total, count = self._sum_over_ranks(total, n)

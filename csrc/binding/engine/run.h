@@ -31,7 +31,6 @@ typedef struct ctpy_run {
 #include "binding/engine/run.def"
     ct_owner owner;       /* the process that trains, not a child of its own */
     int64_t targets;      /* of the update, on all of several ranks; -1: unknown */
-    bool layer_norms_due; /* in the update that is under way, to be logged */
 } ctpy_run;
 
 /* An object of fields.def, a new reference; NULL, without an exception, for None. */

@@ -877,21 +877,21 @@ update(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
     return failed ? -1 : 0;
 }
 
-static int
-parse_policy(PyObject *arg, ct_nonfinite *policy)
+int
+ctpy_parse_nonfinite(PyObject *arg, const char *name, ct_nonfinite *policy)
 {
-    static const char *const names[] = {
+    static const char *const words[] = {
         [CT_NONFINITE_SKIP] = "skip",
         [CT_NONFINITE_STOP] = "stop",
         [CT_NONFINITE_KEEP] = "keep",
     };
-    for (size_t i = 0; PyUnicode_Check(arg) && i < sizeof names / sizeof *names; i++) {
-        if (PyUnicode_CompareWithASCIIString(arg, names[i]) == 0) {
+    for (size_t i = 0; PyUnicode_Check(arg) && i < sizeof words / sizeof *words; i++) {
+        if (PyUnicode_CompareWithASCIIString(arg, words[i]) == 0) {
             *policy = (ct_nonfinite)i;
             return 0;
         }
     }
-    PyErr_Format(PyExc_ValueError, "nonfinite is %R; expected 'skip', 'stop' or 'keep'",
+    PyErr_Format(PyExc_ValueError, "%s is %R; expected 'skip', 'stop' or 'keep'", name,
                  arg);
     return -1;
 }
@@ -910,9 +910,8 @@ parse_positive(PyObject *arg, const char *name, double *value)
     return 0;
 }
 
-/* None leaves *value as it is. */
-static int
-parse_limit(PyObject *arg, const char *name, double *value)
+int
+ctpy_parse_limit(PyObject *arg, const char *name, double *value)
 {
     return Py_IsNone(arg) ? 0 : parse_positive(arg, name, value);
 }
@@ -931,12 +930,12 @@ static int
 parse_options(PyObject *const *args, ct_step_config *config, double *loss_scale)
 {
     *config = (ct_step_config){.zero_grads = false};
-    return parse_limit(args[0], "max_norm", &config->clip.max_norm) < 0 ||
+    return ctpy_parse_limit(args[0], "max_norm", &config->clip.max_norm) < 0 ||
                    parse_positive(args[1], "loss_scale", loss_scale) < 0 ||
-                   parse_policy(args[2], &config->nonfinite) < 0 ||
+                   ctpy_parse_nonfinite(args[2], "nonfinite", &config->nonfinite) < 0 ||
                    parse_flag(args[3], &config->zero_grads) < 0 ||
                    parse_positive(args[4], "norm_type", &config->clip.norm_type) < 0 ||
-                   parse_limit(args[5], "clip_value", &config->clip.value) < 0 ||
+                   ctpy_parse_limit(args[5], "clip_value", &config->clip.value) < 0 ||
                    parse_flag(args[6], &config->clip.by_group) < 0
                ? -1
                : 0;

@@ -135,62 +135,11 @@ visit_groups(ctpy_state *state, PyObject *groups, visit_fn *visit, void *arg)
     return result;
 }
 
-/* Called for each parameter and the parameter's .grad or None. */
-typedef int grad_function(ctpy_state *state, PyObject *param, PyObject *grad,
-                          const ctpy_place *place, void *arg);
-
-typedef struct grad_visit {
-    grad_function *visit;
-    void *arg;
-    PyObject *owners;
-} grad_visit;
-
 static int
-visit_grad(ctpy_state *state, PyObject *param, const ctpy_place *place, void *arg)
+add_span(ctpy_state *state, PyObject *grad, const ctpy_place *place, ct_grads *list)
 {
-    const grad_visit *v = arg;
-    PyObject *grad = PyObject_GetAttr(param, state->str_grad);
-    int result = grad == NULL ? -1 : 0;
-    if (result == 0 && !Py_IsNone(grad)) {
-        result = PyList_Append(v->owners, grad);
-    }
-    if (result == 0) {
-        result = v->visit(state, param, grad, place, v->arg);
-    }
-    Py_XDECREF(grad);
-    return result;
-}
-
-/* Returns a list that keeps the gradients alive; NULL when a visit fails. */
-static PyObject *
-visit_grads(ctpy_state *state, PyObject *groups, grad_function *visit, void *arg)
-{
-    grad_visit v = {visit, arg, PyList_New(0)};
-    if (v.owners != NULL && visit_groups(state, groups, visit_grad, &v) < 0) {
-        Py_CLEAR(v.owners);
-    }
-    return v.owners;
-}
-
-static PyObject *
-visit_all(ctpy_state *state, PyObject *optimizer, grad_function *visit, void *arg)
-{
-    PyObject *groups = get_groups(state, optimizer);
-    PyObject *owners = groups == NULL ? NULL : visit_grads(state, groups, visit, arg);
-    Py_XDECREF(groups);
-    return owners;
-}
-
-static int
-add_grad(ctpy_state *state, PyObject *Py_UNUSED(param), PyObject *grad,
-         const ctpy_place *place, void *arg)
-{
-    ct_grads *list = arg;
     ctpy_view view;
     ct_error err;
-    if (Py_IsNone(grad)) {
-        return 0;
-    }
     if (ctpy_view_of(state, grad, place, &view) < 0) {
         return -1;
     }
@@ -206,6 +155,22 @@ add_grad(ctpy_state *state, PyObject *Py_UNUSED(param), PyObject *grad,
     }
     ct_grads_add(list, &view.span, (uint32_t)place->group);
     return 0;
+}
+
+/* Adds the parameter's gradient, if there is one, to the ctpy_grads. */
+static int
+add_grad(ctpy_state *state, PyObject *param, const ctpy_place *place, void *arg)
+{
+    ctpy_grads *grads = arg;
+    PyObject *grad = PyObject_GetAttr(param, state->str_grad);
+    int result = grad == NULL ? -1 : 0;
+    if (result == 0 && !Py_IsNone(grad)) {
+        result = PyList_Append(grads->owners, grad) < 0
+                     ? -1
+                     : add_span(state, grad, place, &grads->list);
+    }
+    Py_XDECREF(grad);
+    return result;
 }
 
 /* group["max_grad_norm"] as max_norm of ct_grad_group: 0 for None or a missing key, Inf
@@ -268,8 +233,9 @@ ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host, ctpy_grads
     ct_grads_init(&grads->list, &ct_device_cpu);
     bool failed = groups == NULL || read_groups(state, groups, &grads->list) < 0;
     if (!failed && on_host) {
-        grads->owners = visit_grads(state, groups, add_grad, &grads->list);
-        failed = grads->owners == NULL;
+        grads->owners = PyList_New(0);
+        failed =
+            grads->owners == NULL || visit_groups(state, groups, add_grad, grads) < 0;
     }
     Py_XDECREF(groups);
     if (failed) {
@@ -309,26 +275,6 @@ ctpy_grads_clip(ctpy_grads *grads, const ct_clip *clip, double loss_scale)
     status = ct_clip_apply(clip, &grads->list, NULL, loss_scale, &err);
     Py_END_ALLOW_THREADS
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
-}
-
-static int
-collect_param(ctpy_state *Py_UNUSED(state), PyObject *param, PyObject *grad,
-              const ctpy_place *Py_UNUSED(place), void *arg)
-{
-    return Py_IsNone(grad) ? 0 : PyList_Append(arg, param);
-}
-
-PyObject *
-ctpy_grads_params(ctpy_state *state, PyObject *optimizer)
-{
-    PyObject *params = PyList_New(0);
-    PyObject *owners =
-        params == NULL ? NULL : visit_all(state, optimizer, collect_param, params);
-    if (owners == NULL) {
-        Py_CLEAR(params);
-    }
-    Py_XDECREF(owners);
-    return params;
 }
 
 static int

@@ -39,15 +39,17 @@ int ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host,
                     ctpy_grads *grads);
 void ctpy_grads_close(ctpy_grads *grads); /* {0} is fine */
 
-/* A list of the parameters that have a gradient, in the order of their gradients. */
-PyObject *ctpy_grads_params(ctpy_state *state, PyObject *optimizer);
-
 /* ct_clip_measure; ct_clip_measure and ct_clip_decide; ct_clip_apply; without the GIL.
  * 0, or -1 with an exception. */
 int ctpy_grads_sum(ctpy_grads *grads, const ct_clip *clip);
 int ctpy_grads_measure(ctpy_grads *grads, const ct_clip *clip, double loss_scale,
                        double *norm);
 int ctpy_grads_clip(ctpy_grads *grads, const ct_clip *clip, double loss_scale);
+
+/* An option called name as a C value: a policy, and a number > 0, for which None leaves
+ * *value as it is. 0, or -1 with an exception that names the option. */
+int ctpy_parse_nonfinite(PyObject *arg, const char *name, ct_nonfinite *policy);
+int ctpy_parse_limit(PyObject *arg, const char *name, double *value);
 
 /* Sets .grad of every parameter of op's param_groups to None. */
 int ctpy_grads_drop(ctpy_state *state, PyObject *optimizer);

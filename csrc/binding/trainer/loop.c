@@ -503,7 +503,6 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
     if (ctpy_set_int64(op, names->str_current_gradient_accumulation_steps,
                        (int64_t)n) == 0 &&
         ctpy_batch_shares(op, run, batches, shares) == 0 &&
-        ctpy_metrics_plan(op, run, batches) == 0 &&
         ctpy_trainer_fire(op, names->str_on_step_begin) == 0) {
         result = run_micro_batches(op, run, batches, count, shares, &loss);
     }

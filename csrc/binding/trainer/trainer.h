@@ -20,7 +20,4 @@
  * callbacks. *learning_rate is the update's, a new reference, also after a failure. */
 int ctpy_finish_update(PyObject *op, ctpy_run *run, PyObject **learning_rate);
 
-/* Decides before an update whether the norms of layers are measured for the log. */
-int ctpy_metrics_plan(PyObject *op, ctpy_run *run, PyObject *batches);
-
 #endif

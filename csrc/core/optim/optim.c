@@ -124,21 +124,6 @@ ct_grads_sum(ct_grads *grads, void *stream, double p, bool by_group, ct_error *e
 }
 
 ct_status
-ct_grads_sum_each(ct_grads *grads, void *stream, double p, double *each, ct_error *err)
-{
-    const ct_device *device = grads->device;
-    ct_status status = device->scratch_grow(&grads->sum, grads->n * sizeof *each, err);
-    if (status == CT_OK) {
-        status = device->norms(stream, &grads->scratch, p, grads->spans, grads->n,
-                               grads->sum.data, err);
-    }
-    for (size_t i = 0; status == CT_OK && i < grads->n; i++) {
-        status = device->read(stream, (double *)grads->sum.data + i, &each[i], err);
-    }
-    return status;
-}
-
-ct_status
 ct_grads_scale(ct_grads *grads, void *stream, double factor, double limit,
                ct_error *err)
 {

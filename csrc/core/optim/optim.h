@@ -53,10 +53,6 @@ void ct_grads_add(ct_grads *grads, const ct_span *span, uint32_t group);
 CT_NODISCARD ct_status ct_grads_sum(ct_grads *grads, void *stream, double p,
                                     bool by_group, ct_error *err);
 
-/* The sum of each span by itself, to each[0 .. n - 1]. */
-CT_NODISCARD ct_status ct_grads_sum_each(ct_grads *grads, void *stream, double p,
-                                         double *each, ct_error *err);
-
 /* The place of the sum of all. */
 static inline double *
 ct_grads_total(const ct_grads *grads)
