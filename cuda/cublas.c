@@ -1,5 +1,9 @@
 /* A handle belongs to a device and remembers a stream: a handle per device, with the
- * lock held from setting the stream to the enqueuing call. */
+ * lock held from setting the stream to the enqueuing call.
+ *
+ * The library is opened at the first product and not linked: a wheel of ctrainer runs
+ * without cuBLAS until a rule needs matrices. Hence the declarations below instead of
+ * NVIDIA's header. */
 #include "cublas.h"
 
 #include "dynlib.h"
@@ -63,6 +67,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool loaded;
 static cublas_handle handles[MAX_DEVICES];
 
+/* The lock is held: the table is filled once. */
 static ct_status
 load(ct_error *err)
 {
@@ -116,6 +121,8 @@ multiply(cublas_handle handle, const ct_cublas_product *p)
         return cublas.dgemm(handle, op_a, op_b, p->m, p->n, p->k, &p->alpha, p->a,
                             p->lda, p->b, p->ldb, &p->beta, p->c, p->ldc);
     }
+    /* cuBLAS reads the factors as the type of the computation; float32 for bf16
+     * matrices, too. */
     const float alpha = (float)p->alpha, beta = (float)p->beta;
     if (p->dtype == CT_BF16) {
         return cublas.gemm_ex(handle, op_a, op_b, p->m, p->n, p->k, &alpha, p->a,

@@ -34,6 +34,8 @@ count_devices(int *count)
     const cudaError_t result = cudaGetDeviceCount(count);
     if (result != cudaSuccess) {
         *count = 0;
+        /* The runtime remembers the error, and a later check would report it as another
+         * call's. */
         (void)cudaGetLastError();
     }
     return result;
@@ -63,6 +65,7 @@ cuda_why_no_device(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
     if (count > 0) {
         Py_RETURN_NONE;
     }
+    /* 0 means no driver, with success as the result. */
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
         return PyUnicode_FromString("no NVIDIA driver is installed");
     }
@@ -100,6 +103,7 @@ cuda_versions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
 {
     int driver = 0, cublas = 0, nccl = 0;
     (void)cudaDriverGetVersion(&driver);
+    /* A missing library is an answer here and no error. */
     if (ct_cublas_version(&cublas, NULL) != CT_OK) {
         cublas = 0;
     }
@@ -129,6 +133,7 @@ cuda_comm_id(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
     char id[CT_COMM_ID_BYTES];
     ct_error err;
     ct_status status;
+    /* The first call opens NCCL, which takes a while. */
     Py_BEGIN_ALLOW_THREADS
     status = ct_nccl_id(id, &err);
     Py_END_ALLOW_THREADS
@@ -187,6 +192,7 @@ cuda_find_libraries(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
         return NULL;
     }
     const ct_status status = ct_dynlib_set_path(folders, n, &err);
+    /* The folders' names were copied. */
     Py_DECREF(owner);
     if (status != CT_OK) {
         return raise_device_error(&err);
@@ -194,6 +200,8 @@ cuda_find_libraries(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
     Py_RETURN_NONE;
 }
 
+/* sys.path is Python's, so the folders are passed on here: the rest of cuda/ has no
+ * Python. */
 static int
 module_exec(PyObject *module)
 {
@@ -202,6 +210,7 @@ module_exec(PyObject *module)
         return -1;
     }
     Py_DECREF(done);
+    /* No destructor: the table is static. */
     PyObject *capsule = PyCapsule_New((void *)&plugin, CT_PLUGIN_CAPSULE, NULL);
     if (capsule == NULL) {
         return -1;

@@ -2,7 +2,10 @@
  *
  * ctrainer.BMUF, its public class, has the hooks that are called here. A pass works on
  * tensors without the GIL; meanwhile `busy` keeps other threads out, and the
- * communicator stays open, also while the average of a block is pending. */
+ * communicator stays open, also while the average of a block is pending.
+ *
+ * Hooks run between passes and may raise or replace anything: tensors are read anew for
+ * every pass, and owned while the core works on their memory. */
 #include "binding/comm/communicator.h"
 
 #include "core/base/alloc.h"
@@ -50,6 +53,7 @@ PyDoc_STRVAR(
     "and\n"
     "_after_sync().");
 
+/* The core is valid from here on, as dealloc frees it even if __init__ never runs. */
 static PyObject *
 BMUF_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
 {
@@ -71,6 +75,7 @@ static void
 hold_group(BMUF *self)
 {
     const bool wanted = self->core.is_under_way;
+    /* Counted once, however often this is called. */
     if (wanted != self->holds) {
         group_of(self)->busy += wanted ? 1 : -1;
         self->holds = wanted;
@@ -143,7 +148,8 @@ parse_look(const char *name, ct_block_look *look, bool *slowmo)
     return -1;
 }
 
-/* RuntimeError, naming `what`, before __init__ and while a pass is under way. */
+/* RuntimeError, naming `what`, before __init__ and while a pass is under way. Passes
+ * share the core's buffers, so a second thread cannot enter meanwhile. */
 static int
 check_idle(const BMUF *self, const char *what)
 {
@@ -191,6 +197,7 @@ BMUF_init(PyObject *op, PyObject *args, PyObject *kwargs)
     config.sync_iter = every;
     config.warmup = warmup;
     config.overlap = overlap;
+    /* Before anything changes: a second __init__ that fails leaves a working object. */
     if (ct_bmuf_check(&config, &err) != CT_OK) {
         return ctpy_raise_int(&err);
     }
@@ -198,6 +205,7 @@ BMUF_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     }
     if (self->communicator != NULL) {
+        /* The old group's collectives still write to the core's buffers. */
         abandon(self);
     }
     Py_XSETREF(self->inner, Py_NewRef(inner));
@@ -304,6 +312,7 @@ run_over(BMUF *self, const bmuf_tensors *t, bmuf_pass *pass)
     if (comm == NULL) {
         return -1;
     }
+    /* The GIL is released below, and the attribute may be replaced meanwhile. */
     PyObject *group = Py_NewRef(self->communicator);
     self->busy = true;
     PyThreadState *thread = ctpy_comm_enter(group);
@@ -352,6 +361,7 @@ end_warmup(BMUF *self, ctpy_state *state)
     if (run(self, state->str__synced_tensors, ct_bmuf_take_over) < 0) {
         return -1;
     }
+    /* Before the hooks, which may save the values of the block. */
     self->started = true;
     return call_hook(self, self->average_sync ? state->str_average_params
                                               : state->str__reset_optimizer) < 0
@@ -394,6 +404,7 @@ apply_average(BMUF *self, ctpy_state *state, bmuf_pass *pass)
         return -1;
     }
     const int result = run(self, state->str__synced_tensors, pass);
+    /* Whatever the result: the pass has ended the collectives, or begun some. */
     hold_group(self);
     return result < 0 || (self->average_sync &&
                           call_hook(self, state->str_average_params) < 0)
@@ -430,9 +441,11 @@ after_update(BMUF *self)
     if (comm == NULL) {
         return -1;
     }
+    /* A rank alone is its own average. */
     if (comm->world_size < 2) {
         return 0;
     }
+    /* First: the end of another block needs the buffers of the pending block. */
     if (is_due(self) && apply_average(self, state, ct_bmuf_finish) < 0) {
         return -1;
     }
@@ -467,6 +480,7 @@ BMUF_step(PyObject *op, PyObject *args, PyObject *kwargs)
     PyObject *answer = step == NULL ? NULL : PyObject_Call(step, args, kwargs);
     Py_XDECREF(step);
     if (answer != NULL) {
+        /* Only after success: a step that raised may be repeated. */
         self->num_updates++;
         if (after_update(self) < 0) {
             Py_CLEAR(answer);
@@ -488,6 +502,7 @@ BMUF_count_update(PyObject *op, PyObject *Py_UNUSED(unused))
     if (check_idle(self, "count_update()") < 0) {
         return NULL;
     }
+    /* Blocks end by this count, so a rank with an overflow counts like the others. */
     self->num_updates++;
     return after_update(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
@@ -574,6 +589,7 @@ BMUF_start(PyObject *op, PyObject *Py_UNUSED(unused))
     if (check_idle(self, "_start()") < 0) {
         return NULL;
     }
+    /* The pending average is of parameters that are no longer the model's. */
     abandon(self);
     if (run(self, state->str__synced_tensors, pass_start) < 0) {
         return NULL;
@@ -599,6 +615,7 @@ BMUF_adopt(PyObject *op, PyObject *args)
         check_idle(self, "regroup()") < 0) {
         return NULL;
     }
+    /* The old group's ranks are needed for that average. */
     if (self->core.is_pending) {
         PyErr_SetString(PyExc_RuntimeError,
                         "regroup() before the average of the block that ended has been "
@@ -687,6 +704,7 @@ copy_values(PyObject *op, PyObject *args, const char *format, copy_fn *copy)
         return NULL;
     }
     const ct_bmuf_flat *flat = values_of(self, name);
+    /* Without quantized deltas the buffer is empty. */
     if (flat == &self->core.residual && !ct_bmuf_is_quantized(&self->core.config)) {
         PyErr_SetString(PyExc_RuntimeError,
                         "there is no residual: delta_bits is 32, so parameter deltas "

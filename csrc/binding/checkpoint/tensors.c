@@ -1,7 +1,11 @@
 /* Named tensors from Python as the entries of a file.
  *
  * Entries borrow names, shapes and data from a list that *tensors owns: all sizes are
- * known before memory for shapes is taken, so that no address changes. */
+ * known before memory for shapes is taken, so that no address changes.
+ *
+ * The list keeps every name and value alive, and strings keep their UTF-8 form, so the
+ * entries are valid until ctpy_tensors_fini, whatever happens to the user's dict
+ * meanwhile. */
 #include "binding/checkpoint/tensors.h"
 
 #include "binding/runtime/buffer.h"
@@ -13,6 +17,7 @@
 void
 ctpy_tensors_fini(ctpy_tensors *tensors)
 {
+    /* The count may be set before a failed allocation of the entries. */
     for (size_t i = 0; i < tensors->n && tensors->entries != NULL; i++) {
         ct_free((void *)tensors->entries[i].excerpts);
     }
@@ -29,6 +34,7 @@ ctpy_path_from(PyObject *op)
     return PyUnicode_FSConverter(op, (void *)&bytes) ? bytes : NULL;
 }
 
+/* The second pass over the items relies on these types. */
 static int
 check_value(PyObject *name, PyObject *value)
 {
@@ -56,6 +62,8 @@ shape_of(PyObject *name, PyObject *value)
     if (shape != NULL && PyTuple_Check(shape)) {
         return shape;
     }
+    /* Only a missing attribute means a wrong type; other exceptions are the object's
+     * own. */
     if (shape != NULL || PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Format(PyExc_TypeError,
                      "tensor '%U': expected a tensor or an array, got %.100s", name,
@@ -91,6 +99,8 @@ fill_shape(PyObject *pair, uint64_t *extents, ct_st_entry *entry)
     }
     entry->ndim = (size_t)PyTuple_GET_SIZE(shape);
     entry->shape = extents;
+    /* A negative extent raises OverflowError here, rather than becoming a huge
+     * number. */
     for (size_t i = 0; i < entry->ndim && !PyErr_Occurred(); i++) {
         extents[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, (Py_ssize_t)i));
     }
@@ -129,6 +139,8 @@ ctpy_excerpts_from(PyObject *tuple, const char *what, size_t *n_bytes)
     *n_bytes = 0;
     for (size_t i = 0; i < n; i++) {
         PyObject *item = PyTuple_GET_ITEM(tuple, (Py_ssize_t)i);
+        /* The core compares the sum with the shape: a sum that wraps around could fit.
+         */
         if (fill_excerpt(item, what, &excerpts[i]) < 0 ||
             __builtin_add_overflow(*n_bytes, excerpts[i].n, n_bytes)) {
             if (!PyErr_Occurred()) {
@@ -179,6 +191,7 @@ fill_entry(ctpy_state *state, PyObject *pair, const ctpy_tensors *tensors,
                   entry) < 0) {
         return -1;
     }
+    /* The dtype of the file replaces uint8, the form in which NumPy has such bytes. */
     if (raw) {
         entry->tag = PyUnicode_AsUTF8(PyTuple_GET_ITEM(value, 1));
     }
@@ -193,6 +206,8 @@ fill_entries(ctpy_state *state, ctpy_tensors *tensors)
         return -1;
     }
     tensors->n = (size_t)PyList_GET_SIZE(tensors->items);
+    /* One place more than needed, so that no tensors are no failed allocation; zeroed,
+     * so that ctpy_tensors_fini finds NULL in entries that were never filled. */
     tensors->entries = ct_calloc(tensors->n + 1, sizeof *tensors->entries);
     tensors->extents = ct_calloc((size_t)extents + 1, sizeof *tensors->extents);
     if (tensors->entries == NULL || tensors->extents == NULL) {

@@ -1,6 +1,10 @@
 /* ctrainer._C.GroupMemory, a rank's memory for collectives (core/base/pages.h), and
- * MappedMemory, memory at a fixed address (core/base/mapping.h), for
- * torch.frombuffer() on the host and torch.from_dlpack() on a device. */
+ * MappedMemory, memory at a fixed address (core/base/mapping.h), for torch.frombuffer()
+ * on the host and torch.from_dlpack() on a device.
+ *
+ * The core counts the holders of pages, Python counts references: every Python object
+ * owns one hold, and every buffer view owns a reference to the object, so memory in use
+ * is never unmapped. */
 #include "binding/comm/memory.h"
 
 #include "binding/comm/communicator.h"
@@ -15,6 +19,7 @@ typedef struct GroupMemory {
     Py_ssize_t n_bytes;    /* as asked for; the pages may be longer */
 } GroupMemory;
 
+/* The rank's own memory is emptied too: other ranks may hold the addresses for long. */
 static void
 release(ct_pages *pages, unsigned char *theirs)
 {
@@ -39,6 +44,7 @@ memory_steal(PyTypeObject *type, ct_pages *pages, unsigned char *theirs,
 {
     GroupMemory *self = (GroupMemory *)type->tp_alloc(type, 0);
     if (self == NULL) {
+        /* The hold was taken over, on failure as well. */
         release(pages, theirs);
         return NULL;
     }
@@ -84,6 +90,7 @@ Communicator_memory(PyObject *op, PyObject *number)
         return PyErr_Format(PyExc_ValueError, "nbytes must be above 0, got %zd",
                             n_bytes);
     }
+    /* 0 bytes are left to the core, for the same error on all ranks. */
     PyThreadState *thread = ctpy_comm_enter(op);
     const ct_status status = ct_comm_memory(comm, (size_t)n_bytes, &pages, &err);
     ctpy_comm_leave(op, thread);
@@ -95,6 +102,7 @@ static int
 GroupMemory_getbuffer(PyObject *op, Py_buffer *view, int flags)
 {
     const GroupMemory *self = (GroupMemory *)op;
+    /* Another rank's part is read-only: every part has a single writer. */
     const bool is_own = self->theirs == NULL;
     void *data = is_own ? self->pages->data : self->theirs;
     return PyBuffer_FillInfo(view, op, data, self->n_bytes, !is_own, flags);
@@ -127,9 +135,11 @@ GroupMemory_of_rank(PyObject *op, PyObject *number)
                                   "all_gather",
                                   rank);
     }
+    /* The view outlives this object, perhaps. */
     ct_pages_hold(self->pages);
     PyObject *memory = memory_steal(Py_TYPE(op), self->pages, theirs, self->n_bytes);
     PyObject *view = memory == NULL ? NULL : PyMemoryView_FromObject(memory);
+    /* The view keeps the memory alive. */
     Py_XDECREF(memory);
     return view;
 }
@@ -158,6 +168,7 @@ GroupMemory_discard(PyObject *op, PyObject *args, PyObject *kwargs)
                                      &wanted)) {
         return NULL;
     }
+    /* Up to the end of the pages, beyond nbytes: whole pages alone can be discarded. */
     const Py_ssize_t rest = (Py_ssize_t)self->pages->bytes - offset;
     const Py_ssize_t n_bytes = wanted == Py_None ? rest : PyLong_AsSsize_t(wanted);
     if (n_bytes == -1 && PyErr_Occurred()) {
@@ -222,6 +233,7 @@ MappedMemory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self == NULL) {
         return NULL;
     }
+    /* All zeros is a mapping that may be closed, so a failure below needs no care. */
     self->device = device;
     if (ct_mapping_open_on(device->mapping, &self->pages, (size_t)nbytes, watched != 0,
                            &err) != CT_OK) {
@@ -242,6 +254,7 @@ static int
 MappedMemory_getbuffer(PyObject *op, Py_buffer *view, int flags)
 {
     const ct_mapping *pages = &((MappedMemory *)op)->pages;
+    /* A device's addresses in a buffer would crash the first reader on the host. */
     if (pages->ops != NULL) {
         PyErr_SetString(PyExc_BufferError,
                         "this memory is a GPU's, which the host cannot read; take it "
@@ -341,6 +354,7 @@ MappedMemory_dlpack(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!Py_IsNone(device) && !PyArg_ParseTuple(device, "ii", &type, &id)) {
         return NULL;
     }
+    /* The standard asks for BufferError where an export in place is impossible. */
     if (copy == Py_True || type != self->device->dlpack || id != self->pages.ordinal) {
         PyErr_SetString(PyExc_BufferError,
                         "this memory is exported in place; copy the tensor");

@@ -2,7 +2,7 @@
  *
  * Every rank announces a gradient for every parameter in every exchanged pass, zeros if
  * autograd computes none, because the ranks have to call the same collectives. The
- * bucket memory that is exchanged stays alive in `given` until the pass has ended.
+ * bucket memory that is exchanged stays alive in `exchanged` until the pass has ended.
  */
 #include "binding/comm/communicator.h"
 #include "binding/ddp/reducer.h"
@@ -34,6 +34,7 @@ view_of(const GradReducer *self, Py_ssize_t param)
     return PyList_GET_ITEM(self->views, param);
 }
 
+/* Read anew each time: users may replace a parameter's gradient at any moment. */
 static PyObject *
 get_grad(const GradReducer *self, Py_ssize_t param)
 {
@@ -51,9 +52,10 @@ set_grad(const GradReducer *self, Py_ssize_t param, PyObject *grad)
 static int
 keep(GradReducer *self, Py_ssize_t param, PyObject *tensor)
 {
-    return PyList_SetItem(self->given, param, Py_NewRef(tensor));
+    return PyList_SetItem(self->exchanged, param, Py_NewRef(tensor));
 }
 
+/* Such a gradient is dropped on this rank once sent. */
 static bool
 is_of_another_rank(const GradReducer *self, Py_ssize_t param)
 {
@@ -68,6 +70,8 @@ void
 grad_reducer_abandon(GradReducer *self)
 {
     PyObject *type, *value, *trace;
+    /* A Python backend runs code while waiting, and callers abandon with an exception
+     * set. */
     PyErr_Fetch(&type, &value, &trace);
     ct_comm *comm = ((Communicator *)self->communicator)->comm;
     if (comm != NULL && self->core.active) {
@@ -95,6 +99,7 @@ read_view(GradReducer *self, PyObject *tensor, Py_ssize_t param, const char *wha
     return ctpy_view_of(ctpy_state_borrow((PyObject *)self), tensor, &place, view);
 }
 
+/* The core copies so many elements of that dtype into the bucket. */
 static int
 check_like(const GradReducer *self, Py_ssize_t param, const ctpy_view *own,
            const ctpy_view *grad)
@@ -120,6 +125,8 @@ announce(GradReducer *self, Py_ssize_t param, const ct_span *span)
     if (comm == NULL) {
         return -1;
     }
+    /* The GIL is released below: a second thread's backward pass must not enter the
+     * core. */
     self->busy = true;
     PyThreadState *thread = ctpy_comm_enter(self->communicator);
     const ct_status status =
@@ -129,12 +136,15 @@ announce(GradReducer *self, Py_ssize_t param, const ct_span *span)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-/* Announces grad; the parameter's gradient becomes its view of the bucket. */
+/* Announces grad; the parameter's gradient becomes its view of the bucket. Autograd
+ * then adds into the bucket, without a copy. */
 static int
-give_in_order(GradReducer *self, Py_ssize_t param, PyObject *grad, const ct_span *span)
+announce_in_order(GradReducer *self, Py_ssize_t param, PyObject *grad,
+                  const ct_span *span)
 {
     PyObject *view = view_of(self, param);
     const bool becomes_view = self->grads_are_views && !Py_IsNone(view);
+    /* Kept before the exchange begins: the caller's reference may be the last. */
     if (keep(self, param, becomes_view ? view : grad) < 0 ||
         announce(self, param, span) < 0) {
         return -1;
@@ -172,22 +182,24 @@ copy_in_order(const GradReducer *self, Py_ssize_t param, PyObject *grad)
     return into;
 }
 
+/* For gradients with other strides: the same place in a bucket is the same element on
+ * all ranks. */
 static int
-give_reordered(GradReducer *self, Py_ssize_t param, PyObject *grad)
+announce_copy(GradReducer *self, Py_ssize_t param, PyObject *grad)
 {
     PyObject *copy = copy_in_order(self, param, grad);
     ctpy_view view;
     int result = -1;
     if (copy != NULL && read_view(self, copy, param, "the gradient", &view) == 0 &&
         set_grad(self, param, copy) == 0) {
-        result = give_in_order(self, param, copy, &view.span);
+        result = announce_in_order(self, param, copy, &view.span);
     }
     Py_XDECREF(copy);
     return result;
 }
 
 static int
-give(GradReducer *self, Py_ssize_t param, PyObject *grad)
+announce_grad(GradReducer *self, Py_ssize_t param, PyObject *grad)
 {
     ctpy_view view, own;
     if (read_view(self, grad, param, "the gradient", &view) < 0 ||
@@ -196,15 +208,18 @@ give(GradReducer *self, Py_ssize_t param, PyObject *grad)
         return -1;
     }
     own.span = view.span; /* compares the order of the elements alone */
-    return ctpy_view_matches(&own, &view) ? give_in_order(self, param, grad, &view.span)
-                                          : give_reordered(self, param, grad);
+    return ctpy_view_matches(&own, &view)
+               ? announce_in_order(self, param, grad, &view.span)
+               : announce_copy(self, param, grad);
 }
 
 static int
-give_zeros(GradReducer *self, Py_ssize_t param)
+announce_zeros(GradReducer *self, Py_ssize_t param)
 {
     const ct_device *device = self->core.device;
     PyObject *view_in_bucket = view_of(self, param);
+    /* The view of the bucket if there is one: zeros are written in place, not
+     * copied. */
     PyObject *zeros = self->grads_are_views && !Py_IsNone(view_in_bucket)
                           ? Py_NewRef(view_in_bucket)
                           : new_like(self, param);
@@ -229,14 +244,15 @@ give_zeros(GradReducer *self, Py_ssize_t param)
 /* Announces the gradient of a parameter that autograd did not reach: an earlier one, or
  * zeros. */
 static int
-give_absent(GradReducer *self, Py_ssize_t param)
+announce_absent(GradReducer *self, Py_ssize_t param)
 {
     PyObject *grad = get_grad(self, param);
     if (grad == NULL) {
         return -1;
     }
     const bool none = Py_IsNone(grad);
-    const int result = none ? give_zeros(self, param) : give(self, param, grad);
+    const int result =
+        none ? announce_zeros(self, param) : announce_grad(self, param, grad);
     Py_DECREF(grad);
     self->absent[param] = none;
     return result;
@@ -269,6 +285,7 @@ scale_averages(GradReducer *self)
         if (!self->averaged[i]) {
             continue;
         }
+        /* Before the call: a failure must not scale the same gradient twice. */
         self->averaged[i] = false;
         PyObject *grad = get_grad(self, i);
         const int result = grad == NULL      ? -1
@@ -296,6 +313,7 @@ static int
 drop_sent(GradReducer *self)
 {
     const ct_bucket_plan *plan = &self->core.plan;
+    /* Turns end in order, so one count shows where the dropped ones stop. */
     while (self->owners != NULL && self->dropped < self->core.settled) {
         const ct_bucket *bucket = &plan->buckets[self->core.turns[self->dropped++]];
         for (size_t k = 0; k < bucket->n_params; k++) {
@@ -307,6 +325,7 @@ drop_sent(GradReducer *self)
     return 0;
 }
 
+/* All other gradients have been sent; the average stays with the owner. */
 static int
 keep_own(GradReducer *self)
 {
@@ -324,10 +343,10 @@ keep_own(GradReducer *self)
 
 /* Announces the parameters that never get a gradient. */
 static int
-give_known_absent(GradReducer *self)
+announce_known_absent(GradReducer *self)
 {
     for (Py_ssize_t i = 0; i < count(self); i++) {
-        if (self->core.params[i].expected == 0 && give_absent(self, i) < 0) {
+        if (self->core.params[i].expected == 0 && announce_absent(self, i) < 0) {
             return -1;
         }
     }
@@ -343,19 +362,22 @@ begin(GradReducer *self)
                         "module is for one thread at a time");
         return -1;
     }
+    /* Autograd may call hooks of one pass in any order: the first call begins the
+     * pass. */
     if (self->core.active) {
         return 0;
     }
     ct_reducer_begin(&self->core);
     self->dropped = 0;
     (void)memset(self->absent, 0, (size_t)count(self) * sizeof *self->absent);
-    return self->static_graph && !self->core.learning ? give_known_absent(self) : 0;
+    return self->static_graph && !self->core.learning ? announce_known_absent(self) : 0;
 }
 
 /* Has autograd call the end hook when its pass ends. */
 static int
 queue_end(GradReducer *self)
 {
+    /* Once a pass is enough: the hooks of all parameters come here. */
     if (self->queued) {
         return 0;
     }
@@ -397,7 +419,7 @@ take(GradReducer *self, Py_ssize_t param)
     PyObject *grad = get_grad(self, param);
     const int result = grad == NULL      ? -1
                        : Py_IsNone(grad) ? 0
-                                         : give(self, param, grad);
+                                         : announce_grad(self, param, grad);
     Py_XDECREF(grad);
     return result;
 }
@@ -405,6 +427,7 @@ take(GradReducer *self, Py_ssize_t param)
 static int
 on_gradient(GradReducer *self, Py_ssize_t param)
 {
+    /* Under no_sync() autograd accumulates gradients. */
     if (!self->syncs) {
         return 0;
     }
@@ -418,6 +441,8 @@ on_gradient(GradReducer *self, Py_ssize_t param)
         result = drop_sent(self);
     }
     if (result < 0) {
+        /* An exception in a hook ends the backward pass, and the end hook never
+         * comes. */
         grad_reducer_abandon(self);
     }
     return result;
@@ -433,6 +458,7 @@ list_missing(const GradReducer *self)
     PyObject *text = PyUnicode_FromString("");
     Py_ssize_t n = 0;
     for (Py_ssize_t i = 0; text != NULL && i < count(self); i++) {
+        /* Large models could lack thousands: the message has a bounded length. */
         if (self->core.params[i].seen > 0 || ++n > SHOWN) {
             continue;
         }
@@ -464,13 +490,14 @@ raise_missing(const GradReducer *self)
     return -1;
 }
 
+/* A parameter outside of the loss would otherwise stop all ranks. */
 static int
-give_missing(GradReducer *self)
+announce_missing(GradReducer *self)
 {
     const bool may_miss = self->find_unused || self->core.learning;
     for (Py_ssize_t i = 0; i < count(self); i++) {
         if (self->core.params[i].seen == 0 &&
-            (may_miss ? give_absent(self, i) : raise_missing(self)) < 0) {
+            (may_miss ? announce_absent(self, i) : raise_missing(self)) < 0) {
             return -1;
         }
     }
@@ -493,6 +520,8 @@ finish_buckets(GradReducer *self)
     self->busy = true;
     PyThreadState *thread = ctpy_comm_enter(self->communicator);
     ct_status status = ct_reducer_finish(&self->core, comm, &err);
+    /* After the buckets on every rank: `asks` depends on options alone, alike on
+     * all. */
     if (status == CT_OK && asks) {
         status = ct_comm_all_reduce(comm, &usage, CT_REDUCE_MAX, &err);
     }
@@ -502,7 +531,7 @@ finish_buckets(GradReducer *self)
 }
 
 static int
-release_given(GradReducer *self)
+release_exchanged(GradReducer *self)
 {
     for (Py_ssize_t i = 0; i < count(self); i++) {
         if (keep(self, i, Py_None) < 0) {
@@ -520,12 +549,14 @@ take_averages(GradReducer *self)
         return -1;
     }
     for (Py_ssize_t i = 0; i < count(self); i++) {
+        /* The gradient stays None only if no rank has used the parameter, as in
+         * torch. */
         if (self->absent[i] && self->used[i] && !is_of_another_rank(self, i) &&
-            set_grad(self, i, PyList_GET_ITEM(self->given, i)) < 0) {
+            set_grad(self, i, PyList_GET_ITEM(self->exchanged, i)) < 0) {
             return -1;
         }
     }
-    return keep_own(self) < 0 ? -1 : release_given(self);
+    return keep_own(self) < 0 ? -1 : release_exchanged(self);
 }
 
 /* Counts on the first pass for all that follow: static_graph. */
@@ -544,10 +575,11 @@ static int
 on_end(GradReducer *self)
 {
     self->queued = false;
+    /* An exception, or close(), has ended the pass already. */
     if (!self->core.active) {
         return 0;
     }
-    if (give_missing(self) < 0) {
+    if (announce_missing(self) < 0) {
         grad_reducer_abandon(self);
         return -1;
     }
@@ -576,8 +608,9 @@ GradReducer_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     GradReducer *self = (GradReducer *)op;
     int result = begin(self);
+    /* From the last parameter on: the order in which buckets are filled. */
     for (Py_ssize_t i = count(self); result == 0 && i-- > 0;) {
-        result = give_absent(self, i);
+        result = announce_absent(self, i);
     }
     for (Py_ssize_t i = 0; result == 0 && i < count(self); i++) {
         self->used[i] = true;
@@ -603,6 +636,8 @@ add_hook(GradReducer *self, Py_ssize_t index)
     }
     made->index = index;
     const int failed = PyList_Append(self->hooks, (PyObject *)made);
+    /* Borrowed, so that no reference cycle passes through autograd, which the garbage
+     * collector does not see. */
     made->reducer = failed ? NULL : self;
     Py_DECREF(made);
     return failed ? NULL : (PyObject *)made;
@@ -642,6 +677,7 @@ GradHook_call(PyObject *op, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwarg
     if (reducer == NULL) {
         Py_RETURN_NONE;
     }
+    /* The call may drop the last other reference to the reducer. */
     Py_INCREF(reducer);
     const int result = index == GRAD_HOOK_OUTPUT ? on_output(reducer)
                        : index == GRAD_HOOK_END  ? on_end(reducer)
@@ -713,6 +749,8 @@ count_flags(GradReducer *self, int ranks, const int64_t *all, rank_counts *found
         }
     }
     self->root = found->active > 0 ? found->last : self->root;
+    /* The core divides by all ranks; this factor makes the divisor the ranks with
+     * data. */
     self->core.factor = self->keeps_divisor || found->active == 0
                             ? 1.0
                             : (double)ranks / (double)found->active;
@@ -776,6 +814,8 @@ GradReducer_before_forward(PyObject *op, PyObject *args)
         (with_grad && self->joining && gather_counts(self, flags, &found) < 0)) {
         return NULL;
     }
+    /* Only then: an evaluation under no_grad() leaves the mode of the training passes
+     * alone. */
     if (with_grad) {
         self->syncs = syncs;
     }
@@ -796,6 +836,7 @@ hook_tensor(GradReducer *self, PyObject *tensor)
     }
     const bool computed = !Py_IsNone(made_by);
     Py_DECREF(made_by);
+    /* A leaf has no backward pass of its own to begin. */
     if (!computed) {
         return 0;
     }
@@ -837,6 +878,7 @@ static PyObject *
 GradReducer_after_forward(PyObject *op, PyObject *output)
 {
     GradReducer *self = (GradReducer *)op;
+    /* Owned gradients are scaled at the beginning of every pass, exchanged or not. */
     const bool counts = self->syncs || self->owners != NULL;
     return counts && hook_outputs(self, output) < 0 ? NULL : Py_NewRef(Py_None);
 }
@@ -876,13 +918,14 @@ shadow_pass(GradReducer *self)
     const Py_ssize_t n = count(self);
     int result = 0;
     ct_reducer_begin(&self->core);
+    /* The same collectives in the same order as on ranks with data. */
     for (Py_ssize_t i = n; result == 0 && i-- > 0;) {
-        result = give_zeros(self, i);
+        result = announce_zeros(self, i);
     }
     for (Py_ssize_t i = 0; !self->usage_known && i < n; i++) {
         self->used[i] = false;
     }
-    if (result < 0 || finish_buckets(self) < 0 || release_given(self) < 0) {
+    if (result < 0 || finish_buckets(self) < 0 || release_exchanged(self) < 0) {
         grad_reducer_abandon(self);
         return -1;
     }
@@ -902,6 +945,7 @@ shadow_all(GradReducer *self, PyObject *buffers)
         if (found.active == 0) {
             return 0;
         }
+        /* What ranks with data do before each forward pass. */
         if ((found.flags & HAS_BUFFERS) != 0 &&
             ctpy_broadcast_sequence(state, self->communicator, buffers, self->root) <
                 0) {
@@ -933,6 +977,7 @@ GradReducer_shadow(PyObject *op, PyObject *args)
         result = ctpy_broadcast_sequence(ctpy_state_borrow(op), self->communicator,
                                          tensors, self->root);
     }
+    /* The next epoch begins without joining, with rank 0 as the sender again. */
     self->joining = self->throws_early = false;
     self->core.factor = 1.0;
     self->root = 0;

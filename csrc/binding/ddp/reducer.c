@@ -26,7 +26,8 @@ PyDoc_STRVAR(
     "Averages the gradients of params over the ranks, while autograd computes them.\n\n"
     "params: tensors of floating point in host memory, each with its name, the same "
     "on\n"
-    "every rank. allocate(params) gives a flat tensor and a list of views of it, one\n"
+    "every rank. allocate(params) returns a flat tensor and a list of views of it, "
+    "one\n"
     "like each. queue_callback(fn) has autograd call fn when its pass ends; with None\n"
     "nothing is hooked and reduce() does all. owners: by parameter the rank that gets\n"
     "its average, or -1 for all; on the others its gradient is dropped when it has "
@@ -55,6 +56,7 @@ GradReducer_clear(PyObject *op)
 {
     GradReducer *self = (GradReducer *)op;
     silence_hooks(self);
+    /* NULL after an earlier clear, and in a half-made object. */
     if (self->communicator != NULL) {
         grad_reducer_abandon(self);
     }
@@ -92,6 +94,7 @@ static int
 hold(GradReducer *self, PyObject *communicator, PyObject *params, PyObject *names)
 {
     self->communicator = Py_NewRef(communicator);
+    /* Tuples, so that nobody changes the order by which the plan counts. */
     self->params = PySequence_Tuple(params);
     self->names = PySequence_Tuple(names);
     if (self->params == NULL || self->names == NULL) {
@@ -107,9 +110,9 @@ hold(GradReducer *self, PyObject *communicator, PyObject *params, PyObject *name
     self->hooks = PyList_New(0);
     self->handles = PyList_New(0);
     self->views = new_list(n);
-    self->given = new_list(n);
+    self->exchanged = new_list(n);
     return self->memory == NULL || self->hooks == NULL || self->handles == NULL ||
-                   self->views == NULL || self->given == NULL
+                   self->views == NULL || self->exchanged == NULL
                ? -1
                : 0;
 }
@@ -123,6 +126,7 @@ parse_limits(double bucket_cap_mb, ct_bucket_limits *limits)
         return -1;
     }
     limits->cap_bytes = (size_t)(bucket_cap_mb * MIB);
+    /* torch's size of the first bucket. */
     limits->first_bytes = limits->cap_bytes < MIB ? limits->cap_bytes : MIB;
     return 0;
 }
@@ -132,9 +136,9 @@ enum {
 };
 
 static int
-read_owner(PyObject *given, int *owner)
+read_owner(PyObject *number, int *owner)
 {
-    const long rank = PyLong_AsLong(given);
+    const long rank = PyLong_AsLong(number);
     if (rank == -1 && PyErr_Occurred()) {
         return -1;
     }
@@ -144,13 +148,13 @@ read_owner(PyObject *given, int *owner)
 }
 
 static int
-read_owners_of(GradReducer *self, PyObject *given)
+read_owners_of(GradReducer *self, PyObject *numbers)
 {
     const Py_ssize_t n = PyTuple_GET_SIZE(self->params);
-    if (PyTuple_GET_SIZE(given) != n) {
+    if (PyTuple_GET_SIZE(numbers) != n) {
         PyErr_Format(PyExc_ValueError,
                      "%zd parameters and %zd owners; expected as many", n,
-                     PyTuple_GET_SIZE(given));
+                     PyTuple_GET_SIZE(numbers));
         return -1;
     }
     self->owners = ct_calloc((size_t)n + 1, sizeof *self->owners);
@@ -160,7 +164,7 @@ read_owners_of(GradReducer *self, PyObject *given)
         return -1;
     }
     for (Py_ssize_t i = 0; i < n; i++) {
-        if (read_owner(PyTuple_GET_ITEM(given, i), &self->owners[i]) < 0) {
+        if (read_owner(PyTuple_GET_ITEM(numbers, i), &self->owners[i]) < 0) {
             return -1;
         }
     }
@@ -168,9 +172,9 @@ read_owners_of(GradReducer *self, PyObject *given)
 }
 
 static int
-read_owners(GradReducer *self, PyObject *given)
+read_owners(GradReducer *self, PyObject *owners)
 {
-    if (Py_IsNone(given)) {
+    if (Py_IsNone(owners)) {
         return 0;
     }
     if (!self->grads_are_views || self->static_graph) {
@@ -179,7 +183,7 @@ read_owners(GradReducer *self, PyObject *given)
                         "static_graph=False alone");
         return -1;
     }
-    PyObject *all = PySequence_Tuple(given);
+    PyObject *all = PySequence_Tuple(owners);
     const int result = all == NULL ? -1 : read_owners_of(self, all);
     Py_XDECREF(all);
     self->core.most_under_way = UNDER_WAY_BYTES;
@@ -196,6 +200,7 @@ read_params(GradReducer *self, ctpy_state *state, ct_span *spans)
             return -1;
         }
         (void)PyOS_snprintf(text, sizeof text, "parameter '%.150s'", name);
+        /* Names in errors: an index says little in a model of hundreds of tensors. */
         const ctpy_place place = {.what = text, .group = -1};
         ctpy_view view;
         if (ctpy_view_of(state, PyTuple_GET_ITEM(self->params, i), &place, &view) < 0) {
@@ -233,6 +238,7 @@ plan(GradReducer *self, ctpy_state *state, ct_bucket_limits limits)
     ct_span *spans = ct_calloc(n + 1, sizeof *spans);
     ct_error err;
     int result = -1;
+    /* Owned by the reducer: dealloc frees them, on failure too. */
     self->used = ct_calloc(n + 1, sizeof *self->used);
     self->absent = ct_calloc(n + 1, sizeof *self->absent);
     if (spans == NULL || self->used == NULL || self->absent == NULL) {
@@ -273,11 +279,13 @@ place_bucket(GradReducer *self, size_t b, PyObject *flat, PyObject *views)
         PyList_Append(self->memory, flat) < 0) {
         return -1;
     }
+    /* allocate() is Python, and the core will write so many elements. */
     if (view.span.n != bucket->n || view.span.dtype != bucket->dtype ||
         PyList_GET_SIZE(views) != (Py_ssize_t)bucket->n_params) {
-        PyErr_Format(PyExc_ValueError,
-                     "allocate() gave %zu elements and %zd views; expected %zu and %zu",
-                     view.span.n, PyList_GET_SIZE(views), bucket->n, bucket->n_params);
+        PyErr_Format(
+            PyExc_ValueError,
+            "allocate() returned %zu elements and %zd views; expected %zu and %zu",
+            view.span.n, PyList_GET_SIZE(views), bucket->n, bucket->n_params);
         return -1;
     }
     ct_reducer_set_memory(&self->core, b, view.span.data);
@@ -296,10 +304,13 @@ allocate_buckets(GradReducer *self)
 {
     for (size_t b = 0; b < self->core.plan.n_buckets; b++) {
         const ct_bucket *bucket = &self->core.plan.buckets[b];
+        /* The gradient itself is the bucket. */
         if (bucket->alone) {
             continue;
         }
         PyObject *members = members_of(self, bucket), *flat, *views;
+        /* In Python, because torch has to own the memory of tensors that become
+         * gradients. */
         PyObject *made =
             members == NULL ? NULL : PyObject_CallOneArg(self->allocate, members);
         Py_XDECREF(members);
@@ -323,6 +334,7 @@ set_up(GradReducer *self, const ct_bucket_limits *limits)
     if (plan(self, state, *limits) < 0 || allocate_buckets(self) < 0) {
         return -1;
     }
+    /* Gradients that are no views have to receive the averages. */
     self->core.copies_back = !self->grads_are_views;
     self->core.learning = self->static_graph;
     return Py_IsNone(self->queue_callback) ? 0 : grad_reducer_add_hooks(self);
@@ -342,18 +354,19 @@ GradReducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                             "static_graph",
                             "owners",
                             NULL};
-    PyObject *communicator, *params, *given_names, *allocate, *queue = Py_None;
+    PyObject *communicator, *params, *param_names, *allocate, *queue = Py_None;
     PyObject *owners = Py_None;
     double bucket_cap_mb = 25.0;
     int views = true, unused = false, is_static = false;
     ct_bucket_limits limits = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|O$dpppO:GradReducer", names,
-                                     &communicator, &params, &given_names, &allocate,
+                                     &communicator, &params, &param_names, &allocate,
                                      &queue, &bucket_cap_mb, &views, &unused,
                                      &is_static, &owners) ||
         parse_limits(bucket_cap_mb, &limits) < 0) {
         return NULL;
     }
+    /* In tp_new, as hooks and plan are made once and __init__ could run twice. */
     GradReducer *self = (GradReducer *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
@@ -364,7 +377,7 @@ GradReducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->find_unused = unused;
     self->static_graph = is_static;
     if (ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), communicator) == NULL ||
-        hold(self, communicator, params, given_names) < 0 ||
+        hold(self, communicator, params, param_names) < 0 ||
         read_owners(self, owners) < 0 || set_up(self, &limits) < 0) {
         Py_CLEAR(self);
     }
@@ -386,6 +399,8 @@ GradReducer_close(PyObject *op, PyObject *Py_UNUSED(unused))
     grad_reducer_abandon(self);
     while (PyList_GET_SIZE(self->handles) > 0) {
         const Py_ssize_t last = PyList_GET_SIZE(self->handles) - 1;
+        /* Out of the list before the call: remove() may run code that closes once
+         * more. */
         PyObject *handle = Py_NewRef(PyList_GET_ITEM(self->handles, last));
         PyObject *answer = PyList_SetSlice(self->handles, last, last + 1, NULL) < 0
                                ? NULL
@@ -405,6 +420,7 @@ GradReducer_buckets(PyObject *op, void *Py_UNUSED(closure))
     const GradReducer *self = (GradReducer *)op;
     const ct_bucket_plan *p = &self->core.plan;
     PyObject *all = PyList_New((Py_ssize_t)p->n_buckets);
+    /* By turn rather than by place: the order changes after the first pass. */
     for (size_t turn = 0; all != NULL && turn < p->n_buckets; turn++) {
         const ct_bucket *bucket = &p->buckets[self->core.turns[turn]];
         PyObject *one = PyList_New((Py_ssize_t)bucket->n_params);
@@ -444,6 +460,7 @@ GradReducer_compress(PyObject *op, PyObject *how)
                             "fp16 or bf16",
                             name);
     }
+    /* Some buckets of the pass would be rounded on one rank and not on another. */
     if (core->active) {
         PyErr_SetString(PyExc_RuntimeError,
                         "compress() in the middle of a backward pass");

@@ -18,7 +18,7 @@
     X(queue_callback) /* None: nothing is hooked */                                    \
     X(memory)         /* list of the buckets' flat tensors */                          \
     X(views)          /* list by parameter; None for a bucket of one */                \
-    X(given)          /* list by parameter: the exchanged tensor, or None */           \
+    X(exchanged)      /* list by parameter: the exchanged tensor, or None */           \
     X(hooks)          /* list of GradHook */                                           \
     X(handles)        /* list of the hooks' handles, with remove() */
 

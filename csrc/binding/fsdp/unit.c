@@ -51,6 +51,7 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
         self->state = FSDP_IDLE;
         self->require_sync = self->reshard_after_forward = 1;
         self->first_node = FSDP_NO_SEQUENCE;
+        /* Of its own until the unit has a root: the ledger is never NULL. */
         self->core.ledger = &self->ledger;
     }
     return (PyObject *)self;
@@ -87,6 +88,7 @@ static int
 FSDPUnit_clear(PyObject *op)
 {
     FSDPUnit *self = (FSDPUnit *)op;
+    /* The root's ledger may be gone at dealloc. */
     ct_fsdp_set_ledger(&self->core, &self->ledger);
     Py_CLEAR(self->shards);
     Py_CLEAR(self->grad_owners);
@@ -103,6 +105,7 @@ FSDPUnit_dealloc(PyObject *op)
 {
     FSDPUnit *self = (FSDPUnit *)op;
     PyObject_GC_UnTrack(op);
+    /* First: a collective under way still writes into the memory. */
     fsdp_drop_prefetch(self);
     EACH_OBJECT(Py_CLEAR, self);
     if (self->core.device != NULL) {
@@ -163,6 +166,7 @@ make_groups(FSDPUnit *self, PyObject *plugin, PyObject *groups, int world_size)
         PyErr_NoMemory();
     }
     else if (device != NULL && read_groups(groups, sizes, trainable) == 0) {
+        /* Built aside: a failed __init__ leaves the unit as it was. */
         ct_fsdp made;
         const ct_status status =
             ct_fsdp_init(&made, device, sizes, trainable, n, world_size, &err);
@@ -205,6 +209,7 @@ new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes)
     ct_mapping *pages = &((MappedMemory *)memory)->pages;
     const ct_span all = {pages->data, pages->bytes, CT_U8};
     pages->stream = self->core.stream;
+    /* Without a cache: the memory stays in use for the life of the unit. */
     ct_status status = ct_mapping_obtain(pages, pages->bytes, NULL, &err);
     if (status == CT_OK && pages->ops != NULL) {
         status = self->core.device->zero(self->core.stream, &all, 1, &err);
@@ -233,6 +238,7 @@ map_memory(FSDPUnit *self, PyObject *plugin, ct_dtype compute, int watched,
         ct_mapping_poison(self->core.full);
         ct_mapping_poison(self->core.grads);
     }
+    /* Does nothing for poisoned memory, as written pages show no use. */
     ct_mapping_detect(self->core.full);
     return 0;
 }
@@ -291,6 +297,7 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
         }
         self->core.residual = ((MappedMemory *)self->residual)->pages.data;
     }
+    /* The average over the sharding group, unless divide_factors are set later. */
     config.postdivide = (double)comm->world_size;
     config.lone_gather = lone_gather != 0;
     config.lone_reduce = lone_reduce != 0;
@@ -323,6 +330,7 @@ FSDPUnit_add_parameter(PyObject *op, PyObject *args)
                             "trainable group",
                             at, at, numel, group);
     }
+    /* Missing gradients are found as gaps between neighbours, so the order matters. */
     const fsdp_leaf *last =
         self->n_leaves == 0 ? NULL : &self->leaves[self->n_leaves - 1];
     if (last != NULL &&
@@ -362,6 +370,7 @@ set_tuple(FSDPUnit *self, PyObject *value, const char *what, PyObject **field)
         Py_DECREF(each);
         return -1;
     }
+    /* Last, as dropping the old tuple may run the user's code. */
     Py_XSETREF(*field, each);
     return 0;
 }
@@ -415,10 +424,12 @@ FSDPUnit_set_label(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
         }
         return -1;
     }
+    /* FNV's step for each size: any difference shows in the hash. */
     for (size_t i = 0; i < core->n_groups; i++) {
         shape = shape * 0x100000001b3u ^ core->groups[i].n;
     }
     ct_label_set(&core->label, name, shape);
+    /* A renamed unit has called no fewer collectives. */
     core->label.call = calls;
     return 0;
 }
@@ -483,6 +494,7 @@ FSDPUnit_set_peak(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
     if (PyErr_Occurred()) {
         return -1;
     }
+    /* Memory in use now is a part of every peak. */
     ledger->peak = peak < ledger->live ? ledger->live : peak;
     return 0;
 }
@@ -578,6 +590,7 @@ own_sum(const clip_job *job, double *sum, ct_error *err)
     const ct_device *device = job->device;
     ct_scratch scratch = {NULL, 0}, made = {NULL, 0};
     *sum = 0.0;
+    /* A rank without gradients still takes part in the collective. */
     if (job->n == 0) {
         return CT_OK;
     }
@@ -612,6 +625,7 @@ norm_over_ranks(clip_job *job, ct_comm *comm, ct_error *err)
                               : ct_fail(err, CT_EHOST, "no gradients to measure");
     if (own != CT_OK) {
         sent[FAILED] = 1.0;
+        /* The sum of the ranks is one rank's number if a single rank failed. */
         sent[WHO] = comm->rank;
     }
     const ct_status status =
@@ -641,6 +655,7 @@ static ct_status
 clip(clip_job *job, ct_comm *comm, ct_error *err)
 {
     ct_status status = norm_over_ranks(job, comm, err);
+    /* torch's guard against a norm of 0 (torch.nn.utils.clip_grad_norm_). */
     const double factor = job->max_norm / (job->total + 1e-6);
     if (status != CT_OK || job->n == 0 || factor >= 1.0) {
         return status;
@@ -682,6 +697,7 @@ prepare(FSDPUnit *self, PyObject *params, clip_job *job, PyObject *owners)
     job->ready = job->spans != NULL && owners != NULL &&
                  read_grads(self, params, job, owners) == 0 &&
                  fsdp_use_stream(self) == 0;
+    /* Offloaded shards have their gradients in host memory. */
     job->device = self->core.config.offload ? &ct_device_cpu : self->core.device;
     job->stream = self->core.stream;
     return job->ready ? 0 : -1;
@@ -701,9 +717,11 @@ run(PyObject *op, PyObject *params, clip_job *job)
     }
     owners = PyList_New(0);
     if (prepare(self, params, job, owners) < 0) {
+        /* Kept for after the collective, without which the other ranks would wait. */
         PyErr_Fetch(&type, &value, &trace);
     }
     Py_INCREF(group);
+    /* close() fails meanwhile, as the communicator is in use without the GIL. */
     group->busy++;
     Py_BEGIN_ALLOW_THREADS
     status = clip(job, comm, &err);

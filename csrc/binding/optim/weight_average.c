@@ -1,7 +1,10 @@
 /* ctrainer._C.WeightAverage: averages of a model's tensors over its updates.
  *
  * An optimizer of ctrainer.optim averages its parameters in its own pass and marks
- * them; buffers and other values without a mark are averaged here afterwards. */
+ * them; buffers and other values without a mark are averaged here afterwards.
+ *
+ * A mark lasts from the optimizer's pass to the end of the same update:
+ * ctpy_average_finish averages the rest, counts the update, and clears all marks. */
 #include "binding/optim/weight_average.h"
 #include "binding/runtime/objects.h"
 
@@ -44,6 +47,7 @@ check_pairs(const WeightAverage *self)
     return -1;
 }
 
+/* Once: an update allocates nothing. */
 static int
 make_room(WeightAverage *self)
 {
@@ -137,6 +141,8 @@ ctpy_average_find(PyObject *average, PyObject *value, Py_ssize_t hint)
 {
     PyObject *values = ((WeightAverage *)average)->values;
     const Py_ssize_t n = PyTuple_GET_SIZE(values);
+    /* From the hint on: an optimizer asks in the order of the values, so the first look
+     * mostly finds the place. */
     for (Py_ssize_t i = 0; i < n; i++) {
         const Py_ssize_t at = (hint + i) % n;
         if (PyTuple_GET_ITEM(values, at) == value) {
@@ -146,7 +152,8 @@ ctpy_average_find(PyObject *average, PyObject *value, Py_ssize_t hint)
     return -1;
 }
 
-/* The average at that place, which must be like `value` but for the dtype. */
+/* The average at that place, which must be like `value` but for the dtype. A float32
+ * average of bfloat16 values is common: small steps would be rounded away otherwise. */
 static int
 view_average(PyObject *average, Py_ssize_t place, const ctpy_view *value,
              ctpy_view *view)
@@ -215,6 +222,7 @@ list_pairs(PyObject *op, size_t *n_floats, size_t *n_others)
             return -1;
         }
         const size_t at =
+            /* Integers, such as counts of batches, have no meaningful average. */
             ct_dtype_is_float(value.span.dtype) ? (*n_floats)++ : n - ++*n_others;
         self->from[at] = value.span;
         self->to[at] = average.span;
@@ -233,6 +241,7 @@ average_rest(PyObject *op, double decay)
     if (list_pairs(op, &n_floats, &n_others) < 0) {
         return -1;
     }
+    /* The lists above are the object's: a second update would overwrite them. */
     self->busy = true;
     Py_BEGIN_ALLOW_THREADS
     status = ct_device_cpu.average(NULL, self->to, self->from, n_floats, decay, &err);
@@ -256,6 +265,7 @@ ctpy_average_finish(PyObject *average, bool due, double decay)
         return -1;
     }
     int result = due ? average_rest(average, decay) : 0;
+    /* On failure too: the marks are of this update alone. */
     ctpy_average_drop(average);
     if (result == 0) {
         ct_average_count(&self->core, due);

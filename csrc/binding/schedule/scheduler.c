@@ -1,6 +1,10 @@
 /* ctrainer._C.Schedule, a schedule of core/schedule/schedule.h as a function, and
  * ctrainer._C.LRScheduler, the same with the protocol and the state_dict of
- * torch.optim.lr_scheduler.LambdaLR, as transformers makes it. */
+ * torch.optim.lr_scheduler.LambdaLR, as transformers makes it.
+ *
+ * The formulas are the core's. A step reads the attributes of the optimizer anew, as
+ * schedulers and users write to param_groups at any time, and changes the scheduler
+ * only after every group has its learning rate. */
 #include "binding/schedule/scheduler.h"
 #include "binding/runtime/objects.h"
 
@@ -27,6 +31,7 @@ set_option(ct_schedule *schedule, const char *name, PyObject *value)
         }
         status = ct_schedule_set_word(schedule, name, word, &err);
     }
+    /* Before numbers: bool is a subclass of int. */
     else if (PyBool_Check(value)) {
         status = ct_schedule_set_flag(schedule, name, value == Py_True, &err);
     }
@@ -105,6 +110,8 @@ options_of(const ct_schedule *schedule)
     for (size_t i = 0;
          options != NULL && (option = ct_schedule_option_at(schedule, i)) != NULL;
          i++) {
+        /* NaN stands for an option without a value; a copy by these options has none
+         * either. */
         if (!ct_schedule_takes(schedule, i) || isnan(schedule->slots[i])) {
             continue;
         }
@@ -159,6 +166,7 @@ Schedule_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (ct_schedule_finish(&core, &err) != CT_OK) {
         return ctpy_raise(&err);
     }
+    /* Last, so that no unfinished schedule is ever visible. */
     PyObject *op = type->tp_alloc(type, 0);
     if (op != NULL) {
         ((Schedule *)op)->core = core;
@@ -193,6 +201,7 @@ Schedule_options(PyObject *op, void *Py_UNUSED(closure))
 
 PyDoc_STRVAR(reduce_doc, "__reduce__($self, /)\n--\n\nHelper for pickle and copy.");
 
+/* Name and options say everything: the constants are derived from them. */
 static PyObject *
 Schedule_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
 {
@@ -279,6 +288,7 @@ static PyObject *
 lrs_at(const LRScheduler *self, long long epoch)
 {
     const double factor = ct_schedule_value(&self->schedule, epoch);
+    /* base_lrs can be set from Python, so neither length nor types are certain. */
     PyObject *lrs = PySequence_List(self->base_lrs);
     for (Py_ssize_t g = 0; lrs != NULL && g < PyList_GET_SIZE(lrs); g++) {
         double base = PyFloat_AsDouble(PyList_GET_ITEM(lrs, g));
@@ -315,8 +325,8 @@ scheduler_groups(const ctpy_state *state, PyObject *optimizer)
     return groups;
 }
 
-/* A learning rate in a tensor is filled in place, visible to all users of the tensor.
- */
+/* A learning rate in a tensor is filled in place, visible to all users of the tensor. A
+ * plain float, by far the most frequent, needs no lookup. */
 static int
 write_lr(const ctpy_state *state, PyObject *group, PyObject *lr)
 {
@@ -341,6 +351,7 @@ scheduler_write_lrs(const ctpy_state *state, PyObject *optimizer, PyObject *lrs)
 {
     PyObject *groups = scheduler_groups(state, optimizer);
     int result = groups == NULL ? -1 : 0;
+    /* Before the first write, so that no group is left behind. */
     if (result == 0 && PyTuple_GET_SIZE(groups) != PyList_GET_SIZE(lrs)) {
         PyErr_Format(PyExc_ValueError,
                      "the optimizer has %zd groups, and had %zd when the scheduler was "
@@ -370,6 +381,7 @@ advance_to(PyObject *op, long long epoch)
         Py_XDECREF(lrs);
         return -1;
     }
+    /* Only now, so that a step that raises can be repeated. */
     Py_XSETREF(self->last_lr, lrs);
     self->last_epoch = epoch;
     self->step_count++;
@@ -440,6 +452,7 @@ take_steps(ct_schedule *schedule, const char *name, PyObject *steps,
     if (steps == Py_None || !ct_schedule_takes(schedule, (size_t)i)) {
         return 0;
     }
+    /* Two values for one option may differ, and neither is the obvious one. */
     const int twice = is_in(a->options, name);
     if (twice > 0) {
         PyErr_Format(PyExc_ValueError, "%s is given twice: by itself and in options",
@@ -455,6 +468,7 @@ make_schedule(PyObject *op, ct_schedule *schedule, const init_arguments *a)
     if (ct_schedule_init(schedule, a->name, &err) != CT_OK) {
         return ctpy_raise_int(&err);
     }
+    /* base_lr * factor is the protocol of LambdaLR; a learning rate is no factor. */
     if (ct_schedule_prefix(schedule)[0] != '\0') {
         PyErr_Format(PyExc_ValueError,
                      "name is '%.100s', which returns a learning rate; expected one of "
@@ -505,6 +519,8 @@ initial_lrs(PyObject *op, PyObject *optimizer, long long last_epoch)
         PyObject *lr = scheduler_group_lr(
             groups, g, last_epoch == -1 ? state->str_lr : state->str_initial_lr);
         if (lr != NULL && last_epoch == -1) {
+            /* torch's own key, so that schedulers of both kinds may follow each
+             * other. */
             PyObject *kept = PyDict_SetDefault(PyTuple_GET_ITEM(groups, g),
                                                state->str_initial_lr, lr);
             Py_SETREF(lr, kept == NULL ? NULL : PyNumber_Float(kept));
@@ -549,6 +565,7 @@ LRScheduler_init(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_XSETREF(self->optimizer, Py_NewRef(a.optimizer));
     Py_XSETREF(self->base_lrs, lrs);
     self->schedule = schedule;
+    /* advance_to makes it 1, as torch's first step in __init__ does. */
     self->step_count = 0;
     return advance_to(op, a.last_epoch + 1);
 }
@@ -601,6 +618,7 @@ LRScheduler_state_dict(PyObject *op, PyObject *Py_UNUSED(unused))
     PyObject *last = self->last_lr == NULL ? none : self->last_lr;
     Py_ssize_t n = none == NULL || lambdas == NULL ? -1 : PySequence_Size(base);
     for (Py_ssize_t g = 0; g < n; g++) {
+        /* An entry for each group, as LambdaLR has a function for each. */
         PyObject *entry = constant ? Py_NewRef(Py_None) : PyDict_New();
         n = entry == NULL || PyList_Append(lambdas, entry) < 0 ? -1 : n;
         Py_XDECREF(entry);
@@ -683,6 +701,7 @@ LRScheduler_load_state_dict(PyObject *op, PyObject *state)
     LRScheduler *self = (LRScheduler *)op;
     int64_t last_epoch, step_count;
     Py_ssize_t n = self->last_lr == NULL ? 0 : PySequence_Size(self->last_lr);
+    /* Everything is read before the first field changes. */
     PyObject *base = n < 0 ? NULL : state_lrs(state, "base_lrs", n);
     PyObject *last = base == NULL ? NULL : state_lrs(state, "_last_lr", n);
     if (last == NULL || reject_lambdas(state) < 0 ||
@@ -740,6 +759,7 @@ LRScheduler_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
         PyErr_SetString(PyExc_RuntimeError, "LRScheduler without an optimizer");
         return NULL;
     }
+    /* Steps are among the options by now, hence None for both. */
     return Py_BuildValue("O(OsOON)N", Py_TYPE(op), self->optimizer,
                          ct_schedule_name(&self->schedule), Py_None, Py_None,
                          own_options(&self->schedule),

@@ -39,6 +39,7 @@ owner_of(const planner *p, size_t param)
     return p->owners->of == NULL ? CT_EVERY_RANK : p->owners->of[param];
 }
 
+/* One bucket for each parameter at most, and as many were allocated. */
 static ct_bucket *
 add_bucket(const planner *p, ct_dtype dtype, int owner, bool alone)
 {
@@ -83,6 +84,7 @@ assign(const planner *p, const ct_span *param, size_t i)
     plan->offset[i] = bucket->n;
     bucket->n += param->n;
     bucket->n_params++;
+    /* Only the first bucket of a dtype is small: the exchange begins early. */
     if (!alone && !is_owned && bucket->n * item >= f->limit) {
         *f = (filling){NONE, p->limits->cap_bytes};
     }
@@ -96,6 +98,7 @@ put_in_order(ct_bucket_plan *plan)
     for (size_t b = 0; b < plan->n_buckets; b++) {
         plan->buckets[b].first = at;
         at += plan->buckets[b].n_params;
+        /* Counted anew below, as the place of the next parameter. */
         plan->buckets[b].n_params = 0;
     }
     for (size_t i = plan->n_params; i-- > 0;) {
@@ -163,6 +166,7 @@ plan_init(ct_bucket_plan *plan, const ct_span *params, size_t n_params,
         return ct_fail(err, CT_ENOMEM, "no memory to put %zu parameters into buckets",
                        n_params);
     }
+    /* From the last parameter on, as autograd computes gradients backwards. */
     for (size_t i = n_params; i-- > 0;) {
         assign(&p, &params[i], i);
     }
@@ -195,6 +199,7 @@ set_turns(ct_reducer *r)
     for (size_t i = r->plan.n_params; i-- > 0;) {
         const uint32_t b = r->plan.bucket_of[i];
         const ct_bucket *bucket = &r->plan.buckets[b];
+        /* A bucket is full with its last parameter. */
         if (r->plan.order[bucket->first + bucket->n_params - 1] == i) {
             *turn++ = (int64_t)b;
         }
@@ -256,6 +261,7 @@ ct_reducer_set_memory(ct_reducer *r, size_t bucket, void *memory)
 
 /* ---- a cycle --------------------------------------------------------------------- */
 
+/* The order of the turns and the counts of announcements stay from earlier cycles. */
 void
 ct_reducer_begin(ct_reducer *r)
 {
@@ -306,6 +312,8 @@ round_off(ct_reducer *r, const ct_comm *comm, size_t b, ct_error *err)
 {
     ct_reducer_bucket *bucket = &r->buckets[b];
     ct_status status =
+        /* Two bytes an element; one more, so that an empty bucket is no special
+         * case. */
         r->device->scratch_grow(&bucket->rounded, 2 * bucket->flat.n + 1, err);
     if (status == CT_OK) {
         status = r->device->scale(r->stream, 1.0 / comm->world_size, (double)INFINITY,
@@ -324,6 +332,7 @@ exchange(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
     ct_status status = rounds ? round_off(r, comm, b, err) : CT_OK;
     const ct_request request = {
         .what = owner == CT_EVERY_RANK ? CT_ALL_REDUCE : CT_REDUCE,
+        /* Rounded gradients have been divided already. */
         .op = rounds ? CT_REDUCE_SUM : CT_REDUCE_MEAN,
         .root = owner == CT_EVERY_RANK ? 0 : owner,
         .in = rounds ? rounded(r, b) : r->buckets[b].flat,
@@ -374,6 +383,8 @@ settle_some(ct_reducer *r, ct_comm *comm, ct_error *err)
     return status;
 }
 
+/* The number of buckets is a part of the label, by which ranks with different plans are
+ * reported. */
 static ct_status
 start(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
 {
@@ -415,11 +426,13 @@ put_in_bucket(ct_reducer *r, size_t i, const ct_span *grad, ct_error *err)
     ct_reducer_param *p = &r->params[i];
     const uint32_t b = r->plan.bucket_of[i];
     p->grad = *grad;
+    /* Exchanged in place: no copy, and no memory beside the gradient. */
     if (r->plan.buckets[b].alone) {
         p->place = *grad;
         r->buckets[b].flat = *grad;
         return CT_OK;
     }
+    /* The gradient is a view of the bucket from the second pass on. */
     return grad->data == p->place.data
                ? CT_OK
                : r->device->copy(r->stream, &p->place, grad, 1, err);
@@ -435,6 +448,8 @@ ct_reducer_announce(ct_reducer *r, ct_comm *comm, size_t param, const ct_span *g
         return status;
     }
     p->seen++;
+    /* While learning nothing starts before the end, so a parameter counts from the
+     * first announcement on; otherwise from the last of the expected number. */
     const bool counts = r->learning ? p->seen == 1 : p->seen >= p->expected;
     const uint32_t b = r->plan.bucket_of[param];
     if (counts && --r->buckets[b].pending == 0) {
@@ -460,6 +475,7 @@ static ct_status
 take_turns(ct_reducer *r, ct_comm *comm, ct_error *err)
 {
     const ct_span order = {r->filled, r->plan.n_buckets, CT_I64};
+    /* Rank 0's order, as gradients may arrive in another order on every rank. */
     ct_status status = order.n > 1 ? ct_comm_broadcast(comm, &order, 0, err) : CT_OK;
     if (status == CT_OK) {
         memcpy(r->turns, r->filled, order.n * sizeof *r->turns);
@@ -492,6 +508,8 @@ copy_back(ct_reducer *r, ct_error *err)
     return status;
 }
 
+/* A bucket that is never full would not start, and would be taken for an exchanged
+ * bucket. */
 static ct_status
 check_complete(const ct_reducer *r, ct_error *err)
 {

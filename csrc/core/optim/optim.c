@@ -55,6 +55,7 @@ ct_grads_set_groups(ct_grads *grads, size_t n_groups, ct_error *err)
         ct_grow(&groups, &grads->groups_capacity, n_groups, sizeof *grads->groups, err);
     grads->groups = groups;
     if (status == CT_OK) {
+        /* Of all, and a spare beside the groups' sums. */
         status = ct_grow(&sums, &grads->sums_capacity, n_groups + 2,
                          sizeof *grads->sums, err);
         grads->sums = sums;
@@ -62,6 +63,7 @@ ct_grads_set_groups(ct_grads *grads, size_t n_groups, ct_error *err)
     if (status != CT_OK) {
         return status;
     }
+    /* 1 until a clip decides otherwise: a new group must not scale by 0. */
     for (size_t g = grads->n_groups; g < n_groups; g++) {
         grads->groups[g] = (ct_grad_group){.coef = 1.0};
     }
@@ -76,7 +78,8 @@ ct_grads_add(ct_grads *grads, const ct_span *span, uint32_t group)
     grads->group_of[grads->n++] = group;
 }
 
-/* The end of the run of spans of one group that begins at `from`. */
+/* The end of the run of spans of one group that begins at `from`. Gradients are listed
+ * by group, so a group is mostly a single run. */
 static size_t
 run_end(const ct_grads *grads, size_t from)
 {
@@ -131,6 +134,7 @@ ct_grads_scale(ct_grads *grads, void *stream, double factor, double limit,
     for (size_t i = 0, end; status == CT_OK && i < grads->n; i = end) {
         const double by = grads->groups[grads->group_of[i]].coef * factor;
         end = run_end(grads, i);
+        /* A pass over the gradients that multiplies by 1 is left out. */
         if (by != 1.0 || limit != (double)INFINITY) {
             status =
                 grads->device->scale(stream, by, limit, grads->spans + i, end - i, err);
@@ -231,6 +235,7 @@ ct_optim_resize(ct_optim *optim, size_t n_groups, size_t n_params, ct_error *err
     if (status != CT_OK) {
         return status;
     }
+    /* Zeros are a valid group and parameter: without a gradient, thus skipped. */
     if (n_groups > optim->n_groups) {
         memset(optim->groups + optim->n_groups, 0,
                (n_groups - optim->n_groups) * sizeof *optim->groups);
@@ -281,6 +286,7 @@ ct_optim_grads(ct_optim *optim, ct_grads **grads, ct_error *err)
     *grads = &optim->grads;
     optim->grads.n = 0;
     for (size_t g = 0; g < optim->n_groups; g++) {
+        /* Limits may change between updates. */
         optim->grads.groups[g].max_norm = optim->groups[g].max_norm;
     }
     for (size_t i = 0; i < optim->n_params; i++) {
@@ -331,6 +337,7 @@ static ct_status
 check_param(const ct_optim *optim, size_t i, ct_error *err)
 {
     const ct_optim_param *p = &optim->params[i];
+    /* Before the group's operations are looked up. */
     if (check_group(optim, i, err) != CT_OK) {
         return CT_EINVAL;
     }
@@ -351,8 +358,9 @@ check_param(const ct_optim *optim, size_t i, ct_error *err)
     return ops_of(optim, p)->check == NULL ? CT_OK : ops_of(optim, p)->check(p, i, err);
 }
 
-/* The index of a parameter's constants, worked out unless the group has them already.
- */
+/* The index of a parameter's constants, worked out unless the group has them already. A
+ * kind with `complete` has constants that depend on the parameter, so nothing is
+ * shared. */
 static ct_status
 find_coef(ct_optim *optim, const ct_optim_param *param, const ct_optim_pass *pass,
           size_t *n_coefs, uint32_t *coef, ct_error *err)
@@ -363,6 +371,7 @@ find_coef(ct_optim *optim, const ct_optim_param *param, const ct_optim_pass *pas
     const uint64_t key = ops->key(param);
     if (cache->coef == 0 || cache->key != key || ops->complete != NULL) {
         const double clip = pass->clip ? optim->grads.groups[param->group].coef : 1.0;
+        /* Maximizing is minimizing with the opposite gradient. */
         const double scale = (group->maximize ? -clip : clip) * pass->grad_scale;
         ct_status status = ct_optim_check_group(group, err);
         if (status != CT_OK) {
@@ -437,7 +446,8 @@ count_rules(ct_optim *optim, rule_table *table, ct_error *err)
     return CT_OK;
 }
 
-/* Fills in coefs, and spans by rule, for the parameters that have a gradient. */
+/* Fills in coefs, and spans by rule, for the parameters that have a gradient. Sorted by
+ * rule by counting, so that each rule is a single call of the device. */
 static ct_status
 plan(ct_optim *optim, const ct_optim_pass *pass, rule_table *table, ct_error *err)
 {
@@ -459,6 +469,8 @@ plan(ct_optim *optim, const ct_optim_pass *pass, rule_table *table, ct_error *er
             optim->owner[next[rule]] = (uint32_t)i;
             spans[next[rule]++] = span_of(p, group, coef, elements);
         }
+        /* Counted for skipped parameters too: the random bits of an element must not
+         * depend on the other gradients. A multiple of 8, as the rounding needs. */
         elements += (p->n + 7) / 8 * 8;
     }
     return status;
@@ -466,6 +478,8 @@ plan(ct_optim *optim, const ct_optim_pass *pass, rule_table *table, ct_error *er
 
 /* ---- the update ------------------------------------------------------------------ */
 
+/* After the update has succeeded: a failed update is not counted, and may be
+ * repeated. */
 static void
 count_steps(ct_optim *optim)
 {
@@ -513,6 +527,8 @@ ct_optim_update(ct_optim *optim, void *stream, const ct_optim_pass *pass, ct_err
     rule_table table;
     ct_status status = plan(optim, pass, &table, err);
     for (size_t r = 0; status == CT_OK && r < CT_RULE_COUNT; r++) {
+        /* All rules are prepared before the first is run: a failure here changes
+         * nothing. */
         const ct_rule_run run = run_of(optim, &table, r, pass);
         status = ct_rule_run_prepare(&run, err);
     }

@@ -57,6 +57,7 @@ static const ct_schedule_option options[N_OPTIONS] = {
     [SHRINK_MIN] = CT_FLAG("shrink_min", 0.0),
     [MAX_UPDATE] = CT_REAL("max_update", 0.0, CT_NONE),
     [DECAY] = CT_REAL("lr_decay", 0.0, 0.5),
+    /* The spelling is fairseq's. */
     [DECAY_PERIOD] = CT_COUNT("lr_deacy_period", 1.0, 25000.0),
     [ANNEALS] = CT_COUNT("anneals", 0.0, 0.0),
     [WARMUP_STEPS] = CT_COUNT("warmup_steps", 0.0, 0.0),
@@ -86,6 +87,8 @@ warmup(const double *o, double step)
 
 /* ---- fixed, polynomial_decay ----------------------------------------------------- */
 
+/* After the forced annealing of the epochs, counted by the caller: a schedule knows
+ * updates alone. */
 static double
 fixed(const double *o, double step)
 {
@@ -99,6 +102,7 @@ polynomial_decay(const double *o, double step)
     if (o[WARMUP] > 0.0 && step <= o[WARMUP]) {
         return step / o[WARMUP] * o[LR];
     }
+    /* Before the division, as TOTAL may equal WARMUP. */
     if (step >= o[TOTAL]) {
         return o[END_LR];
     }
@@ -183,6 +187,7 @@ static void
 locate(const double *o, double at, double *cycle, double *length, double *inside)
 {
     const double period = o[LENGTH], t = o[T_MULT];
+    /* The sum of a geometric series divides by 1 - t. */
     if (t == 1.0) {
         *cycle = floor(at / period);
         *length = period;
@@ -202,6 +207,7 @@ cosine(const double *o, double step)
     if (step < o[WARMUP]) {
         return warmup(o, step);
     }
+    /* Cycles are counted from the end of the warm-up. */
     locate(o, step - o[WARMUP], &cycle, &length, &inside);
     const double shrink = pow(o[SHRINK], cycle);
     const double least = o[LEAST] * shrink, most = o[LR] * shrink;
@@ -218,6 +224,7 @@ prepare_triangular(double *o, ct_error *err)
         return ct_fail(err, CT_EINVAL, "max_lr must be above lr, %g, got %g", o[LR],
                        o[MAX_LR]);
     }
+    /* Half a cycle in whole updates, as the original's integer division. */
     o[LENGTH] = floor((isnan(o[PERIOD]) ? 5000.0 : o[PERIOD]) / 2.0);
     if (!(o[LENGTH] >= 1.0)) {
         return ct_fail(err, CT_EINVAL, "lr_period_updates must be >= 2, got %g",
@@ -244,6 +251,7 @@ static ct_status
 steps_of_phases(double *o, ct_error *err)
 {
     const double sum = o[PHASE_0] + o[PHASE_1] + o[PHASE_2];
+    /* The sum of three rounded shares is seldom exactly 1. */
     if (!(fabs(sum - 1.0) <= 1e-9)) {
         return ct_fail(err, CT_EINVAL,
                        "phase_ratio must be three shares that add up "
@@ -285,6 +293,7 @@ tri_stage(const double *o, double step)
         return o[START] + o[SLOPE] * step;
     }
     const double decaying = step - (o[WARMUP_STEPS] + o[HOLD_STEPS]);
+    /* Without decay steps the factor below would be Inf, and times 0 NaN. */
     if (decaying < 0.0 || (decaying == 0.0 && o[DECAY_STEPS] == 0.0)) {
         return o[LR];
     }
