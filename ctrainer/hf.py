@@ -55,7 +55,7 @@ def patch_transformers() -> None:
 
 
 def unpatch_transformers() -> None:
-    """Give transformers its own classes back."""
+    """Restore transformers' own classes."""
     for (place, name), original in _originals.items():
         for module in _copies(place):
             setattr(module, name, original)

@@ -1,4 +1,4 @@
-/* Module ctrainer._cuda: hands the CUDA device over to ctrainer._C.
+/* Module ctrainer._cuda: exports the CUDA device to ctrainer._C.
  *
  * The only file of cuda/ with Python. Importing the module needs no driver and no GPU:
  * the runtime is linked in and looks for the driver at its first use. */

@@ -515,7 +515,7 @@ run_tile(const ct_update *update, const update_tile *s)
     }
 }
 
-/* What the rule is handed: F32, F64, or BF16 throughout. */
+/* The dtype of a rule's operands: F32, F64, or BF16 throughout. */
 static ct_dtype
 choose_type(const ct_update_span *span, size_t n_states)
 {

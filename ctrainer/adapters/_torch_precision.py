@@ -58,7 +58,7 @@ def enter_mixed_precision(model: Model, args: Args) -> bool:
 
 
 def leave_mixed_precision(model: Model) -> None:
-    """Give the model its own forward back."""
+    """Restore the model's own forward."""
     wrapped = model.__dict__.get("forward")
     if isinstance(wrapped, _Autocast):
         del model.forward
@@ -82,7 +82,7 @@ def lossy_fp16_parameter(model: Model, optimizer: Any) -> str | None:
 
 def cast_model(model: Model, dtype: str, device: Any) -> Callable[[], None]:
     """Turn the model's floating-point weights and buffers into `dtype` on `device`;
-    return what gives it its own back, to the bit. It holds them meanwhile."""
+    return a function that restores its own, bit for bit, which it holds meanwhile."""
     own = [(t, t.data) for t in (*model.parameters(), *model.buffers())]
 
     def uncast() -> None:

@@ -190,7 +190,7 @@ def memory_plan(
         _Sent(group, _bytes_of("reduce_dtype", reduce_dtype or compute_dtype),
               _bits("reduce_bits", reduce_bits)),
         reshard_after_forward,
-        feeds_back=error_feedback and reduce_bits is not None,
+        keeps_residual=error_feedback and reduce_bits is not None,
     )  # fmt: skip
     elements = sum(size.both for size in step.units) // group
     trainable = sum(size.trainable for size in step.units) // group
@@ -200,7 +200,7 @@ def memory_plan(
         parameters=elements * 4,
         gradients=trainable * 4,
         optimizer=trainable * optimizer_bytes,
-        feedback=trainable * group * 4 if step.feeds_back else 0,
+        feedback=trainable * group * 4 if step.keeps_residual else 0,
         gathered=step.gathered(),
         prefetched=step.prefetched(prefetch),
         full_gradients=step.full_gradients(),
@@ -265,7 +265,7 @@ class _Step:
     gather: _Sent
     reduce: _Sent
     reshards: bool
-    feeds_back: bool
+    keeps_residual: bool
 
     @property
     def _roots(self) -> list[_Padded]:
@@ -322,7 +322,9 @@ class _Step:
 
     def _reduce_buffers(self, units: list[_Padded]) -> int:
         groups = [n for unit in units for n in unit.of_trainable]
-        return self.reduce.buffers(groups, self.reduce.ranks, blank=not self.feeds_back)
+        return self.reduce.buffers(
+            groups, self.reduce.ranks, blank=not self.keeps_residual
+        )
 
     def _gathered_parts(self) -> int:
         units = self.units + self._again

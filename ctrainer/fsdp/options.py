@@ -237,8 +237,8 @@ def hybrid_groups(
 
     Example:
         >>> from ctrainer.fsdp import hybrid_groups
-        >>> shards, replicas = hybrid_groups(1)
-        >>> shards.world_size, replicas.world_size
+        >>> sharding_group, replicate_group = hybrid_groups(1)
+        >>> sharding_group.world_size, replicate_group.world_size
         (1, 1)
     """
     world = comm.world() if world is None else world
@@ -247,11 +247,11 @@ def hybrid_groups(
             f"ranks_a_group is {ranks_a_group}; expected a divisor of the "
             f"{world.world_size} ranks"
         )
-    shards = world.split(world.rank // ranks_a_group)
-    replicas = world.split(world.rank % ranks_a_group)
-    assert shards is not None
-    assert replicas is not None
-    return shards, replicas
+    sharding_group = world.split(world.rank // ranks_a_group)
+    replicate_group = world.split(world.rank % ranks_a_group)
+    assert sharding_group is not None
+    assert replicate_group is not None
+    return sharding_group, replicate_group
 
 
 def groups_of(
@@ -299,16 +299,19 @@ def _sharding_group(
     return found
 
 
-def _checked(shards: _C.Communicator, replicas: _C.Communicator) -> Groups:
+def _checked(
+    sharding_group: _C.Communicator, replicate_group: _C.Communicator
+) -> Groups:
     """Replicas must have the same rank in sharding groups of one size. Collective."""
-    own = f"rank {shards.rank} of {shards.world_size}"
-    for replica, place in enumerate(replicas.gather_bytes(own.encode())):
+    own = f"rank {sharding_group.rank} of {sharding_group.world_size}"
+    for replica, place in enumerate(replicate_group.gather_bytes(own.encode())):
         if place.decode() != own:
             raise ValueError(
                 f"replica {replica} has the shards of {place.decode()}, replica "
-                f"{replicas.rank} those of {own}: they do not have the same shards"
+                f"{replicate_group.rank} those of {own}: they do not have the same "
+                "shards"
             )
-    return shards, replicas
+    return sharding_group, replicate_group
 
 
 def _of_mesh(mesh: Any) -> Any:

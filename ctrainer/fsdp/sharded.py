@@ -362,7 +362,7 @@ class ShardedModule(nn.Module):
             poisoned=poisoned,
             lone_gather=lone_gather,
             lone_reduce=lone_reduce,
-            replicas=self.replicas,
+            replicate_group=self.replicas,
             gather_bits=self.gather_bits or 0,
             reduce_bits=self.reduce_bits or 0,
             error_feedback=self.error_feedback,

@@ -146,9 +146,9 @@ def save_optimizer_and_scheduler(trainer: TrainerRun, output_dir: str) -> None:
     """Save optimizer.pt, or this rank's shards of it, and scheduler.pt. Hook."""
     if trainer._shard_group is not None:
         save_shards(trainer, output_dir)
-        if has_feedback(trainer):
+        if has_residual(trainer):
             state = trainer.model.feedback_state_dict()
-            add_object(trainer, output_dir, feedback_file(trainer), state)
+            add_object(trainer, output_dir, residual_file(trainer), state)
     if trainer.args.should_save:
         sink, save = (
             sink_of(trainer, output_dir),
@@ -175,12 +175,12 @@ def save_shards(trainer: TrainerRun, folder: str) -> None:
         add_file(trainer, folder, lambda sink: save(sink.folder))
 
 
-def has_feedback(trainer: TrainerRun) -> bool:
+def has_residual(trainer: TrainerRun) -> bool:
     plan = trainer._sharding
     return plan is not None and bool(plan.reduce_bits) and plan.error_feedback
 
 
-def feedback_file(trainer: TrainerRun) -> str:
+def residual_file(trainer: TrainerRun) -> str:
     rank, ranks = trainer.args.process_index, trainer.args.world_size
     return f"residual_{rank:05d}-of-{ranks:05d}.pt"
 
@@ -218,13 +218,13 @@ def load_optimizer_and_scheduler(trainer: TrainerRun, checkpoint: str | None) ->
 
             state = trained_model.part_of_whole(model, trainer.optimizer, state)
     files.take_optimizer_and_scheduler(trainer, checkpoint, state, scheduler)
-    load_feedback(trainer, checkpoint)
+    load_residual(trainer, checkpoint)
 
 
-def load_feedback(trainer: TrainerRun, checkpoint: str) -> None:
-    if trainer._shard_group is None or not has_feedback(trainer):
+def load_residual(trainer: TrainerRun, checkpoint: str) -> None:
+    if trainer._shard_group is None or not has_residual(trainer):
         return
-    load, name = (trainer._adapter.checkpoints.load_object, feedback_file(trainer))
+    load, name = (trainer._adapter.checkpoints.load_object, residual_file(trainer))
     state = load(checkpoint, name)
     if state is None:  # the file's name in older checkpoints
         state = load(checkpoint, name.replace("residual", "code_feedback"))

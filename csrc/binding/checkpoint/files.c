@@ -340,9 +340,8 @@ ctpy_load_safetensors_into(PyObject *module, PyObject *args)
 
 static const char ctpy_recover_saves_doc[] =
     "recover_saves($module, folder, /)\n--\n\n"
-    "Give checkpoints their names back that a process was replacing in folder when it "
-    "was\n"
-    "killed, and remove what else dead processes left of saves there.";
+    "Restore the names of checkpoints that a process was replacing in folder when it\n"
+    "was killed, and remove what else dead processes left of saves there.";
 
 static PyObject *
 ctpy_recover_saves(PyObject *Py_UNUSED(module), PyObject *arg)

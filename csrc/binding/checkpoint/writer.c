@@ -250,7 +250,7 @@ plan_records(content *c, ctpy_state *state, PyObject *records)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-/* Hands a plan over and returns None, or NULL with an exception. */
+/* Adds a plan to the save and returns None, or NULL with an exception. */
 static PyObject *
 add_plan_steal(PyObject *op, PyObject *name, ct_plan *plan, int snapshot)
 {
@@ -503,7 +503,7 @@ release_step(ct_writer *writer, ct_error *Py_UNUSED(err))
 
 PyDoc_STRVAR(release_doc,
              "release($self, /)\n--\n\n"
-             "Wait, then give the memory kept for snapshots back to the system.");
+             "Wait, then return the memory kept for snapshots to the system.");
 
 static PyObject *
 CheckpointWriter_release(PyObject *op, PyObject *Py_UNUSED(unused))

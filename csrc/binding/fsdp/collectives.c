@@ -263,7 +263,7 @@ reduce_into(FSDPUnit *self, size_t group, ct_fsdp_presence *presence, PyObject *
 {
     ctpy_state *state = fsdp_state_borrow(self);
     Communicator *communicator = (Communicator *)Py_NewRef(self->communicator);
-    Communicator *replicas = (Communicator *)self->replicas;
+    Communicator *replicate_group = (Communicator *)self->replicate_group;
     ct_comm *comm = ctpy_comm_borrow(state, (PyObject *)communicator);
     ct_comm *others = NULL;
     ct_span span;
@@ -272,23 +272,23 @@ reduce_into(FSDPUnit *self, size_t group, ct_fsdp_presence *presence, PyObject *
     const bool ready =
         comm != NULL &&
         fsdp_span_from(self, grad, "the gradient of a shard", 1, true, &span) == 0 &&
-        (replicas == NULL ||
-         (others = ctpy_comm_borrow(state, (PyObject *)replicas)) != NULL);
+        (replicate_group == NULL ||
+         (others = ctpy_comm_borrow(state, (PyObject *)replicate_group)) != NULL);
     if (ready) {
-        self->core.replicas = others;
+        self->core.replicate_group = others;
         communicator->busy++;
-        if (replicas != NULL) {
-            replicas->busy++;
+        if (replicate_group != NULL) {
+            replicate_group->busy++;
         }
         Py_BEGIN_ALLOW_THREADS
         status =
             ct_fsdp_reduce(&self->core, comm, group, presence, &span, add != 0, &err);
         Py_END_ALLOW_THREADS
-        if (replicas != NULL) {
-            replicas->busy--;
+        if (replicate_group != NULL) {
+            replicate_group->busy--;
         }
         communicator->busy--;
-        self->core.replicas = NULL;
+        self->core.replicate_group = NULL;
     }
     Py_DECREF((PyObject *)communicator);
     return !ready ? -1 : status == CT_OK ? 0 : ctpy_raise_int(&err);

@@ -21,7 +21,7 @@ PyDoc_STRVAR(
     FSDPUnit_doc,
     "FSDPUnit(communicator, groups, *, compute_dtype='float32',\n"
     "         reduce_dtype='float32', watched=False, lone_gather=False,\n"
-    "         lone_reduce=False, replicas=None, gather_bits=0,\n"
+    "         lone_reduce=False, replicate_group=None, gather_bits=0,\n"
     "         reduce_bits=0, error_feedback=True, plugin=None,\n"
     "         offload=False, poisoned=False)\n--\n\n"
     "Parameters that are sharded over a group of ranks, gathered and reduced\n"
@@ -31,7 +31,7 @@ PyDoc_STRVAR(
     "parameters are NaN. With neither they read as zeros, and RuntimeError reports\n"
     "the use afterwards.\n"
     "lone_gather, lone_reduce: without the other ranks, for measurements.\n"
-    "replicas: the replicate group, over which gradients are averaged.\n"
+    "replicate_group: the ranks over which shards of gradients are averaged.\n"
     "gather_bits, reduce_bits: the bits of quantized parameters and gradients, 8 or\n"
     "4; 0: not quantized. error_feedback: add the rounding error of a gradient to\n"
     "the next, for a float32 for each element of all ranks.\n"
@@ -60,7 +60,7 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
 /* Every object that a unit owns. */
 #define EACH_OBJECT(f, self)                                                           \
     f((self)->communicator);                                                           \
-    f((self)->replicas);                                                               \
+    f((self)->replicate_group);                                                        \
     f((self)->full);                                                                   \
     f((self)->grads);                                                                  \
     f((self)->residual);                                                               \
@@ -257,21 +257,22 @@ check_bits(const char *name, int bits)
 static int
 FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "communicator",   "groups",      "compute_dtype", "reduce_dtype", "watched",
-        "lone_gather",    "lone_reduce", "replicas",      "gather_bits",  "reduce_bits",
-        "error_feedback", "plugin",      "offload",       "poisoned",     NULL};
+    static char *names[] = {"communicator", "groups",          "compute_dtype",
+                            "reduce_dtype", "watched",         "lone_gather",
+                            "lone_reduce",  "replicate_group", "gather_bits",
+                            "reduce_bits",  "error_feedback",  "plugin",
+                            "offload",      "poisoned",        NULL};
     FSDPUnit *self = (FSDPUnit *)op;
-    PyObject *communicator, *groups, *replicas = Py_None, *plugin = Py_None;
+    PyObject *communicator, *groups, *replicate_group = Py_None, *plugin = Py_None;
     const char *compute = "float32", *reduce = "float32";
-    int watched = 0, lone_gather = 0, lone_reduce = 0, feedback = 1, offload = 0,
+    int watched = 0, lone_gather = 0, lone_reduce = 0, error_feedback = 1, offload = 0,
         poisoned = 0;
     ct_fsdp_config config = {.predivide = 1.0, .postdivide = 1.0};
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "OO!|$sspppOiipOpp:FSDPUnit", names, &communicator,
             &PyTuple_Type, &groups, &compute, &reduce, &watched, &lone_gather,
-            &lone_reduce, &replicas, &config.gather_bits, &config.reduce_bits,
-            &feedback, &plugin, &offload, &poisoned) ||
+            &lone_reduce, &replicate_group, &config.gather_bits, &config.reduce_bits,
+            &error_feedback, &plugin, &offload, &poisoned) ||
         check_bits("gather_bits", config.gather_bits) < 0 ||
         check_bits("reduce_bits", config.reduce_bits) < 0 ||
         dtype_of(compute, &config.compute) < 0 ||
@@ -284,13 +285,13 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), communicator);
     if (comm == NULL ||
-        (!Py_IsNone(replicas) &&
-         ctpy_comm_borrow(fsdp_state_borrow(self), replicas) == NULL) ||
+        (!Py_IsNone(replicate_group) &&
+         ctpy_comm_borrow(fsdp_state_borrow(self), replicate_group) == NULL) ||
         make_groups(self, plugin, groups, comm->world_size) < 0 ||
         map_memory(self, plugin, config.compute, watched, poisoned) < 0) {
         return -1;
     }
-    if (config.reduce_bits != 0 && feedback) { /* kept between updates */
+    if (config.reduce_bits != 0 && error_feedback) { /* kept between updates */
         self->residual = new_zeros(self, plugin, ct_fsdp_grad_bytes(&self->core));
         if (self->residual == NULL) {
             return -1;
@@ -304,7 +305,8 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
     config.offload = offload != 0;
     self->core.config = config;
     self->communicator = Py_NewRef(communicator);
-    self->replicas = Py_IsNone(replicas) ? NULL : Py_NewRef(replicas);
+    self->replicate_group =
+        Py_IsNone(replicate_group) ? NULL : Py_NewRef(replicate_group);
     return 0;
 }
 
@@ -520,7 +522,7 @@ static PyMemberDef FSDPUnit_members[] = {
      "The communicator of the sharding group."},
     {"residual", T_OBJECT, offsetof(FSDPUnit, residual), READONLY,
      "The error-feedback residual, float32 in a MappedMemory, or None."},
-    {"replicas", T_OBJECT, offsetof(FSDPUnit, replicas), READONLY,
+    {"replicate_group", T_OBJECT, offsetof(FSDPUnit, replicate_group), READONLY,
      "The communicator of the replicate group, or None."},
     {"gathered", T_BOOL, offsetof(FSDPUnit, core.gathered), READONLY,
      "Whether the parameters are gathered."},

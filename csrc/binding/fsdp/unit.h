@@ -33,15 +33,15 @@ typedef struct fsdp_order {
 typedef struct FSDPUnit {
     PyObject_HEAD
     ct_fsdp core;
-    ct_fsdp_ledger ledger;  /* of a root: for all units below */
-    PyObject *communicator; /* of the sharding group; NULL before __init__ */
-    PyObject *replicas;     /* the Communicator of the replicate group, or NULL */
-    PyObject *full, *grads; /* MappedMemory */
-    PyObject *residual;     /* MappedMemory, or NULL: no error feedback */
-    PyObject *shards;       /* a tuple, one parameter a group */
-    PyObject *grad_owners;  /* a tuple: objects with the shards' grad; NULL: shards */
-    PyObject *root;         /* the FSDPUnit above; NULL in a root */
-    PyObject *units;        /* of a root: a list of all units, the root included */
+    ct_fsdp_ledger ledger;     /* of a root: for all units below */
+    PyObject *communicator;    /* of the sharding group; NULL before __init__ */
+    PyObject *replicate_group; /* the Communicator of the replicate group, or NULL */
+    PyObject *full, *grads;    /* MappedMemory */
+    PyObject *residual;        /* MappedMemory, or NULL: no error feedback */
+    PyObject *shards;          /* a tuple, one parameter a group */
+    PyObject *grad_owners; /* a tuple: objects with the shards' grad; NULL: shards */
+    PyObject *root;        /* the FSDPUnit above; NULL in a root */
+    PyObject *units;       /* of a root: a list of all units, the root included */
     /* Of a root: the last unit of this forward and of the one before; compared only. */
     const void *last_inner, *last_before;
     fsdp_order forwards, backwards; /* of a root */

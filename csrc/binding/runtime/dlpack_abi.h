@@ -1,5 +1,5 @@
 /* The parts of DLPack that read a tensor's address, by its C exchange table (ABI
- * version 1), and hand over memory, by its older capsule.
+ * version 1), and export memory, by its older capsule.
  *
  * torch publishes the table from 2.10 on as the capsule "dlpack_exchange_api" in
  * torch.Tensor.__dlpack_c_exchange_api__. Declared here since we build without torch.

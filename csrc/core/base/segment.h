@@ -1,7 +1,7 @@
 /* Memory that the ranks of one machine share, each a process.
  *
- * Rank 0 makes an anonymous file (memfd) and hands its descriptor to the others over a
- * socket of Linux' abstract name space. Neither has a name in the file system, so the
+ * Rank 0 makes an anonymous file (memfd) and sends its descriptor to the others through
+ * a socket of Linux' abstract name space. Neither has a name in the file system, so the
  * kernel frees both with the last process, even after a crash. */
 #ifndef CORE_BASE_SEGMENT_H
 #define CORE_BASE_SEGMENT_H
@@ -26,7 +26,7 @@ typedef struct ct_segment {
  *
  * The key is any text that nothing else on the machine uses at the time: the job's name
  * and a counter. Only processes of the same user and network name space meet. Blocks
- * until rank 0 has handed the segment over (rank 0: until all others have it).
+ * until rank 0 has sent the segment (rank 0: until all others have it).
  *
  * CT_ECOMM when that does not happen within timeout_seconds, naming who is missing, or
  * when a process of another kind answers; CT_EINVAL when ranks disagree about their

@@ -67,7 +67,7 @@ bool ct_writer_pending(const ct_writer *writer); /* is the thread at work? */
 /* Drops the open save, if there is one, and removes its folder. */
 void ct_writer_abort(ct_writer *writer);
 
-/* Gives the memory of the snapshots back, after waiting; a kept error stays kept. */
+/* Frees the memory of the snapshots, after waiting; a kept error stays kept. */
 void ct_writer_release(ct_writer *writer);
 size_t ct_writer_snapshot_bytes(const ct_writer *writer);
 

@@ -394,12 +394,12 @@ static void
 write_note(const ct_exchange *self, const ct_transfer *t, ct_note *n)
 {
     const size_t parts = t->each_own ? (size_t)self->world_size : 1;
-    const size_t given = parts * t->part < t->total ? parts * t->part : t->total;
+    const size_t filled = parts * t->part < t->total ? parts * t->part : t->total;
     *n = (ct_note){
         .request = *t->request, .place = {-1, 0}
     };
     if (publishes(t, self->rank)) {
-        n->place = ct_peer_buffers_find(&self->peer_buffers, t->from, given * t->item);
+        n->place = ct_peer_buffers_find(&self->peer_buffers, t->from, filled * t->item);
     }
 }
 
@@ -458,29 +458,30 @@ ct_slot_fill(const ct_exchange *self, const ct_transfer *t, uint32_t index, size
 
 /* Makes the next piece, once its slot is free. */
 static ct_status
-publish(const ct_exchange *self, ct_transfer *t, bool waits, bool *given, ct_error *err)
+publish(const ct_exchange *self, ct_transfer *t, bool waits, bool *published,
+        ct_error *err)
 {
     const int rank = self->rank;
-    const uint32_t piece = self->done + t->given;
-    const bool in_place = t->given != 0 && self->direct[rank] != NULL;
+    const uint32_t piece = self->done + t->published;
+    const bool in_place = t->published != 0 && self->direct[rank] != NULL;
     ct_status status = CT_OK;
-    *given = true;
+    *published = true;
     if (!in_place) {
-        status =
-            reach(self, t, CT_BARRIER_USED, piece + 1 - CT_SLOTS, waits, given, err);
+        status = reach(self, t, CT_BARRIER_USED, piece + 1 - CT_SLOTS, waits, published,
+                       err);
     }
-    if (!*given) {
+    if (!*published) {
         return status;
     }
-    if (t->given == 0) {
+    if (t->published == 0) {
         write_note(self, t, ct_slot_note(self, rank, piece));
         self->direct[rank] = may_be_read_alone(t) ? located(self, rank) : NULL;
     }
     if (self->direct[rank] == NULL && publishes(t, rank)) {
-        ct_slot_fill(self, t, piece, t->given * t->piece);
+        ct_slot_fill(self, t, piece, t->published * t->piece);
     }
     barrier_raise(self->barrier, CT_BARRIER_MADE, piece + 1);
-    t->given++;
+    t->published++;
     return CT_OK;
 }
 
@@ -708,12 +709,12 @@ static ct_status
 publish_free(ct_exchange *self, ct_transfer *t, bool waits, bool *moved, ct_error *err)
 {
     ct_status status = CT_OK;
-    bool given = true;
-    while (status == CT_OK && given && t->given < t->pieces &&
-           t->given < t->taken + CT_SLOTS) {
-        const bool is_next = t->given == t->taken;
-        status = publish(self, t, waits && is_next, &given, err);
-        *moved = given || !is_next;
+    bool published = true;
+    while (status == CT_OK && published && t->published < t->pieces &&
+           t->published < t->taken + CT_SLOTS) {
+        const bool is_next = t->published == t->taken;
+        status = publish(self, t, waits && is_next, &published, err);
+        *moved = published || !is_next;
     }
     return status;
 }

@@ -56,9 +56,9 @@ typedef struct ct_transfer {
     const ct_stream *stream; /* makes and uses the pieces of a reduction; or NULL */
     /* Progress, all zeros at the start. */
     ct_stage stage;
-    size_t piece;                  /* elements of a part at a time */
-    uint32_t pieces, given, taken; /* in all, written, and used */
-    bool in_place;                 /* all ranks' data is in peer buffers */
+    size_t piece;                      /* elements of a part at a time */
+    uint32_t pieces, published, taken; /* in all, written, and used */
+    bool in_place;                     /* all ranks' data is in peer buffers */
 } ct_transfer;
 
 /* Bytes of the exchange at the start of a segment. */

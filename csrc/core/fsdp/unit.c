@@ -683,23 +683,23 @@ receive_bits(const ct_fsdp *unit, const ct_comm *comm, ct_fsdp_presence *presenc
 
 /* The residual of one rank's part, elements of the group from `from` on; residual.data
  * NULL: none is kept. */
-typedef struct feedback {
+typedef struct part_residual {
     const ct_fsdp_presence *presence;
     ct_span residual;
     size_t from;
-} feedback;
+} part_residual;
 
 /* Copies the residuals of the gradients that this rank has to `blank`, or back. */
 static ct_status
-copy_there(const ct_fsdp *unit, const feedback *f, float *blank, bool back,
+copy_there(const ct_fsdp *unit, const part_residual *r, float *blank, bool back,
            ct_error *err)
 {
-    const ct_span all = {blank, f->residual.n, CT_F32};
+    const ct_span all = {blank, r->residual.n, CT_F32};
     ct_status status = CT_OK;
-    for (size_t i = 0; status == CT_OK && i < f->presence->n; i++) {
-        const ct_fsdp_param *param = &f->presence->params[i];
-        size_t at, n = overlap(param, f->from, all.n, &at);
-        const ct_span kept = ct_span_part(f->residual, at, n);
+    for (size_t i = 0; status == CT_OK && i < r->presence->n; i++) {
+        const ct_fsdp_param *param = &r->presence->params[i];
+        size_t at, n = overlap(param, r->from, all.n, &at);
+        const ct_span kept = ct_span_part(r->residual, at, n);
         const ct_span used = ct_span_part(all, at, n);
         if (param->there && n != 0) {
             status = unit->device->copy(unit->stream, back ? &kept : &used,
@@ -716,21 +716,21 @@ copy_there(const ct_fsdp *unit, const feedback *f, float *blank, bool back,
  * Compression Schemes", 2019 (the residual). */
 static ct_status
 encode_part(const ct_fsdp *unit, const buffers *b, const ct_span *values,
-            const feedback *f, void *to, ct_error *err)
+            const part_residual *r, void *to, ct_error *err)
 {
     const int bits = unit->config.reduce_bits;
-    if (f->residual.data == NULL || is_complete(f->presence)) {
-        return encode(unit, bits, b, values, f->residual.data, to, err);
+    if (r->residual.data == NULL || is_complete(r->presence)) {
+        return encode(unit, bits, b, values, r->residual.data, to, err);
     }
-    const ct_span blank = {b->blank, f->residual.n, CT_F32};
+    const ct_span blank = {b->blank, r->residual.n, CT_F32};
     ct_status status = unit->device->zero(unit->stream, &blank, 1, err);
     if (status == CT_OK) {
-        status = copy_there(unit, f, b->blank, false, err);
+        status = copy_there(unit, r, b->blank, false, err);
     }
     if (status == CT_OK) {
         status = encode(unit, bits, b, values, b->blank, to, err);
     }
-    return status == CT_OK ? copy_there(unit, f, b->blank, true, err) : status;
+    return status == CT_OK ? copy_there(unit, r, b->blank, true, err) : status;
 }
 
 /* A reduce-scatter of `whole` into `part`, which may lie in it, times factor. */
@@ -754,12 +754,12 @@ exchange_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *whole,
     }
     for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
         const ct_span own = ct_span_part(*whole, rank * n, n);
-        const feedback f = {
+        const part_residual r = {
             .presence = presence,
             .residual = {residual == NULL ? NULL : residual + rank * n, n, CT_F32},
             .from = rank * n
         };
-        status = encode_part(unit, &b, &own, &f, b.sent + rank * bytes, err);
+        status = encode_part(unit, &b, &own, &r, b.sent + rank * bytes, err);
     }
     if (status == CT_OK && presence != NULL) {
         status = send_bits(unit, comm, presence, bits, b.sent + values, bytes, err);
@@ -820,13 +820,13 @@ sum_over_ranks(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
         ct_comm_unlabel(comm);
         unit->label.call += status == CT_OK;
     }
-    ct_comm *replicas = unit->replicas;
-    if (status == CT_OK && replicas != NULL) {
-        status = ct_comm_follow(replicas, unit->stream, err);
+    ct_comm *replicate_group = unit->replicate_group;
+    if (status == CT_OK && replicate_group != NULL) {
+        status = ct_comm_follow(replicate_group, unit->stream, err);
     }
-    return status != CT_OK || replicas == NULL
+    return status != CT_OK || replicate_group == NULL
                ? status
-               : ct_comm_all_reduce(replicas, part, CT_REDUCE_MEAN, err);
+               : ct_comm_all_reduce(replicate_group, part, CT_REDUCE_MEAN, err);
 }
 
 static ct_status

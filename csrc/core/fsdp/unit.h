@@ -61,8 +61,8 @@ typedef struct ct_fsdp {
     const ct_device *device;
     void *stream; /* of the device, for the unit's work; the caller's */
     ct_fsdp_config config;
-    ct_comm *replicas;      /* the replicate group, or NULL; the caller's */
-    ct_fsdp_ledger *ledger; /* the caller's; units may share a ledger */
+    ct_comm *replicate_group; /* the replicate group, or NULL; the caller's */
+    ct_fsdp_ledger *ledger;   /* the caller's; units may share a ledger */
     ct_fsdp_group *groups;
     size_t n_groups;
     ct_mapping *full, *grads; /* the caller's, as long as the unit lives */

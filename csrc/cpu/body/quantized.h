@@ -69,7 +69,7 @@ CT_NAME(encode)(const ct_encoding *e, size_t from, size_t n)
     }
 }
 
-/* Adds a part's values to the sum; 4-bit values are handed over unpacked. */
+/* Adds a part's values to the sum; 4-bit values come unpacked. */
 static void
 CT_NAME(add_part)(const int8_t *restrict quantized, float scale, float *restrict sum,
                   size_t n)
