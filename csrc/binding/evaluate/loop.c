@@ -17,7 +17,8 @@ enum {
     KINDS
 };
 
-/* A batch that has run. All borrowed; None for what is absent. */
+/* A batch that has run: the fields of the tuple that the batch is kept as, borrowed.
+ * None for what is absent. */
 typedef struct eval_batch {
     PyObject *values[KINDS];
     PyObject *whole; /* the model's inputs, for compute_metrics by batch */
@@ -133,7 +134,6 @@ batch_tuple(const eval_batch *b)
                          b->values[INPUTS], b->whole, b->loss, b->rows, b->targets);
 }
 
-/* Reads a tuple of batch_tuple(), which the batch then borrows from. */
 static int
 open_batch(PyObject *item, eval_batch *b)
 {
@@ -144,31 +144,28 @@ open_batch(PyObject *item, eval_batch *b)
                : -1;
 }
 
-/* The batches of all ranks in this round, a list of tuples. as_tensors: values that are
- * tensors here arrive as tensors, else as arrays. */
+/* The batches of all ranks in this round, as a list. Ranks exchange their batches as
+ * tensors before compute_metrics by batch, else as arrays when the batch leaves the
+ * device; at the other place the list has this rank's alone. */
 static PyObject *
-of_all_ranks(const eval_loop *loop, const eval_batch *own, PyObject *as_tensors)
+of_all_ranks(const eval_loop *loop, PyObject *item, bool as_tensors)
 {
-    PyObject *item = batch_tuple(own), *all = NULL;
-    if (item != NULL) {
-        PyObject *stack[] = {item, as_tensors};
-        all = PyObject_Vectorcall(loop->exchange, stack, 2, NULL);
-        Py_DECREF(item);
+    if (loop->exchange == Py_None || as_tensors != (loop->on_batch != Py_None)) {
+        return Py_BuildValue("[O]", item);
     }
+    PyObject *stack[] = {item, as_tensors ? Py_True : Py_False};
+    PyObject *all = PyObject_Vectorcall(loop->exchange, stack, 2, NULL);
     if (all != NULL) {
         Py_SETREF(all, PySequence_List(all));
     }
     return all;
 }
 
-/* Puts the batches of all ranks in this round into the sinks. */
+/* Puts the batches of a round into the sinks. */
 static int
-commit(eval_loop *loop, const ctpy_state *names, const eval_batch *batch)
+commit(eval_loop *loop, const ctpy_state *names, PyObject *item)
 {
-    if (loop->exchange == Py_None || loop->on_batch != Py_None) {
-        return commit_one(loop, names, batch);
-    }
-    PyObject *all = of_all_ranks(loop, batch, Py_False);
+    PyObject *all = of_all_ranks(loop, item, false);
     int result = all == NULL ? -1 : 0;
     for (Py_ssize_t i = 0; result == 0 && i < PyList_GET_SIZE(all); i++) {
         eval_batch one;
@@ -185,9 +182,7 @@ static int
 commit_waiting(eval_loop *loop, const ctpy_state *names, Py_ssize_t n)
 {
     for (Py_ssize_t i = 0; i < n; i++) {
-        eval_batch batch;
-        if (open_batch(PyList_GET_ITEM(loop->waiting, i), &batch) < 0 ||
-            commit(loop, names, &batch) < 0) {
+        if (commit(loop, names, PyList_GET_ITEM(loop->waiting, i)) < 0) {
             return -1;
         }
     }
@@ -197,59 +192,45 @@ commit_waiting(eval_loop *loop, const ctpy_state *names, Py_ssize_t n)
 /* Adds a batch; on a device the batch may wait until the next batches are under way, so
  * that the copy overlaps with a forward. */
 static int
-add_batch(eval_loop *loop, const ctpy_state *names, const eval_batch *batch)
+add_batch(eval_loop *loop, const ctpy_state *names, PyObject *item)
 {
     if (loop->max_waiting == 0) {
-        return commit(loop, names, batch);
+        return commit(loop, names, item);
     }
-    PyObject *item = batch_tuple(batch);
-    int result = item == NULL ? -1 : PyList_Append(loop->waiting, item);
-    Py_XDECREF(item);
-    return result == 0 && PyList_GET_SIZE(loop->waiting) > loop->max_waiting
+    if (PyList_Append(loop->waiting, item) < 0) {
+        return -1;
+    }
+    return PyList_GET_SIZE(loop->waiting) > loop->max_waiting
                ? commit_waiting(loop, names, loop->max_waiting)
-               : result;
+               : 0;
 }
 
-/* Stores a batch, and passes the batch to compute_metrics by batch. */
+/* Adds a batch without the values that are not kept, and passes the whole to
+ * compute_metrics by batch. */
 static int
-keep_batch(eval_loop *loop, const eval_batch *batch, bool is_last,
-           const ctpy_state *names)
+keep_by_batch(eval_loop *loop, const ctpy_state *names, PyObject *item, bool is_last)
 {
-    eval_batch kept = *batch;
+    eval_batch batch;
+    if (open_batch(item, &batch) < 0) {
+        return -1;
+    }
+    eval_batch kept = batch;
     kept.whole = Py_None;
     for (int kind = 0; !loop->keeps_values && kind < KINDS; kind++) {
         kept.values[kind] = Py_None;
     }
-    if (add_batch(loop, names, &kept) < 0) {
-        return -1;
+    PyObject *slim = batch_tuple(&kept), *answer = NULL;
+    if (slim != NULL && add_batch(loop, names, slim) == 0) {
+        answer = PyObject_CallFunction(
+            loop->on_batch, "OOOOnO", batch.values[PREDICTIONS], batch.values[LABELS],
+            batch.whole, batch.loss, batch.rows, is_last ? Py_True : Py_False);
     }
-    if (loop->on_batch == Py_None) {
-        return 0;
-    }
-    PyObject *answer = PyObject_CallFunction(
-        loop->on_batch, "OOOOnO", batch->values[PREDICTIONS], batch->values[LABELS],
-        batch->whole, batch->loss, batch->rows, is_last ? Py_True : Py_False);
+    Py_XDECREF(slim);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
 }
 
 /* ---- a batch --------------------------------------------------------------------- */
-
-/* A batch that has run, with the values that are kept. */
-typedef struct taken_batch {
-    eval_batch batch; /* borrowed from the fields below */
-    PyObject *answer; /* of prediction_step */
-    PyObject *kept[KINDS];
-} taken_batch;
-
-static void
-taken_fini(taken_batch *taken)
-{
-    for (int kind = 0; kind < KINDS; kind++) {
-        Py_CLEAR(taken->kept[kind]);
-    }
-    Py_CLEAR(taken->answer);
-}
 
 /* prediction_step's answer, checked, since overrides come from anywhere. */
 static PyObject *
@@ -293,30 +274,33 @@ preprocessed(const eval_loop *loop, PyObject *logits, PyObject *labels)
                                2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
 }
 
-static int
-keep_all(const eval_loop *loop, PyObject *inputs, taken_batch *taken)
+/* The answer's values that are kept, with the other fields of `batch`, as a tuple. */
+static PyObject *
+keep_values(const eval_loop *loop, PyObject *inputs, PyObject *answer,
+            eval_batch *batch)
 {
-    eval_batch *batch = &taken->batch;
-    PyObject *logits = PyTuple_GET_ITEM(taken->answer, 1);
-    PyObject *labels = PyTuple_GET_ITEM(taken->answer, 2);
-    PyObject **kept = taken->kept;
-    kept[PREDICTIONS] = gathered_steal(loop, preprocessed(loop, logits, labels));
-    if (kept[PREDICTIONS] != NULL) {
-        kept[LABELS] = gathered_steal(loop, Py_NewRef(labels));
+    const bool keeps_input = loop->keep_input != Py_None;
+    PyObject *labels = PyTuple_GET_ITEM(answer, 2), *item = NULL;
+    PyObject **values = batch->values;
+    batch->loss = PyTuple_GET_ITEM(answer, 0);
+    batch->whole = loop->on_batch != Py_None && keeps_input ? inputs : Py_None;
+    values[PREDICTIONS] =
+        gathered_steal(loop, preprocessed(loop, PyTuple_GET_ITEM(answer, 1), labels));
+    if (values[PREDICTIONS] != NULL) {
+        values[LABELS] = gathered_steal(loop, Py_NewRef(labels));
     }
-    if (kept[LABELS] != NULL) {
-        kept[INPUTS] =
-            gathered_steal(loop, loop->keep_input == Py_None
-                                     ? Py_NewRef(Py_None)
-                                     : PyObject_CallOneArg(loop->keep_input, inputs));
+    if (values[LABELS] != NULL) {
+        values[INPUTS] = gathered_steal(
+            loop, keeps_input ? PyObject_CallOneArg(loop->keep_input, inputs)
+                              : Py_NewRef(Py_None));
+    }
+    if (values[INPUTS] != NULL) {
+        item = batch_tuple(batch);
     }
     for (int kind = 0; kind < KINDS; kind++) {
-        batch->values[kind] = kept[kind];
+        Py_XDECREF(values[kind]);
     }
-    batch->loss = PyTuple_GET_ITEM(taken->answer, 0);
-    batch->whole =
-        loop->on_batch != Py_None && loop->keep_input != Py_None ? inputs : Py_None;
-    return kept[INPUTS] == NULL ? -1 : 0;
+    return item;
 }
 
 /* Targets of the batch for the mean by token; 0 when nobody asks for that mean. */
@@ -334,22 +318,25 @@ count_batch(const eval_loop *loop, PyObject *inputs, long long *targets)
     return failed ? -1 : 0;
 }
 
-/* Runs a batch. taken_fini has to follow, also after a failure. */
-static int
-take_batch(eval_loop *loop, PyObject *inputs, taken_batch *taken,
-           const ctpy_state *names)
+/* Runs a batch. */
+static PyObject *
+take_batch(eval_loop *loop, PyObject *inputs, const ctpy_state *names)
 {
-    eval_batch *batch = &taken->batch;
-    *taken = (taken_batch){.batch = {.rows = ctpy_batch_size(inputs, names)}};
-    if (batch->rows == -2 || count_batch(loop, inputs, &batch->targets) < 0) {
-        return -1;
+    eval_batch batch = {.rows = ctpy_batch_size(inputs, names)};
+    if (batch.rows == -2 || count_batch(loop, inputs, &batch.targets) < 0) {
+        return NULL;
     }
-    batch->rows = ((Trainer *)loop->op)->dummy_batch ? 0
-                  : batch->rows < 0                  ? loop->default_rows
-                                                     : batch->rows;
+    batch.rows = ((Trainer *)loop->op)->dummy_batch ? 0
+                 : batch.rows < 0                   ? loop->default_rows
+                                                    : batch.rows;
     loop->n_batches++;
-    taken->answer = predict_batch(loop, inputs, names);
-    return taken->answer == NULL ? -1 : keep_all(loop, inputs, taken);
+    PyObject *answer = predict_batch(loop, inputs, names);
+    if (answer == NULL) {
+        return NULL;
+    }
+    PyObject *item = keep_values(loop, inputs, answer, &batch);
+    Py_DECREF(answer);
+    return item;
 }
 
 /* Ctrl-C and SIGTERM while training only set a flag. */
@@ -365,24 +352,22 @@ check_stop(void)
 
 /* ---- the batches ----------------------------------------------------------------- */
 
-/* The batches of this round, of all ranks: they may wait on the device, but not with
+/* Keeps the batches of this round: they may wait on the device, but not with
  * compute_metrics by batch. */
 static int
-keep_round(eval_loop *loop, const eval_batch *own, bool is_last, ctpy_state *names)
+keep_round(eval_loop *loop, PyObject *own, bool is_last, ctpy_state *names)
 {
     int result = 0;
-    if (loop->exchange == Py_None || loop->on_batch == Py_None) {
-        result = keep_batch(loop, own, is_last, names);
+    if (loop->on_batch == Py_None) {
+        result = add_batch(loop, names, own);
     }
     else {
-        PyObject *all = of_all_ranks(loop, own, Py_True);
+        PyObject *all = of_all_ranks(loop, own, true);
         const Py_ssize_t n = all == NULL ? 0 : PyList_GET_SIZE(all);
         result = all == NULL ? -1 : 0;
         for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
-            eval_batch one;
-            result = open_batch(PyList_GET_ITEM(all, i), &one) < 0
-                         ? -1
-                         : keep_batch(loop, &one, is_last && i + 1 == n, names);
+            result = keep_by_batch(loop, names, PyList_GET_ITEM(all, i),
+                                   is_last && i + 1 == n);
         }
         Py_XDECREF(all);
     }
@@ -390,7 +375,8 @@ keep_round(eval_loop *loop, const eval_batch *own, bool is_last, ctpy_state *nam
 }
 
 /* A batch is known to be the last only after a request for another: compute_metrics by
- * batch wants to know, and on several ranks the request says whether all continue. */
+ * batch wants to know, as in transformers, where accelerate's loader reads a batch
+ * ahead; and on several ranks the request says whether all continue. */
 static int
 run_batches(eval_loop *loop, PyObject *iterator, ctpy_state *names)
 {
@@ -398,16 +384,16 @@ run_batches(eval_loop *loop, PyObject *iterator, ctpy_state *names)
     PyObject *inputs = PyIter_Next(iterator), *next = NULL;
     int result = 0;
     while (result == 0 && inputs != NULL) {
-        taken_batch taken = {0};
-        result = check_stop() < 0 ? -1 : take_batch(loop, inputs, &taken, names);
+        PyObject *item = check_stop() < 0 ? NULL : take_batch(loop, inputs, names);
+        result = item == NULL ? -1 : 0;
         if (result == 0 && asks_first) {
             next = PyIter_Next(iterator);
             result = PyErr_Occurred() ? -1 : 0;
         }
         if (result == 0) {
-            result = keep_round(loop, &taken.batch, next == NULL, names);
+            result = keep_round(loop, item, next == NULL, names);
         }
-        taken_fini(&taken);
+        Py_XDECREF(item);
         Py_DECREF(inputs);
         inputs = asks_first || result < 0 ? next : PyIter_Next(iterator);
         next = NULL;
