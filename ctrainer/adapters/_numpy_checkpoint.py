@@ -15,16 +15,13 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer.adapters.parameters import named_parameters
-from ctrainer.checkpoint import Sink, read_safetensors
+from ctrainer.checkpoint import NUMPY_TYPES, Sink, read_safetensors
 from ctrainer.checkpoint.files import expected_of, is_there, naming, parse_json
 
 TREE_KEY = "ctrainer.tree"
 
-_TAGS = {
-    "?": "BOOL", "u1": "U8", "i1": "I8", "u2": "U16", "i2": "I16", "f2": "F16",
-    "u4": "U32", "i4": "I32", "f4": "F32", "c8": "C64", "u8": "U64", "i8": "I64",
-    "f8": "F64",
-}  # fmt: skip
+# Of types that NumPy lacks, and reads as integers, none.
+_TAGS = {d: tag for tag, d in NUMPY_TYPES.items() if tag[:2] not in ("BF", "F8")}
 
 
 def _file_of(name: str) -> str:

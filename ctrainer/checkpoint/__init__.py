@@ -134,7 +134,7 @@ class Tensors(dict[str, Any]):
     metadata: dict[str, str]
 
 
-_NUMPY = {
+NUMPY_TYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "u2", "I16": "i2", "F16": "f2",
     "BF16": "u2", "U32": "u4", "I32": "i4", "F32": "f4", "C64": "c8", "U64": "u8",
     "I64": "i8", "F64": "f8", "F8_E5M2": "u1", "F8_E4M3": "u1", "F8_E8M0": "u1",
@@ -174,7 +174,7 @@ def read_safetensors(path: StrPath, *, check: bool = True) -> Tensors:
     for name, tag, shape, nbytes in index:
         memory = np.empty(nbytes, np.uint8)
         with naming(path):
-            found[name] = memory.view(_NUMPY[tag]).reshape(shape)
+            found[name] = memory.view(NUMPY_TYPES[tag]).reshape(shape)
         targets[name] = (memory, tag, shape)
     expected = expected_of(path) if check else None
     _C.load_safetensors_into(path, targets, True, check, expected)

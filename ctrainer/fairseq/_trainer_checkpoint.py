@@ -21,7 +21,7 @@ from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.adapters.nan_detector import NanDetector, nonfinite_grads
 from ctrainer.checkpoint.files import is_there, naming
 from ctrainer.fairseq import _sharding
-from ctrainer.fairseq._trainer_base import Core
+from ctrainer.fairseq._trainer_step import Step
 from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
 from ctrainer.fairseq.config.base import setting
 
@@ -165,7 +165,7 @@ def _log_saved(filename: str) -> None:
     logger.info("Finished saving checkpoint to %s", filename)
 
 
-class Checkpoints(Core):
+class Checkpoints(Step):
     """state_dict(), save_checkpoint() and load_checkpoint()."""
 
     def consolidate_optimizer(self) -> None:

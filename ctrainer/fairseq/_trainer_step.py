@@ -1,5 +1,6 @@
 """The parts of fairseq's training step that run once an update or more rarely:
-settings, samples, sums over ranks, metrics, learning rates and validation.
+settings, samples, sums over ranks, metrics, learning rates, validation, the group of
+processes, and the modules and optimizer that are made on first use.
 
 train_step() itself is _C.FairseqTrainer's, which calls these methods by name.
 Source: fairseq, fairseq/trainer.py.
@@ -19,8 +20,12 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.fairseq import _sharding
 from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
 from ctrainer.fairseq.config.base import setting
+from ctrainer.fairseq.ema import EMA
+from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
+from ctrainer.fairseq.optim import build_trainer_optimizer
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
 
@@ -37,7 +42,7 @@ def _number(cfg: Any, group: str, name: str, default: float) -> Any:
 
 
 class Step(_C.FairseqTrainer):
-    """The methods that train_step() calls, and valid_step()."""
+    """The methods that train_step() calls, valid_step(), and the parts of a trainer."""
 
     cfg: Any
     task: Any
@@ -50,16 +55,8 @@ class Step(_C.FairseqTrainer):
     _criterion: Any
     _criterion_trains: bool
     _start_time: float
+    _average_model: Any
     _step_name: str | None = None  # of the sums that are under way
-
-    @property
-    def data_parallel_world_size(self) -> int:
-        """Ranks that have batches of their own."""
-        raise NotImplementedError
-
-    @property
-    def _communicator(self) -> _C.Communicator:
-        raise NotImplementedError
 
     # Settings
 
@@ -145,12 +142,18 @@ class Step(_C.FairseqTrainer):
         self.optimizer.zero_grad()
 
     def clip_grad_norm(self, clip_norm: Any) -> Any:
-        """Clip the gradients; return their norm before.
+        """Clip the gradients to a norm; return the norm before. With sharded parameters
+        it is that of all processes, which all call this.
 
         Args:
             clip_norm: The largest norm; 0: no clipping.
         """
-        return self.optimizer.clip_grad_norm(clip_norm)
+        if not self.is_fsdp:
+            return self.optimizer.clip_grad_norm(clip_norm)
+        norm_of_all = _sharding.norm_of_all(self._sharing_communicator())
+        return self.optimizer.clip_grad_norm(
+            float(clip_norm), aggregate_norm_fn=norm_of_all
+        )
 
     # The learning rate
 
@@ -441,9 +444,6 @@ class Step(_C.FairseqTrainer):
                 return None
         return outputs or dummies, size, synced
 
-    def _sync_stats(self) -> bool:
-        raise NotImplementedError
-
     def _local_cumulative_training_time(self) -> float:
         return time.time() - self._start_time + self._previous_training_time
 
@@ -585,6 +585,177 @@ class Step(_C.FairseqTrainer):
             step = f"valid_step() after {self.get_num_updates()} updates"
             outputs, (size,) = self._aggregate_in(step, outputs, size, ignore=is_dummy)
         return self._reduce_and_log_stats(outputs, size)
+
+    # The group of processes that train on different batches
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """How many processes share the batches; 1 without a group."""
+        if setting(self.cfg, "distributed_training", "distributed_world_size", 1) == 1:
+            return 1
+        from ctrainer.comm import process_group
+
+        return process_group.world_size()
+
+    @property
+    def data_parallel_process_group(self) -> Any:
+        """torch's process group, or None in a single process."""
+        if self.data_parallel_world_size == 1:
+            return None
+        from ctrainer.comm import processes
+
+        return processes.default_group()
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The place of this process in the group, from 0."""
+        if self.data_parallel_world_size == 1:
+            return 0
+        from ctrainer.comm import process_group
+
+        return process_group.rank()
+
+    @property
+    def is_data_parallel_master(self) -> bool:
+        """Is this the process that saves and reports?"""
+        return self.data_parallel_rank == 0
+
+    @property
+    def _communicator(self) -> _C.Communicator:
+        """The group of all exchanges, gradients too: ranks in different steps get an
+        error in one group, and would wait for each other over two."""
+        if self._group is None:
+            from ctrainer.fairseq import wrappers
+
+            self._group = wrappers.ranks(self.data_parallel_process_group, self.device)
+        return self._group
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Are parameters, gradients and optimizer state sharded over the processes?"""
+        return _sharding.is_sharded(self.cfg)
+
+    @property
+    def use_distributed_wrapper(self) -> bool:
+        """Does a wrapper around the model average its gradients?"""
+        several = self.data_parallel_world_size > 1 and not self._bmuf
+        return several or self.is_fsdp
+
+    @property
+    def _has_own_model(self) -> bool:
+        """Does each process update a model of its own between exchanges?"""
+        return self._bmuf or self._slowmo
+
+    @property
+    def _averages_models(self) -> bool:
+        """Is the model in SlowMo's wrapper? BMUF goes before it, and has none."""
+        return self._slowmo and not self._bmuf and self.use_distributed_wrapper
+
+    @property
+    def should_save_checkpoint_on_current_rank(self) -> bool:
+        """Whether this process writes checkpoints: the first, or with sharded state
+        each."""
+        return self.is_data_parallel_master or _sharding.saves_shards(self.cfg)
+
+    @property
+    def always_call_state_dict_during_save_checkpoint(self) -> bool:
+        """Whether all processes have to call state_dict(): they bring the state
+        together."""
+        # The processes bring the state together.
+        return self.is_fsdp and not _sharding.saves_shards(self.cfg)
+
+    @property
+    def checkpoint_suffix(self) -> str:
+        """The end of the names of checkpoints, before .pt."""
+        suffix = setting(self.cfg, "checkpoint", "checkpoint_suffix", "") or ""
+        if _sharding.saves_shards(self.cfg):
+            return f"{suffix}-shard{self.data_parallel_rank}"
+        return str(suffix)
+
+    def _sync_stats(self) -> bool:
+        """Are sums and logs of this update exchanged? With BMUF at synchronizations."""
+        if self.data_parallel_world_size == 1:
+            return False
+        if not self._bmuf:
+            return True
+        update, blocks = self.get_num_updates() + 1, self.cfg.bmuf
+        return bool(
+            update % blocks.global_sync_iter == 0 and update > blocks.warmup_iterations
+        )
+
+    # Made on first use
+
+    def _build_part(self, part: str) -> None:
+        """Make the model, criterion or ema that the trainer uses."""
+        if part == "model":
+            if self.is_fsdp and self._stores_ema:
+                self._average_model = self._wrap(_sharding.copy_of(self._model))
+            self._wrapped_model = self._wrap(self._model)
+        elif part == "ema":
+            self._ema = self._new_ema()
+            logger.info("Exponential Moving Average Shadow Model is initialized.")
+        else:
+            self._wrapped_criterion = self._wrap_criterion()
+
+    def _wrap_criterion(self) -> Any:
+        if not self._criterion_trains:
+            return self._criterion
+        if self.is_fsdp:
+            raise ValueError(
+                "the criterion has parameters, which --ddp-backend=fully_sharded would "
+                "leave out of checkpoints; move them into the model"
+            )
+        return self._wrap(self._criterion)
+
+    def _wrap(self, module: Any) -> Any:
+        """The module as all processes train it together; a collective."""
+        if not self.use_distributed_wrapper:
+            return module
+        if self.is_fsdp:
+            return _sharding.wrap(self.cfg, module, self._sharing_communicator())
+        from ctrainer.fairseq import wrappers
+
+        return wrappers.wrap(
+            self.cfg.distributed_training,
+            module,
+            self.data_parallel_process_group,
+            self.device,
+        )
+
+    def _sharing_communicator(self) -> _C.Communicator:
+        alone = self.data_parallel_world_size == 1
+        return _C.Communicator() if alone else self._communicator
+
+    def _build_optimizer(self) -> None:
+        model = self.model if self.is_fsdp else self._model
+        params = tools.trainable(model, self._criterion)
+        several = self.data_parallel_world_size > 1
+        self._optimizer = build_trainer_optimizer(
+            self.cfg, params, self._communicator if several else None
+        )
+        schedule = self.cfg.lr_scheduler
+        name = schedule if isinstance(schedule, str) else schedule._name
+        self._lr_scheduler = build_lr_scheduler(
+            name,
+            schedule,
+            self._optimizer,
+            maximize=setting(self.cfg, "checkpoint", "maximize_best_checkpoint_metric"),
+        )
+        self._lr_scheduler.step_update(0)
+
+    def _new_ema(self) -> Any:
+        if not self.is_fsdp:
+            return EMA(self._model, self.cfg.ema, self.device)
+        sharded = self.model  # and its copy, made in the same moment
+        return _sharding.ShardedEMA(self._average_model, sharded, self.cfg.ema)
+
+    # Time
+
+    def cumulative_training_time(self) -> float:
+        """Return the seconds of training, those before a restart included."""
+        if self._cumulative_training_time is not None:
+            return self._cumulative_training_time
+        return self._local_cumulative_training_time()
 
 
 _BLOCK = 64  # numbers in a collective

@@ -9,19 +9,215 @@ import logging
 import sys
 import time
 from argparse import Namespace
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Annotated, Any, get_origin
 
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.arguments.settings import hints, without_none
+from ctrainer.fairseq import _sharding
 from ctrainer.fairseq import metrics as own_metrics
-from ctrainer.fairseq._sharding import is_sharded
-from ctrainer.fairseq._trainer_base import Iterators, check_config
 from ctrainer.fairseq._trainer_checkpoint import Failures
+from ctrainer.fairseq._trainer_step import Step
 from ctrainer.fairseq.config import as_config
 from ctrainer.fairseq.config.base import setting
+from ctrainer.fairseq.config.trees import groups, is_dict_config, tree_of
+from ctrainer.fairseq.config.values import convert
+from ctrainer.fairseq.iterators import EpochBatchIterator, StreamingEpochBatchIterator
+from ctrainer.fairseq.utils import resolve_max_positions
 
 __all__ = ["Trainer"]
 
 logger = logging.getLogger(__name__)
+
+
+def check_config(cfg: Any) -> None:
+    """Raise for settings out of range, for those that exclude each other, in fairseq's
+    words, and for those that this trainer does not have.
+
+    Raises:
+        ValueError: the message names the setting.
+        AssertionError: fp16 together with amp, as in fairseq.
+    """
+    _check_values(cfg)
+    _check_sharding(cfg)
+    _sharding.check_zero(cfg)
+    _check_slowmo(cfg)
+    if setting(cfg, "common", "fp16"):
+        assert not setting(cfg, "common", "amp"), "Cannot use fp16 and AMP together"
+    for group, name, allowed, why in _REJECTED:
+        value = setting(cfg, group, name, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"{group}.{name} is {value!r}: {why}")
+
+
+_READ = (
+    "common", "distributed_training", "dataset", "optimization", "checkpoint", "bmuf",
+    "ema",
+)  # fmt: skip
+
+
+def _check_values(cfg: Any) -> None:
+    """The numbers that have a range: as_config() need not have made the config."""
+    for group in _READ:
+        cls, given = groups()[group], getattr(cfg, group, None)
+        if is_dict_config(given):
+            given = SimpleNamespace(**tree_of(given))
+        for name, hint in hints(cls).items():
+            ranged = get_origin(without_none(hint)[0]) is Annotated
+            if ranged and hasattr(given, name):
+                convert(getattr(given, name), hint, f"{group}.{name}")
+
+
+def _check_sharding(cfg: Any) -> None:
+    where = "distributed_training"
+    if setting(cfg, where, "ddp_backend") != "fully_sharded":
+        if setting(cfg, where, "cpu_offload"):
+            raise ValueError("--cpu-offload requires --ddp-backend=fully_sharded")
+        return
+    if setting(cfg, where, "zero_sharding", "none") != "none":
+        raise ValueError(
+            "FullyShardedDataParallel is not compatible with --zero-sharding option "
+            "(it's already built in)"
+        )
+    if setting(cfg, "optimization", "use_bmuf"):
+        raise ValueError(
+            "optimization.use_bmuf does not go with --ddp-backend=fully_sharded: BMUF "
+            "needs the whole model in every process"
+        )
+
+
+def _check_slowmo(cfg: Any) -> None:
+    where = "distributed_training"
+    several = setting(cfg, where, "distributed_world_size", 1)
+    if several < 2 or setting(cfg, where, "ddp_backend") != "slowmo":
+        return
+    base = setting(cfg, where, "slowmo_base_algorithm", "localsgd")
+    if base != "localsgd":
+        raise ValueError(
+            f"distributed_training.slowmo_base_algorithm is {base!r}; expected localsgd"
+        )
+    if setting(cfg, where, "nprocs_per_node", 1) != 1:
+        raise ValueError(
+            "distributed_training.nprocs_per_node is above 1: gradients are not "
+            "exchanged within a node; set it to 1"
+        )
+
+
+_WHOLE = "every worker of this trainer holds the whole model and its optimizer"
+_REJECTED: list[tuple[str, str, tuple[Any, ...], str]] = [
+    ("common", "tpu", (False,), "there is no support for TPUs here"),
+    ("common", "model_parallel_size", (1,), _WHOLE),
+    ("distributed_training", "pipeline_model_parallel", (False,), _WHOLE),
+    ("model", "base_layers", (0,), f"BASE layers are spread over workers; {_WHOLE}"),
+]
+
+
+class Iterators(Step):
+    """get_train_iterator() and get_valid_iterator()."""
+
+    def get_train_iterator(
+        self,
+        epoch: int,
+        combine: bool = True,
+        load_dataset: bool = True,
+        data_selector: Callable[..., Any] | None = None,
+        shard_batch_itr: bool = True,
+        disable_iterator_cache: bool = False,
+    ) -> Any:
+        """Return the EpochBatchIterator of the training subset.
+
+        Args:
+            epoch (int): From 1.
+            combine (bool, default True): Put the subset's parts together: train, train1
+                and so on.
+            load_dataset (bool, default True): Have the task load the subset first.
+            data_selector (Callable[..., Any] | None, default None): Not read here;
+                passed to the task.
+            shard_batch_itr (bool, default True): This rank's batches, else all of them.
+            disable_iterator_cache (bool, default False): Make the iterator anew.
+        """
+        data = self.cfg.dataset
+        if load_dataset:
+            logger.info("loading train data for epoch %s", epoch)
+            self.task.load_dataset(
+                data.train_subset, epoch=epoch, combine=combine,
+                data_selector=data_selector, tpu=False,
+            )  # fmt: skip
+        seed = setting(self.cfg, "common", "seed", 1)
+        reorders = self._option("update_ordered_indices_seed")
+        self._epoch_itr = self._batches(
+            self.task.dataset(data.train_subset),
+            "",
+            shard_batch_itr,
+            max_positions=self._max_positions(self._option("max_tokens")),
+            ignore_invalid_inputs=True,
+            seed=seed + epoch if reorders else seed,
+            epoch=epoch,
+            disable_iterator_cache=disable_iterator_cache,
+            skip_remainder_batch=setting(
+                self.cfg, "optimization", "skip_remainder_batch", False
+            ),
+            grouped_shuffling=self._option("grouped_shuffling", False),
+            update_epoch_batch_itr=self._option("update_epoch_batch_itr", False),
+        )
+        return self._epoch_itr
+
+    def get_valid_iterator(
+        self, subset: str, disable_iterator_cache: bool = False
+    ) -> Any:
+        """Return the EpochBatchIterator of a validation subset, which the task has
+        loaded.
+
+        Every validation begins at epoch 1, with the same draws. A subset that is being
+        trained on has an iterator of its own, and stays at training's epoch.
+
+        Args:
+            subset (str): Its name.
+            disable_iterator_cache (bool, default False): Make the iterator anew.
+        """
+        dataset, of_training = self.task.dataset(subset), self._epoch_itr
+        is_trained_on = getattr(of_training, "dataset", None) is dataset
+        skips = self._option("skip_invalid_size_inputs_valid_test", False)
+        batch_iterator = self._batches(
+            dataset,
+            "_valid",
+            True,
+            max_positions=self._max_positions(),
+            ignore_invalid_inputs=skips,
+            seed=setting(self.cfg, "common", "seed", 1),
+            epoch=of_training.epoch if is_trained_on else 1,
+            disable_iterator_cache=disable_iterator_cache or is_trained_on,
+            skip_remainder_batch=False,
+        )
+        if isinstance(batch_iterator, EpochBatchIterator | StreamingEpochBatchIterator):
+            batch_iterator.load_state_dict({"epoch": 1})
+        return batch_iterator
+
+    def _option(self, name: str, default: Any = None) -> Any:
+        return setting(self.cfg, "dataset", name, default)
+
+    def _batches(self, dataset: Any, of: str, shard: bool, **options: Any) -> Any:
+        """The task's iterator. of: with which the names of its limits end."""
+        option = self._option
+        made = self.task.get_batch_iterator(
+            dataset=dataset,
+            max_tokens=option(f"max_tokens{of}", option("max_tokens")),
+            max_sentences=option(f"batch_size{of}", option("batch_size")),
+            required_batch_size_multiple=option("required_batch_size_multiple", 8),
+            num_shards=self.data_parallel_world_size if shard else 1,
+            shard_id=self.data_parallel_rank if shard else 0,
+            num_workers=option("num_workers", 1),
+            data_buffer_size=option("data_buffer_size", 10),
+            **options,
+        )
+        self.reset_dummy_batch(made.first_batch)
+        return made
+
+    def _max_positions(self, *more: int | None) -> Any:
+        of_model = getattr(self.get_model(), "max_positions", None)
+        limit = None if of_model is None else of_model()
+        return resolve_max_positions(self.task.max_positions(), limit, *more)
 
 
 class Trainer(Iterators, Failures):
@@ -86,7 +282,7 @@ class Trainer(Iterators, Failures):
     def _place(self, model: Any, criterion: Any) -> None:
         """Move model and criterion, and tie again what the move has untied."""
         fp16, bf16 = (setting(self.cfg, "common", n) for n in ("fp16", "bf16"))
-        half = not is_sharded(self.cfg)  # shards are float32 in any precision
+        half = not self.is_fsdp  # shards are float32 in any precision
         shared = tools.shared_parameters(model)
         self._criterion, self._model = (
             tools.cast(module, fp16 and half, bf16 and half).to(self.device)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from ctrainer.adapters import torch_fairseq as tools
-from ctrainer.fairseq._trainer_base import resolve_max_positions
 from ctrainer.fairseq.meters import safe_round
 
 __all__ = [
@@ -238,3 +237,30 @@ def _import_all(path: str, name: str, part: str) -> None:
         module, extension = os.path.splitext(file)
         if extension == ".py" and not module.startswith("_"):
             importlib.import_module(f"{name}.{part}.{module}")
+
+
+def resolve_max_positions(*limits: Any) -> Any:
+    """Return the least of limits. A number beside a tuple or a dict limits each of its
+    entries.
+
+    Args:
+        *limits: None, numbers, tuples of them or dicts of them.
+    """
+    found = None
+    for limit in limits:
+        found = _least(found, limit)
+    return found
+
+
+def _least(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, dict) or isinstance(b, dict):
+        of_a = a if isinstance(a, dict) else dict.fromkeys(b, a)
+        of_b = b if isinstance(b, dict) else dict.fromkeys(a, b)
+        return {k: _least(of_a.get(k), of_b.get(k)) for k in {**of_a, **of_b}}
+    if isinstance(a, tuple | list) or isinstance(b, tuple | list):
+        in_a = a if isinstance(a, tuple | list) else [a] * len(b)
+        in_b = b if isinstance(b, tuple | list) else [b] * len(a)
+        return tuple(map(_least, in_a, in_b))
+    return min(a, b)

@@ -82,7 +82,7 @@ AREAS = {
             binding("optim/engine"):
                 "binding/optim/test_optimizer.py python/optim/test_trainer_average.py "
                 "binding/optim/test_weight_average.py binding/engine/test_clipping.py",
-            binding("optim/groups") + " " +
+            binding("optim/groups") + " csrc/binding/optim/engine.h "
             "ctrainer/optim/_wrapper.py":
                 "binding/optim/test_optimizer.py",
             binding("optim/state"):
@@ -572,10 +572,6 @@ AREAS = {
             "ctrainer/fairseq/config/distributed.py":
                 "python/fairseq/test_fairseq_config.py "
                 "python/fairseq/test_fairseq_distributed.py",
-            "ctrainer/fairseq/_trainer_base.py":
-                "python/fairseq/test_fairseq_config_ranges.py "
-                "python/fairseq/test_fairseq_facts.py "
-                "python/fairseq/test_fairseq_trainer.py",
             "ctrainer/fairseq/distributed.py":
                 "python/fairseq/test_fairseq_distributed.py",
             "ctrainer/fairseq/registry.py":
@@ -606,6 +602,7 @@ AREAS = {
                 "python/checkpoint/test_durable_files.py "
                 "python/fairseq/test_fairseq_old_checkpoints.py",
             "ctrainer/fairseq/trainer.py":
+                "python/fairseq/test_fairseq_config_ranges.py "
                 "python/fairseq/test_fairseq_facts.py "
                 "python/fairseq/test_fairseq_trainer.py",
             "ctrainer/fairseq/replay.py":

@@ -18,8 +18,8 @@ from test_fairseq_precision import MODES
 
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import iterators, metrics
-from ctrainer.fairseq._trainer_base import resolve_max_positions
 from ctrainer.fairseq.replay import replay
+from ctrainer.fairseq.utils import resolve_max_positions
 
 
 @pytest.fixture(autouse=True)

@@ -20,12 +20,12 @@ import pytest
 from draws import draws
 
 from ctrainer.arguments.settings import hints
-from ctrainer.fairseq._trainer_base import check_config
 from ctrainer.fairseq.config import as_config, component_class
 from ctrainer.fairseq.config.command_line import only_refers
 from ctrainer.fairseq.config.optimizers import OPTIMIZERS
 from ctrainer.fairseq.config.schedules import SCHEDULES
 from ctrainer.fairseq.config.trees import groups
+from ctrainer.fairseq.trainer import check_config
 
 # Numbers that mean something, and numbers that mean nothing.
 Numbers = tuple[tuple[float, ...], tuple[float, ...]]
