@@ -348,9 +348,7 @@ run(BMUF *self, PyObject *name, bmuf_pass *pass)
 static int
 call_hook(BMUF *self, PyObject *name)
 {
-    PyObject *answer = PyObject_CallMethodNoArgs((PyObject *)self, name);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
+    return ctpy_drop_steal(PyObject_CallMethodNoArgs((PyObject *)self, name));
 }
 
 /* ---- synchronization after an update --------------------------------------------- */

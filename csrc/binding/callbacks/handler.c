@@ -208,19 +208,6 @@ call_method(CallbackHandler *self, PyObject *method, event_call *call, PyObject 
     return result;
 }
 
-/* New reference: what ctrainer.runtime.events.wanted says of the callable. */
-static PyObject *
-make_plan(PyObject *function)
-{
-    PyObject *module = PyImport_ImportModule("ctrainer.runtime.events");
-    if (module == NULL) {
-        return NULL;
-    }
-    PyObject *plan = PyObject_CallMethod(module, "wanted", "O", function);
-    Py_DECREF(module);
-    return plan;
-}
-
 /* New reference: Py_False (never call), Py_True (every keyword) or (names, others). */
 static PyObject *
 plan_of(CallbackHandler *self, PyObject *method)
@@ -234,7 +221,9 @@ plan_of(CallbackHandler *self, PyObject *method)
         return Py_NewRef(plan);
     }
     bool hashable = !PyErr_Occurred();
-    plan = ctpy_forgive() ? make_plan(key) : NULL;
+    plan = ctpy_forgive()
+               ? ctpy_call_function("ctrainer.runtime.events", "wanted", "(O)", key)
+               : NULL;
     if (plan != NULL && hashable && PyDict_SetItem(self->plans, key, plan) < 0) {
         Py_CLEAR(plan);
     }

@@ -228,21 +228,16 @@ fill_item(RowBuffer *self, PyObject *padding_index, char *item)
 {
     int result = -1;
     Py_buffer view;
-    PyObject *numpy = PyImport_ImportModule("numpy"), *one = NULL, *cast = NULL;
-    if (numpy == NULL ||
-        (one = PyObject_CallMethod(numpy, "asarray", "(O)", padding_index)) == NULL ||
-        (cast = PyObject_CallMethod(one, "astype", "(O)", self->dtype)) == NULL) {
-        goto done;
-    }
-    if (PyObject_GetBuffer(cast, &view, PyBUF_C_CONTIGUOUS) == 0) {
+    PyObject *one = ctpy_call_function("numpy", "asarray", "(O)", padding_index);
+    PyObject *cast =
+        one == NULL ? NULL : PyObject_CallMethod(one, "astype", "(O)", self->dtype);
+    if (cast != NULL && PyObject_GetBuffer(cast, &view, PyBUF_C_CONTIGUOUS) == 0) {
         memcpy(item, view.buf, (size_t)self->item_bytes);
         PyBuffer_Release(&view);
         result = 0;
     }
-done:
     Py_XDECREF(cast);
     Py_XDECREF(one);
-    Py_XDECREF(numpy);
     return result;
 }
 
@@ -277,17 +272,10 @@ static PyObject *
 RowBuffer_result(PyObject *op, PyObject *padding_index)
 {
     RowBuffer *self = (RowBuffer *)op;
-    PyObject *numpy = NULL, *shape = NULL, *array = NULL;
-    if (spread(self, padding_index) < 0 ||
-        (numpy = PyImport_ImportModule("numpy")) == NULL ||
-        (shape = shape_tuple(self)) == NULL) {
-        goto done;
-    }
-    array = PyObject_CallMethod(numpy, "ndarray", "OOO", shape, self->dtype, op);
-done:
-    Py_XDECREF(shape);
-    Py_XDECREF(numpy);
-    return array;
+    PyObject *shape = spread(self, padding_index) < 0 ? NULL : shape_tuple(self);
+    return shape == NULL ? NULL
+                         : ctpy_call_function("numpy", "ndarray", "(NOO)", shape,
+                                              self->dtype, op);
 }
 
 static PyType_Slot RowBuffer_slots[] = {
@@ -386,17 +374,13 @@ check_numeric(PyObject *array, PyObject *value, const ctpy_state *state)
 PyObject *
 ctpy_plain_array(PyObject *value, const ctpy_state *state)
 {
-    PyObject *array = NULL, *source = NULL, *numpy = PyImport_ImportModule("numpy");
-    const int tensor = numpy == NULL ? -1 : ctpy_is_tensor(value);
-    if (tensor >= 0) {
-        source = tensor ? ctpy_tensor_array(value, state) : Py_NewRef(value);
-    }
-    if (source != NULL) {
-        array = PyObject_CallMethod(numpy, "ascontiguousarray", "O", source);
-        Py_DECREF(source);
-    }
-    Py_XDECREF(numpy);
-    return array;
+    const int tensor = ctpy_is_tensor(value);
+    PyObject *source = tensor < 0 ? NULL
+                       : tensor   ? ctpy_tensor_array(value, state)
+                                  : Py_NewRef(value);
+    return source == NULL
+               ? NULL
+               : ctpy_call_function("numpy", "ascontiguousarray", "(N)", source);
 }
 
 /* The leaf's values as a contiguous array that fits the rows before. */

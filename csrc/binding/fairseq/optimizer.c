@@ -429,9 +429,7 @@ step_foreign(FairseqOptimizer *self, ctpy_state *names)
         return -1;
     }
     self->divisor = 1.0;
-    PyObject *answer = PyObject_CallMethodNoArgs(self->inner, names->str_step);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
+    return ctpy_drop_steal(PyObject_CallMethodNoArgs(self->inner, names->str_step));
 }
 
 static int

@@ -72,19 +72,11 @@ CTPY_LIFETIME(FairseqTrainer, TRAINER_OBJECTS)
 
 /* ---- calls of Python ------------------------------------------------------------- */
 
-/* 0, or -1 for a call that failed. */
-static int
-done_steal(PyObject *answer)
-{
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
 /* Calls op.name() and drops the result. */
 static int
 call(PyObject *op, PyObject *name)
 {
-    return done_steal(PyObject_CallMethodNoArgs(op, name));
+    return ctpy_drop_steal(PyObject_CallMethodNoArgs(op, name));
 }
 
 /* The exception that is set, taken away. */
@@ -135,7 +127,7 @@ report(PyObject *op, PyObject *name, PyObject *const *more, size_t n)
     for (size_t i = 0; i < n; i++) {
         stack[1 + i] = more[i];
     }
-    if (done_steal(ctpy_call_hook(op, name, stack, 1 + n)) < 0) {
+    if (ctpy_drop_steal(ctpy_call_hook(op, name, stack, 1 + n)) < 0) {
         PyErr_WriteUnraisable(op);
     }
     set_exception_steal(value);
@@ -148,7 +140,7 @@ leave_steal(PyObject *op, PyObject *context)
 {
     PyObject *stack[] = {context, Py_None, Py_None, Py_None};
     PyObject *failure = PyErr_Occurred() ? take_exception() : NULL;
-    int result = done_steal(
+    int result = ctpy_drop_steal(
         PyObject_VectorcallMethod(ctpy_state_borrow(op)->str___exit__, stack, 4, NULL));
     Py_DECREF(context);
     if (failure != NULL) {
@@ -167,8 +159,9 @@ lazily(PyObject *op, PyObject *slot, PyObject *maker, PyObject *part)
         return value;
     }
     Py_DECREF(value);
-    if (done_steal(part == NULL ? PyObject_CallMethodNoArgs(op, maker)
-                                : PyObject_CallMethodOneArg(op, maker, part)) < 0) {
+    if (ctpy_drop_steal(part == NULL
+                            ? PyObject_CallMethodNoArgs(op, maker)
+                            : PyObject_CallMethodOneArg(op, maker, part)) < 0) {
         return NULL;
     }
     value = PyObject_GetAttr(op, slot);
@@ -539,8 +532,9 @@ all_reduce(PyObject *op, PyObject *optimizer, PyObject *owner)
 {
     PyObject *name = ctpy_state_borrow(op)->str_all_reduce_grads;
     PyObject *module = PyObject_GetAttr(op, owner);
-    int failed = module == NULL ||
-                 done_steal(PyObject_CallMethodOneArg(optimizer, name, module)) < 0;
+    int failed =
+        module == NULL ||
+        ctpy_drop_steal(PyObject_CallMethodOneArg(optimizer, name, module)) < 0;
     Py_XDECREF(module);
     return failed ? -1 : 0;
 }
@@ -565,7 +559,7 @@ normalise(PyObject *op, PyObject *optimizer, const update *u)
     }
     Py_XDECREF(factor);
     Py_XDECREF(numerator);
-    return done_steal(answer);
+    return ctpy_drop_steal(answer);
 }
 
 /* Clips and keeps the norm in u; a norm that is not finite is an overflow for amp, and
@@ -582,8 +576,8 @@ clip(PyObject *op, update *u)
     }
     if (u->grad_norm == NULL ||
         (!self->slowmo && !self->bmuf &&
-         done_steal(PyObject_CallMethodOneArg(op, names->str__check_grad_norms,
-                                              u->grad_norm)) < 0)) {
+         ctpy_drop_steal(PyObject_CallMethodOneArg(op, names->str__check_grad_norms,
+                                                   u->grad_norm)) < 0)) {
         return -1;
     }
     const double norm = PyFloat_AsDouble(u->grad_norm);
@@ -615,7 +609,7 @@ optimizer_step(PyObject *op, PyObject *optimizer)
     Py_XDECREF(updates);
     Py_XDECREF(model);
     Py_XDECREF(task);
-    return done_steal(answer);
+    return ctpy_drop_steal(answer);
 }
 
 static int
