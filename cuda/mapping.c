@@ -4,7 +4,10 @@
  * At a release the host is ahead of the device, still at work on the memory. So a
  * released block stays at its address, with an event behind the last use, until another
  * mapping needs the block: the host then waits for the event, and so cannot run further
- * ahead than the memory allows. */
+ * ahead than the memory allows.
+ *
+ * The functions of release and close return no status: a failing driver is reported by
+ * the next launch or allocation. */
 #include "kernels.h"
 
 #include "core/base/alloc.h"
@@ -78,6 +81,7 @@ static ct_status
 create(const ct_driver *driver, const ct_mapping *map, size_t bytes,
        ct_cached_block **made, ct_error *err)
 {
+    /* Memory of the mapping's device, whatever device is current now. */
     const CUmemAllocationProp kind = kind_of(map);
     ct_cached_block *block = ct_calloc(1, sizeof *block);
     if (block == NULL) {
@@ -115,6 +119,7 @@ map_block(const ct_driver *driver, ct_mapping *map, ct_cached_block *block,
     if (status != CT_OK) {
         return status;
     }
+    /* Set before access is, so that destroy() unmaps after a failure below. */
     block->at = map;
     map->block = block;
     return ct_driver_check(driver->set_access(address, block->bytes, &access, 1),
@@ -183,6 +188,7 @@ get_block(const ct_driver *driver, const ct_mapping *map, size_t bytes,
     *block = find(cache, bytes);
     if (*block != NULL) {
         take_out(*block);
+        /* Waits until the device has left the old address. */
         unmap(driver, *block);
         return CT_OK;
     }
@@ -233,6 +239,8 @@ cuda_obtain(ct_mapping *map, size_t bytes, ct_block_cache *cache, ct_error *err)
         return status;
     }
     if (block != NULL && block->bytes == wanted) {
+        /* Still at this address: the stream's order protects the old content's last
+         * use. */
         if (block->cache != NULL) {
             take_out(block);
         }
@@ -267,6 +275,7 @@ cuda_release(ct_mapping *map, ct_block_cache *cache)
         destroy(driver, block);
         return;
     }
+    /* A use after the release then faults at once, for the price of waiting here. */
     if (map->watched) {
         unmap(driver, block);
     }

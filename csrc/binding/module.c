@@ -6,6 +6,8 @@
 #include "core/base/wait.h"
 #include "core/base/pool.h"
 
+/* Types from specs belong to one interpreter, so the module can be imported in
+ * several. */
 static int
 add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
 {
@@ -75,6 +77,7 @@ module_exec(PyObject *module)
     if (check_environment() < 0) {
         return -1;
     }
+    /* Once a process would do; every interpreter sets the same function. */
     ct_interrupt_set(is_interrupted);
     ctpy_state *state = PyModule_GetState(module);
 #define CTPY_NAME(name)                                                                \
@@ -110,6 +113,8 @@ module_exec(PyObject *module)
     return ctpy_optim_intern(state) < 0 ? -1 : ctpy_reject_copies(state);
 }
 
+/* Types hold the module and the module its types: only the collector ends this
+ * cycle. */
 static int
 module_traverse(PyObject *module, visitproc visit, void *arg)
 {

@@ -39,6 +39,7 @@ expectation_from(PyObject *op, void *arg)
         return 0;
     }
     e->buffer = (ct_expected){bytes, crc};
+    /* Into the struct itself, which the caller does not move. */
     e->known = &e->buffer;
     return 1;
 }
@@ -140,6 +141,7 @@ check_data(const ct_st_file *file, int check, const ct_expected *expected)
     ct_error err;
     ct_status status = CT_OK;
     if (check) {
+        /* Reads the whole file. */
         Py_BEGIN_ALLOW_THREADS
         status = ct_st_read(file, NULL, true, expected, &err);
         Py_END_ALLOW_THREADS
@@ -211,6 +213,8 @@ static int
 load_init(load *l, const ct_st_file *file)
 {
     size_t n;
+    /* One place for every tensor of the file, wanted or not: the data is read in its
+     * order. */
     (void)ct_st_tensors_borrow(file, &n);
     l->targets = (void **)ct_calloc(n + 1, sizeof(void *));
     l->wanted = ct_calloc(n + 1, sizeof(bool));
@@ -239,6 +243,7 @@ match(PyObject *path, const ct_st_file *file, const ctpy_tensors *tensors, load 
             }
             continue;
         }
+        /* Before any byte is read: a wrong shape leaves all tensors as they were. */
         if (check_fit(path, stored, entry) < 0) {
             return -1;
         }
@@ -324,6 +329,7 @@ ctpy_load_safetensors_into(PyObject *module, PyObject *args)
                           &path, &dict, &strict, &check, expectation_from, &e)) {
         return NULL;
     }
+    /* Owned until the file has been read, as the GIL is released meanwhile. */
     if (ctpy_tensors_from(PyModule_GetState(module), dict, &tensors) == 0) {
         ct_st_file *file = open_file(path, e.known);
         if (file != NULL) {
@@ -370,6 +376,7 @@ texts_to_list(const ct_buf *buf)
     PyObject *list = PyList_New(0);
     for (size_t at = 0; at < buf->n && list != NULL;) {
         const char *text = (const char *)buf->data + at;
+        /* Names of files need not be UTF-8. */
         PyObject *item = PyUnicode_DecodeFSDefault(text);
         if (item == NULL || PyList_Append(list, item) < 0) {
             Py_CLEAR(list);
@@ -457,6 +464,7 @@ read_whole(const ct_source *source, unsigned long long limit,
 {
     ct_error err;
     ct_status status;
+    /* Before the allocation: the file may be of any size. */
     if (source->bytes > limit) {
         return PyErr_Format(PyExc_ValueError,
                             "%s: is %llu bytes long; more than %llu are not read",
@@ -507,6 +515,7 @@ ctpy_read_file(PyObject *Py_UNUSED(module), PyObject *args)
     status = ct_source_open(&source, PyBytes_AS_STRING(path), e.known, &err);
     Py_END_ALLOW_THREADS
     if (status == CT_OK) {
+        /* A bytes object cannot be longer than this. */
         content = read_whole(&source, limit < PY_SSIZE_T_MAX ? limit : PY_SSIZE_T_MAX,
                              e.known);
         ct_source_close(&source);
@@ -566,6 +575,8 @@ archive_open(archive *a, PyObject *content)
                                 .fd = -1,
                                 .bytes = (uint64_t)a->view.len};
     }
+    /* torch before 1.6 wrote pickles without an archive, which are the caller's to
+     * read. */
     if (status == CT_OK && (is_zip = ct_zip_is(&a->source))) {
         status = ct_zip_index_read(&a->index, &a->source, &err);
     }
@@ -619,6 +630,7 @@ new_memory(uint64_t n, void **target)
     PyObject *view = bytes == NULL ? NULL : PyMemoryView_FromObject(bytes),
              *part = NULL;
     if (view != NULL) {
+        /* Storages that torch allocates have this alignment, too. */
         uintptr_t at = (uintptr_t)PyByteArray_AS_STRING(bytes);
         Py_ssize_t skip = (Py_ssize_t)((ALIGNMENT - at % ALIGNMENT) % ALIGNMENT);
         *target = PyByteArray_AS_STRING(bytes) + skip;
@@ -656,6 +668,8 @@ archive_to_dict(const archive *a)
             Py_CLEAR(dict);
         }
     }
+    /* All memory is there before the first byte is read: the file is read once, in
+     * order. */
     if (dict != NULL && read_records(a, targets) < 0) {
         Py_CLEAR(dict);
     }

@@ -24,6 +24,7 @@ PyDoc_STRVAR(CheckpointWriter_doc,
              "CheckpointWriter()\n--\n\n"
              "Saves folders of files in the background, each whole or not at all.");
 
+/* In tp_new, so that every instance has a core: methods need no check. */
 static PyObject *
 CheckpointWriter_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
                      PyObject *Py_UNUSED(kwargs))
@@ -40,6 +41,7 @@ static void
 CheckpointWriter_dealloc(PyObject *op)
 {
     PyObject_GC_UnTrack(op);
+    /* Nobody else can reach the object by now, so the claim is not needed. */
     ct_writer *core = ((CheckpointWriter *)op)->core;
     Py_BEGIN_ALLOW_THREADS /* waits for the disk */
     ct_writer_free(core);
@@ -57,6 +59,7 @@ writer_enter(PyObject *op)
     CheckpointWriter *self = (CheckpointWriter *)op;
     bool busy;
     CTPY_LOCK(op);
+    /* The lock is for builds without the GIL. */
     busy = self->busy;
     self->busy = true;
     CTPY_UNLOCK();
@@ -113,6 +116,7 @@ pairs_from(PyObject *dict, size_t *n)
         PyErr_SetString(PyExc_TypeError, "metadata must be a dict or None");
         return NULL;
     }
+    /* One more than needed, so that no entries are no failed allocation. */
     const Py_ssize_t most = dict == Py_None ? 0 : PyDict_GET_SIZE(dict);
     ct_st_pair *pairs = ct_calloc((size_t)most + 1, sizeof *pairs);
     if (pairs == NULL) {
@@ -156,6 +160,7 @@ fill_record(ctpy_state *state, PyObject *pair, bool may_excerpt, ct_zip_record *
     if (record->name == NULL) {
         return -1;
     }
+    /* The pickled object of an archive; tensors' storages are the other records. */
     if (PyBytes_Check(data)) {
         record->data = PyBytes_AS_STRING(data);
         record->bytes = (size_t)PyBytes_GET_SIZE(data);
@@ -216,6 +221,7 @@ typedef struct content {
 static void
 content_fini(content *c)
 {
+    /* Empty after an add, which takes the plan over. */
     ct_plan_fini(&c->plan);
     ct_free(c->pairs);
     ctpy_tensors_fini(&c->tensors);
@@ -241,6 +247,7 @@ static int
 plan_records(content *c, ctpy_state *state, PyObject *records)
 {
     ct_error err;
+    /* A list of our own keeps names and data alive up to content_fini. */
     if ((c->list = PySequence_List(records)) == NULL ||
         (c->records = records_from(state, c->list, c->tensors.may_excerpt)) == NULL) {
         return -1;
@@ -260,6 +267,7 @@ add_plan_steal(PyObject *op, PyObject *name, ct_plan *plan, int snapshot)
     ct_status status =
         path == NULL ? CT_EHOST : ct_plan_set_name(plan, PyBytes_AS_STRING(path), &err);
     Py_XDECREF(path);
+    /* Freed here if the writer is not reached, as the caller has let go of the plan. */
     if (status != CT_OK || (core = writer_enter(op)) == NULL) {
         ct_plan_fini(plan);
         return status == CT_OK || path == NULL ? NULL : ctpy_raise(&err);
@@ -293,6 +301,7 @@ CheckpointWriter_begin(PyObject *op, PyObject *arg)
     Py_BEGIN_ALLOW_THREADS
     status = ct_writer_begin(core, PyBytes_AS_STRING(path), &err);
     Py_END_ALLOW_THREADS
+    /* Before the claim ends, as another thread may then change the folder. */
     const char *folder = status == CT_OK ? ct_writer_folder_borrow(core) : NULL;
     PyObject *text = folder == NULL ? NULL : PyUnicode_DecodeFSDefault(folder);
     answer = writer_leave(op, status, &err);
@@ -370,6 +379,7 @@ CheckpointWriter_add_bytes(PyObject *op, PyObject *args)
         return NULL;
     }
     ct_status status = ct_buf_add(&buf, view.buf, (size_t)view.len, &err);
+    /* The bytes were copied: the buffer may change from now on. */
     PyBuffer_Release(&view);
     if (status == CT_OK) {
         status = ct_plan_add_buf(&plan, &buf, &err);
@@ -595,6 +605,7 @@ publish(ct_plan *plan, PyObject *file)
     if (path == NULL) {
         return NULL;
     }
+    /* The caller owns all that the plan borrows. */
     Py_BEGIN_ALLOW_THREADS
     status = ct_plan_publish(plan, PyBytes_AS_STRING(path), &err);
     Py_END_ALLOW_THREADS

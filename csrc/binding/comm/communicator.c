@@ -58,6 +58,8 @@ static void
 leave(Communicator *self)
 {
     ct_comm *comm = self->comm;
+    /* Before the call, as a Python backend may run code there: nobody may find a group
+     * that is being freed. */
     self->comm = NULL;
     ctpy_comm_free(comm);
 }
@@ -135,6 +137,7 @@ work_new(ctpy_state *state, PyObject *communicator, PyObject *tensors, ct_work *
     if (self != NULL) {
         self->communicator = Py_NewRef(communicator);
         self->tensors = Py_NewRef(tensors);
+        /* Owned from here on; the caller waits for the work itself if this fails. */
         self->work = work;
         ((Communicator *)communicator)->busy++;
     }
@@ -147,6 +150,7 @@ end(CollectiveWork *self, ct_error *err)
 {
     Communicator *group = (Communicator *)self->communicator;
     ct_work *work = self->work;
+    /* Before the GIL is released: nobody waits for the same work twice. */
     self->work = NULL;
     PyThreadState *thread = PyEval_SaveThread();
     const ct_status status = ct_comm_wait(group->comm, work, err);
@@ -177,6 +181,8 @@ CollectiveWork_clear(PyObject *op)
         group->busy--;
     }
     else if (group != NULL && end(self, &err) < 0) {
+        /* A finalizer cannot raise, and a failed collective must not pass in
+         * silence. */
         (void)ctpy_raise(&err);
         PyErr_WriteUnraisable(op);
     }
@@ -245,6 +251,8 @@ start(ctpy_state *state, PyObject *op, const ct_request *request, PyObject *tens
     }
     PyObject *made = work_new(state, op, tensors, work);
     if (made == NULL) {
+        /* Without an object nobody would wait, and the backend would write into freed
+         * memory. */
         abandon(op, comm, work);
     }
     return made;
@@ -278,6 +286,7 @@ collect(PyObject *op, ct_request *request, PyObject *out, PyObject *in, int begi
     if (!begins) {
         return ctpy_comm_run(state, op, request) < 0 ? NULL : Py_NewRef(Py_None);
     }
+    /* Owned by the work: the caller may drop the tensors at once. */
     PyObject *tensors = PyTuple_Pack(2, in, out == NULL ? Py_None : out);
     PyObject *work = tensors == NULL ? NULL : start(state, op, request, tensors);
     Py_XDECREF(tensors);
@@ -296,6 +305,7 @@ parse_and_collect(PyObject *op, PyObject *args, PyObject *kwargs, ct_collective 
     int begins = false;
     void *to[4] = {NULL};
     for (int i = 0; names[i] != NULL; i++) {
+        /* One function for all methods: names decide where each argument goes. */
         to[i] = strcmp(names[i], "out") == 0        ? (void *)&out
                 : strcmp(names[i], "op") == 0       ? (void *)&reduce
                 : strcmp(names[i], "root") == 0     ? (void *)&request.root
@@ -416,6 +426,7 @@ Communicator_gather_bytes(PyObject *op, PyObject *data)
     const ct_status status =
         ct_comm_gather_bytes(comm, view.buf, (size_t)view.len, &gathered, &err);
     ctpy_comm_leave(op, thread);
+    /* The view kept the bytes in place while the GIL was released. */
     PyBuffer_Release(&view);
     if (status != CT_OK) {
         return ctpy_raise(&err);
@@ -442,6 +453,7 @@ broadcast(PyObject *op, const Py_buffer *view, int root)
 {
     ctpy_state *state = ctpy_state_borrow(op);
     const Py_ssize_t n = agree_on_length(state, op, view == NULL ? 0 : view->len, root);
+    /* The root sends a copy: the caller's buffer is read-only to the collective. */
     PyObject *made =
         n < 0 ? NULL : PyBytes_FromStringAndSize(view == NULL ? NULL : view->buf, n);
     if (made == NULL) {
@@ -544,6 +556,7 @@ wish_of(const ct_comm *comm, PyObject *color, PyObject *ranks, wish *w)
     if (ranks != Py_None) {
         return wish_among(comm, ranks, w);
     }
+    /* The color stays -1: this rank takes part and gets no group. */
     if (color == Py_None) {
         return 0;
     }
@@ -571,6 +584,7 @@ Communicator_split(PyObject *op, PyObject *args, PyObject *kwargs)
         wish_of(comm, color, ranks, &w) < 0) {
         return NULL;
     }
+    /* Every rank comes here, also for no group: the split is collective. */
     PyThreadState *thread = ctpy_comm_enter(op);
     const ct_status status = ct_comm_split(comm, w.color, w.key, &made, &err);
     ctpy_comm_leave(op, thread);
@@ -736,6 +750,7 @@ int
 ctpy_broadcast_sequence(ctpy_state *state, PyObject *communicator, PyObject *tensors,
                         int root)
 {
+    /* A tuple keeps the tensors alive while the GIL is released. */
     PyObject *all = PySequence_Tuple(tensors);
     int result = all == NULL ? -1 : 0;
     if (all != NULL && PyTuple_GET_SIZE(all) > 0) {

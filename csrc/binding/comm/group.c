@@ -29,6 +29,7 @@ ctpy_comm_reject(ctpy_state *state, PyObject *op)
     return NULL;
 }
 
+/* The count comes first: close() must not run between the two. */
 PyThreadState *
 ctpy_comm_enter(PyObject *op)
 {
@@ -71,6 +72,7 @@ ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *label,
         ct_comm_label(comm, label, CT_ALL_REDUCE);
     }
     const ct_status status = ct_comm_reduce_numbers(comm, numbers, n, how, &err);
+    /* The label is the caller's, perhaps on the stack. */
     ct_comm_unlabel(comm);
     ctpy_comm_leave(op, thread);
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
@@ -88,6 +90,8 @@ ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op, const char 
     if (found < 0) {
         return -1;
     }
+    /* Collectives write in place, and the array may be a mapping without write
+     * access. */
     if (view.readonly) {
         PyErr_Format(PyExc_ValueError, "%s is read-only; a collective writes into it",
                      what);
@@ -193,6 +197,8 @@ failed(const ct_comm *comm, const ct_request *request, ct_error *err)
         PyErr_ExceptionMatches(PyExc_MemoryError)) {
         return ct_fail(err, CT_EHOST, "the backend was interrupted");
     }
+    /* Python's words for a wrong argument; all else is the network's or the backend's
+     * failure. */
     const ct_status code = PyErr_ExceptionMatches(PyExc_TypeError) ||
                                    PyErr_ExceptionMatches(PyExc_ValueError)
                                ? CT_EINVAL
@@ -206,6 +212,7 @@ failed(const ct_comm *comm, const ct_request *request, ct_error *err)
         ct_fail(err, code, "%s on rank %d of %d: %s", ct_collective_name(request->what),
                 ct_rank_called(&comm->names, comm->rank), comm->names.of,
                 said == NULL ? "the backend failed and gave no reason" : said);
+    /* Raised again from the status, after the GIL has been released and taken. */
     PyErr_Clear();
     Py_XDECREF(text);
     Py_XDECREF(trace);
@@ -217,6 +224,7 @@ failed(const ct_comm *comm, const ct_request *request, ct_error *err)
 static PyObject *
 view_of(const ct_span *span)
 {
+    /* PyMemoryView_FromMemory rejects NULL, the address of an empty span. */
     static char nothing[1];
     char *data = span->n == 0 ? nothing : span->data;
     const size_t bytes = span->n * ct_dtype_size(span->dtype);
@@ -289,6 +297,7 @@ python_run(ct_comm *comm, const ct_request *request, ct_error *err)
     if (status != CT_OK) {
         return status;
     }
+    /* Behind the check: a forked child must not run the backend's code at all. */
     const PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *handle = begin_checked(comm, request, &status, err);
     if (handle != NULL) {
@@ -305,6 +314,8 @@ python_start(ct_comm *comm, const ct_request *request, ct_work **work, ct_error 
     if (status != CT_OK) {
         return status;
     }
+    /* Before the collective begins: a failure after that would leave the other ranks
+     * waiting. */
     ct_work *made = ct_alloc(sizeof *made);
     if (made == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory to begin a collective");
@@ -393,6 +404,7 @@ make_group(const python_comm *self, const ct_members *members)
         made = PyObject_CallMethod(self->backend, "make_group", "O", ranks);
     }
     if (made != NULL) {
+        /* Of the same table, so the smaller group can be split again. */
         comm = new_over(self->base.ops, made);
     }
     Py_XDECREF(made);

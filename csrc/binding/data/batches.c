@@ -1,5 +1,8 @@
 /* Module functions over batches of data: fairseq's batches by size, rows of padded
- * tokens, the check of an index, and a checksum of a batch. */
+ * tokens, the check of an index, and a checksum of a batch.
+ *
+ * Results are views or plain bytes: batches as slices of the caller's indices cost no
+ * copy, and a table of blocks is one object instead of five integers for each block. */
 #include "binding/runtime/buffer.h"
 
 #include "core/base/alloc.h"
@@ -12,6 +15,7 @@
 
 /* ---- fairseq's batches by size --------------------------------------------------- */
 
+/* The core walks the memory by itself, so order and dtype have to be exact. */
 static int
 view_int64(PyObject *module, PyObject *op, const char *name, int ndim, ctpy_view *view)
 {
@@ -82,6 +86,7 @@ cut(const ct_batch_rule *rule, PyObject *indices, const int64_t *tokens, size_t 
             Py_DECREF(batches);
             return ctpy_raise(&err);
         }
+        /* With the GIL, as every batch makes a Python object. */
         if (append_slice(batches, indices, start, end) < 0) {
             Py_CLEAR(batches);
         }
@@ -169,6 +174,7 @@ ctpy_check_index(PyObject *Py_UNUSED(module), PyObject *args)
     Py_buffer sizes, offsets;
     Py_ssize_t element, total;
     ct_error err;
+    /* Stays so if an exception is set already. */
     ct_status status = CT_EHOST;
     if (!PyArg_ParseTuple(args, "y*y*nn:check_index", &sizes, &offsets, &element,
                           &total)) {
@@ -213,6 +219,7 @@ blocks_cut(const ct_block_rule *rule, const int64_t *sizes, size_t n)
 {
     size_t count;
     Py_BEGIN_ALLOW_THREADS
+    /* A first pass counts: the rows of a large data set are allocated once. */
     count = ct_blocks_cut(rule, sizes, n, NULL, 0);
     Py_END_ALLOW_THREADS
     if (count > (size_t)PY_SSIZE_T_MAX / sizeof(ct_block)) {
@@ -234,6 +241,7 @@ check_and_cut(const ct_block_rule *rule, const Py_buffer *sizes)
 {
     const size_t n = (size_t)sizes->len / sizeof(int64_t);
     ct_error err;
+    /* int64 is 'l' or 'q', by the system's C types. */
     if (sizes->format == NULL || strchr("lq", *sizes->format) == NULL ||
         sizes->itemsize != (Py_ssize_t)sizeof(int64_t)) {
         return PyErr_Format(PyExc_ValueError,
@@ -310,6 +318,7 @@ pad_rows(ctpy_state *state, const ctpy_view *out, PyObject *const *values, size_
         if (plain <= 0 || view.span.dtype != out->span.dtype) {
             return plain < 0 ? -1 : 0;
         }
+        /* A longer value would run into the next row. */
         if (view.span.n > rule->width) {
             PyErr_Format(PyExc_ValueError, "value %zu has %zu items, a row has %zu", i,
                          view.span.n, rule->width);
@@ -364,6 +373,7 @@ ctpy_pad_rows(PyObject *module, PyObject *args)
     ct_pad_rule rule = {.left = left, .rotate = rotate};
     ctpy_view view;
     int done = parse_rule(state, out, first, &view, &rule);
+    /* A tuple keeps the values alive, whatever the list's owner does. */
     PyObject *rows = done == 1 ? PySequence_Tuple(values) : NULL;
     if (done == 1 && rows == NULL) {
         return NULL;

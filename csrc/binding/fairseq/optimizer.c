@@ -160,6 +160,7 @@ FairseqOptimizer_backward(PyObject *op, PyObject *loss)
     }
     self->in_backward = true;
     answer = PyObject_CallMethodNoArgs(scaled, ctpy_state_borrow(op)->str_backward);
+    /* Stays set after an exception: gradients may be there in part. */
     self->in_backward = answer == NULL;
 done:
     Py_DECREF(scaled);
@@ -178,6 +179,7 @@ FairseqOptimizer_zero_grad(PyObject *op, PyObject *Py_UNUSED(unused))
         ctpy_grads_drop(ctpy_state_borrow(op), self->inner) < 0) {
         return NULL;
     }
+    /* New gradients will be sums of scaled losses. */
     self->divisor = scale;
     self->measured = self->in_backward = false;
     Py_RETURN_NONE;
@@ -200,6 +202,8 @@ FairseqOptimizer_multiply_grads(PyObject *op, PyObject *arg)
                      arg);
         return NULL;
     }
+    /* Collected in one number: a pass over the gradients for each factor would be
+     * memory traffic for nothing. */
     ((FairseqOptimizer *)op)->divisor /= factor;
     Py_RETURN_NONE;
 }
@@ -352,6 +356,7 @@ clip(FairseqOptimizer *self, double max_norm)
         if (!self->result.finite) {
             return raise_overflow(self);
         }
+        /* Without the 1e-6 of the plain rule: fairseq's fp16 optimizer has none. */
         self->divisor *= max_norm > 0.0 && norm > max_norm ? norm / max_norm : 1.0;
         return 0;
     }

@@ -27,7 +27,8 @@ has_entries(PyObject *op, PyObject *name)
     return found;
 }
 
-/* 1 when the instance has a `step` of its own that is not a scheduler's wrapper. */
+/* 1 when the instance has a `step` of its own that is not a scheduler's wrapper. A
+ * scheduler's wrapper only counts calls. */
 static int
 step_replaced(ctpy_state *state, PyObject *op)
 {
@@ -105,6 +106,7 @@ visit_group(ctpy_state *state, PyObject *group, Py_ssize_t g, visit_fn *visit,
     }
     for (Py_ssize_t i = 0; result == 0 && i < PySequence_Fast_GET_SIZE(params); i++) {
         const ctpy_place place = {".grad", g, i};
+        /* Owned during the visit, which runs the user's code. */
         PyObject *param = Py_NewRef(PySequence_Fast_GET_ITEM(params, i));
         result = visit(state, param, &place, arg);
         Py_DECREF(param);
@@ -232,6 +234,8 @@ ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host, ctpy_grads
     *grads = (ctpy_grads){.owners = NULL};
     ct_grads_init(&grads->list, &ct_device_cpu);
     bool failed = groups == NULL || read_groups(state, groups, &grads->list) < 0;
+    /* A device's gradients are measured by the adapter, which needs the groups
+     * alone. */
     if (!failed && on_host) {
         grads->owners = PyList_New(0);
         failed =
@@ -314,6 +318,7 @@ static int
 to_double(PyObject *value, PyObject *key, size_t g, double *out)
 {
     *out = PyFloat_AsDouble(value);
+    /* -1 is a valid number, too. */
     if (*out != -1.0 || !PyErr_Occurred()) {
         return 0;
     }
@@ -375,6 +380,7 @@ static int
 read_optional(PyObject *group, PyObject *key, size_t g, double *out)
 {
     PyObject *value = PyDict_GetItemWithError(group, key);
+    /* NaN stands for None in the core. */
     *out = Py_NAN;
     if (value == NULL || Py_IsNone(value)) {
         return PyErr_Occurred() ? -1 : 0;
@@ -414,6 +420,7 @@ read_choice(PyObject *group, PyObject *key, size_t g, int *out)
     int result = value == NULL ? -1 : 0;
     *out = 0;
     if (value != NULL && !Py_IsNone(value)) {
+        /* The index in the list is the core's constant. */
         while (choices[*out] != NULL &&
                !(PyUnicode_Check(value) &&
                  PyUnicode_CompareWithASCIIString(value, choices[*out]) == 0)) {
@@ -625,9 +632,11 @@ read_group(OptimEngine *self, PyObject *group, size_t g)
     if (ct_optim_check_group(&read, &err) != CT_OK) {
         return ctpy_raise_int(&err);
     }
+    /* The kind's own rule uses max_grad_norm; the engine must not clip as well. */
     if ((spec->traits & CT_TRAIT_CLIPS) != 0) {
         read.max_norm = 0.0;
     }
+    /* Only a complete group replaces the old one. */
     ct_optim_groups_borrow(self->core)[g] = read;
     return 0;
 }
@@ -637,6 +646,7 @@ optim_read_groups(OptimEngine *self, PyObject *groups)
 {
     size_t n = (size_t)PyList_GET_SIZE(groups);
     for (size_t g = 0; g < n; g++) {
+        /* Reading an option may run the user's code. */
         if ((size_t)PyList_GET_SIZE(groups) != n) {
             PyErr_SetString(PyExc_RuntimeError,
                             "param_groups changed while being read");

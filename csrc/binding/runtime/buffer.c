@@ -37,6 +37,7 @@ find_object(const char *module_name, const char *name)
     if (module != NULL) {
         found = PyObject_GetAttrString(module, name);
     }
+    /* A missing or half-imported module is no error here; running out of memory is. */
     if (found == NULL) {
         (void)ctpy_forgive();
     }
@@ -59,6 +60,8 @@ ctpy_exchange_table(PyObject *tensor_type)
     if (api == NULL) {
         (void)ctpy_forgive(); /* an older torch: addresses come from data_ptr() */
     }
+    /* A newer torch may chain older tables behind its own; another major version has
+     * another layout. */
     while (api != NULL && api->major != CTPY_DLPACK_MAJOR) {
         api = api->older;
     }
@@ -78,6 +81,8 @@ find_types(ctpy_state *state)
         if (tensor != NULL) {
             state->dlpack = ctpy_exchange_table(tensor);
         }
+        /* Both types or none: a half-imported torch is looked up again at the next
+         * tensor. */
         if (tensor != NULL && !PyErr_Occurred()) {
             Py_XSETREF(state->torch_parameter, Py_NewRef(parameter));
             state->torch_tensor = Py_NewRef(tensor);
@@ -91,6 +96,7 @@ find_types(ctpy_state *state)
 int
 ctpy_is_torch_tensor(ctpy_state *state, PyObject *op)
 {
+    /* The usual case costs one comparison. */
     if (Py_IS_TYPE(op, (PyTypeObject *)state->torch_tensor)) {
         return 1;
     }
@@ -169,6 +175,8 @@ message_of(ctpy_problem what)
 static int
 raise_type(const ctpy_state *state, PyObject *op, PyObject *text)
 {
+    /* A subclass may keep its values elsewhere, as DTensor does: its address would
+     * mislead. */
     int is_tensor =
         state->torch_tensor == NULL ? 0 : PyObject_IsInstance(op, state->torch_tensor);
     if (is_tensor > 0) {
@@ -196,6 +204,7 @@ raise_problem(ctpy_state *state, PyObject *op, const ctpy_place *place,
             return -1;
         }
     }
+    /* Only on failure: the place becomes text here and not for every tensor. */
     const message how = message_of(what);
     PyObject *text = ctpy_place_text(place), *value = NULL;
     if (text != NULL && what == CTPY_PROBLEM_TYPE) {
@@ -233,6 +242,7 @@ dtype_from_numpy(PyArrayObject *array)
         return CT_I16;
     case NPY_INT:
         return CT_I32;
+    /* long has 4 bytes on some systems. */
     case NPY_LONG:
         return sizeof(long) == 8 ? CT_I64 : CT_I32;
     case NPY_LONGLONG:
@@ -314,7 +324,8 @@ is_contiguous(int ndim, const int64_t *shape, const int64_t *strides, size_t *n)
     return contiguous || expected == 0;
 }
 
-/* Do the n elements fill their memory without gaps or overlaps, in whatever order? */
+/* Do the n elements fill their memory without gaps or overlaps, in whatever order?
+ * Finds the dimension of each stride in turn, from the smallest on. */
 static int
 is_dense(int ndim, const int64_t *shape, const int64_t *strides, size_t n)
 {
@@ -324,6 +335,7 @@ is_dense(int ndim, const int64_t *shape, const int64_t *strides, size_t n)
         while (i < ndim && (shape[i] == 1 || strides[i] != expected)) {
             i++;
         }
+        /* No dimension continues the block so far: a gap or an overlap. */
         if (i == ndim) {
             return 0;
         }
@@ -351,6 +363,7 @@ ctpy_view_exchange(const ctpy_dlpack_api *api, PyObject *op, ctpy_view *view)
         .span = {(char *)t.data + t.byte_offset, n, dtype_from_dlpack(&t)},
         .ndim = t.ndim,
         .shape = t.shape,
+        /* NULL makes the usual order cheap to compare. */
         .strides = contiguous ? NULL : t.strides,
         .on_cuda = on_cuda,
     };
@@ -414,6 +427,7 @@ ctpy_view_methods(PyObject *op, ctpy_view *view)
     PyObject *address = ndim < 0 ? NULL : PyObject_CallMethod(op, "data_ptr", NULL);
     void *data = address == NULL ? NULL : PyLong_AsVoidPtr(address);
     Py_XDECREF(address);
+    /* data_ptr() raises for tensors without memory. */
     if (PyErr_Occurred()) {
         return CTPY_PROBLEM_ADDRESS;
     }
@@ -468,6 +482,7 @@ same_order(const ctpy_view *a, const ctpy_view *b)
         return a->strides == b->strides;
     }
     for (int i = 0; i < a->ndim; i++) {
+        /* A dimension of 1 is never walked, so its stride is arbitrary. */
         if (a->shape[i] != 1 && a->strides[i] != b->strides[i]) {
             return 0;
         }
@@ -481,6 +496,7 @@ ctpy_view_matches(const ctpy_view *a, const ctpy_view *b)
     if (a->span.n != b->span.n || a->span.dtype != b->span.dtype) {
         return 0;
     }
+    /* Before torch 2.10 only the number of elements is known. */
     if (a->shape == NULL || b->shape == NULL) {
         return 1;
     }
@@ -536,6 +552,8 @@ has_attribute(PyObject *op, const char *name)
     return 0;
 }
 
+/* Anything with detach(), so that tensors of other packages pass; the exact types
+ * before it are the most frequent leaves. */
 int
 ctpy_is_tensor(PyObject *op)
 {
@@ -560,6 +578,7 @@ ctpy_kind_of(PyObject *op)
     if (!PyMapping_Check(op) || PyObject_CheckBuffer(op)) {
         return CTPY_LEAF;
     }
+    /* PyMapping_Check holds for anything with an index, tensors included. */
     int tensor = ctpy_is_tensor(op);
     if (tensor != 0) {
         return tensor < 0 ? -1 : CTPY_LEAF;
@@ -615,6 +634,7 @@ make_mapping(PyObject *type, PyObject *keys, PyObject *items)
     if (dict == NULL || type == (PyObject *)&PyDict_Type) {
         return dict;
     }
+    /* By the type's constructor, so that a subclass of dict stays the same class. */
     PyObject *result = PyObject_CallOneArg(type, dict);
     Py_DECREF(dict);
     return result;
@@ -650,6 +670,7 @@ ctpy_nested_map(PyObject *op, ctpy_map_fn *fn, const ctpy_state *state)
 {
     PyObject *result = NULL;
     const int kind = ctpy_kind_of(op);
+    /* A list that contains itself must raise instead of overflowing the stack. */
     if (kind < 0 || Py_EnterRecursiveCall(" in a nested batch")) {
         return NULL;
     }
@@ -788,6 +809,7 @@ ctpy_tensor_array(PyObject *tensor, const ctpy_state *state)
         (host = PyObject_CallMethodNoArgs(detached, state->str_cpu)) == NULL) {
         goto done;
     }
+    /* NumPy has no bfloat16; every value is exact in float32. */
     const int widen = is_bfloat16(host, state);
     if (widen > 0) {
         Py_SETREF(host, PyObject_CallMethodNoArgs(host, state->str_float));

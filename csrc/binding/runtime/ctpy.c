@@ -29,6 +29,7 @@ exception_borrow(ct_status code)
     case CT_EDEVICE:
     case CT_ECOMM:
         return PyExc_RuntimeError;
+    /* CT_ENOMEM is raised by the caller; the others are no errors of a call. */
     case CT_OK:
     case CT_ENOMEM:
     case CT_EHOST:
@@ -57,6 +58,7 @@ set_error(PyObject *type, int os_error, const char *message)
 PyObject *
 ctpy_raise(const ct_error *err)
 {
+    /* The callback's own exception says more than any text of ours. */
     if (err->code == CT_EHOST && PyErr_Occurred()) {
         return NULL;
     }
@@ -145,6 +147,7 @@ ctpy_item(PyObject *mapping, const char *name, PyObject **value)
     return *value == NULL ? -1 : 1;
 }
 
+/* Out of memory and Ctrl-C must reach the user, whatever a lookup was for. */
 bool
 ctpy_forgive(void)
 {
@@ -321,6 +324,7 @@ first_definition_borrow(PyTypeObject *type, PyObject *name)
     return found;
 }
 
+/* A function assigned to the instance is an override as well. */
 int
 ctpy_is_default(PyObject *op, PyObject *name)
 {
@@ -367,6 +371,8 @@ static int
 leave(PyObject *context, PyObject *exit_name)
 {
     if (PyErr_Occurred()) {
+        /* The values that the body should have made do not exist, so nothing can
+         * continue. */
         if (leave_with_exception(context, exit_name) > 0) {
             PyErr_Format(PyExc_RuntimeError,
                          "%.100s swallowed an exception that training cannot continue "
@@ -418,6 +424,7 @@ ctpy_copy_state_steal(PyObject *op, PyObject *fields)
         }
     }
     if (own != NULL && own != Py_None) {
+        /* A copy: the state must not change with the instance. */
         Py_SETREF(own, PyDict_Copy(own));
     }
     if (own != NULL) {
@@ -510,6 +517,8 @@ static PyMethodDef rejecting = {"__reduce_ex__", reject, METH_O,
                                 "TypeError: there are no copies, but those of a "
                                 "subclass's own __reduce__()."};
 
+/* On the types, so that pickle and copy fail at once instead of copying an empty
+ * struct. */
 int
 ctpy_reject_copies(const ctpy_state *state)
 {
@@ -589,6 +598,7 @@ ObjectWatch_init(PyObject *op, PyObject *args, PyObject *kwargs)
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(objects); i++) {
         size += body_size(PyTuple_GET_ITEM(objects, i));
     }
+    /* Zeroed, so that the first call reports a change. */
     unsigned char *bytes = PyMem_Calloc(size, 1);
     if (bytes == NULL) {
         Py_DECREF(objects);
@@ -686,6 +696,7 @@ static void
 on_signal(int number)
 {
     int none = 0;
+    /* Only functions that POSIX allows in handlers are called here. */
     if (!ct_owner_is_here(outermost.owner)) {
         (void)sigaction(
             number, number == SIGINT ? &outermost.on_int : &outermost.on_term, NULL);
@@ -716,6 +727,8 @@ ctpy_signals_install(ctpy_signals *saved)
 {
     struct sigaction action = {.sa_handler = on_signal};
     (void)sigemptyset(&action.sa_mask);
+    /* A child forked during a run trains by itself: the parent's runs are not its
+     * own. */
     if (outermost.runs > 0 && !ct_owner_is_here(outermost.owner)) {
         (void)sigaction(SIGINT, &outermost.on_int, NULL);
         (void)sigaction(SIGTERM, &outermost.on_term, NULL);
@@ -735,6 +748,7 @@ ctpy_signals_install(ctpy_signals *saved)
 int
 ctpy_signals_restore(ctpy_signals *saved)
 {
+    /* Cleared with the reading, so that the next run does not stop at once. */
     int number = atomic_exchange(&requested, 0);
     if (saved->installed) {
         (void)sigaction(SIGINT, &saved->on_int, NULL);
@@ -772,6 +786,7 @@ ctpy_set_num_threads(PyObject *Py_UNUSED(module), PyObject *arg)
     if (n == -1 && PyErr_Occurred()) {
         return NULL;
     }
+    /* Waits for a running job, perhaps of another Python thread. */
     Py_BEGIN_ALLOW_THREADS
     status = ct_pool_set_threads(n < 0 ? 0 : (size_t)n, &err);
     Py_END_ALLOW_THREADS
