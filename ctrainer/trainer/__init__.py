@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ctrainer import adapters, integrations, trainer_utils
+from ctrainer import adapters, integrations, introspect, trainer_utils
 from ctrainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -168,8 +168,6 @@ class Trainer(TrainerRun):
         self._inspect_model()
 
     def _inspect_model(self) -> None:
-        from ctrainer import introspect
-
         base = introspect.base_model(self.model)
         self.model_accepts_loss_kwargs = introspect.accepts_loss_kwargs(base)
         found = introspect.label_names(type(base))
@@ -221,11 +219,9 @@ class Trainer(TrainerRun):
 
     def _start_state(self, callbacks: list[Any]) -> None:
         """Callbacks, state and the attributes that subclasses expect to find."""
-        from ctrainer.integrations import reporting_callbacks
-
         args = self.args
         display = PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
-        reporters = reporting_callbacks(args.report_to, args.logging_dir)
+        reporters = integrations.reporting_callbacks(args.report_to, args.logging_dir)
         defaults: list[Any] = [*DEFAULT_CALLBACKS, *reporters, display]
         if args.torch_empty_cache_steps:
             empty, every = self._adapter.empty_cache, args.torch_empty_cache_steps
@@ -243,9 +239,7 @@ class Trainer(TrainerRun):
         )
         self.__dict__.update(_ATTRIBUTES)
         shards.plan_shards(self)
-        self._resume_state = {}
-        self._rank_files = {}
-        self._eval_dataloaders = {}
+        self._resume_state, self._rank_files, self._eval_dataloaders = {}, {}, {}
         self._train_batch_size = args.train_batch_size
         self._counts_tokens = args.include_num_input_tokens_seen not in (False, "no")
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
@@ -359,17 +353,11 @@ class Trainer(TrainerRun):
             )
         return self.optimizer
 
-    def get_sp_size(self) -> int:
-        """Return 1: sequences are not divided over ranks."""
-        return 1
-
-    def get_cp_size(self) -> int:
-        """Return 1: contexts are not divided over ranks."""
-        return 1
-
     def get_tp_size(self) -> int:
-        """Return 1: tensors are not divided over ranks."""
+        """Return 1: sequences, contexts and tensors are not divided over ranks."""
         return 1
+
+    get_sp_size = get_cp_size = get_tp_size
 
     @staticmethod
     def num_tokens(train_dl: Any, max_steps: int | None = None) -> int:
@@ -526,13 +514,6 @@ _ATTRIBUTES: dict[str, Any] = {
     "push_in_progress": None,
     "current_flos": 0,
     "current_gradient_accumulation_steps": 1,
-    "_signature_columns": None,
-    "_created_lr_scheduler": False,
-    "_globalstep_last_logged": 0,
-    "weight_average": None,
-    "_sharding": None,
-    "_initial_num_input_tokens_seen": 0,
-    "_neftune": None,
 }
 
 

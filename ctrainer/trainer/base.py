@@ -54,26 +54,27 @@ class TrainerBase(_C.Trainer):
     _memory_tracker: TrainerMemoryTracker
     place_model_on_device: bool
     hub_model_id: str | None
+    push_to_hub: Callable[..., Any]
     current_flos: float
     current_gradient_accumulation_steps: int
 
     # Our own, of Python alone; what C shares is declared in _C.pyi
-    _signature_columns: list[str] | None
+    _signature_columns: list[str] | None = None
     _loss_shifts_labels: bool
     _eval_dataloaders: dict[str, Any]
     _train_batch_size: int
-    _created_lr_scheduler: bool
-    _initial_num_input_tokens_seen: int
-    _globalstep_last_logged: int
-    weight_average: WeightAverage | None
-    _neftune: Any
+    _created_lr_scheduler = False
+    _initial_num_input_tokens_seen = 0
+    _globalstep_last_logged = 0
+    weight_average: WeightAverage | None = None
+    _neftune: Any = None
     _rank_files: dict[str, bytes]  # of this rank, for the ranks that write
     _resume_state: dict[str, Any]
     _reader: Any = None  # of the training data, while train() runs
     _resumes_ranks = False  # does the run resume with the ranks that it was saved by?
     _past: Any  # what models such as XLNet want back with the next batch
-    _sharding: Sharding | None
-    _trial: Any
+    _sharding: Sharding | None = None
+    _trial: Any = None
 
     # Search of hyper-parameters
     hp_search_backend: Any

@@ -3,19 +3,16 @@ at the ends of blocks."""
 
 from __future__ import annotations
 
-import logging
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ctrainer.arguments.bmuf import options_of, way_of
 from ctrainer.checkpoint.files import naming
-from ctrainer.trainer.checkpoint import add_object, save_object
+from ctrainer.trainer.checkpoint import add_object, of_rank, saved_object
 
 if TYPE_CHECKING:
     from ctrainer.trainer.run import TrainerRun
-
-logger = logging.getLogger("ctrainer.trainer")
 
 FILE = "blocks.pt"
 
@@ -29,15 +26,10 @@ def make_blocks(trainer: TrainerRun) -> None:
         return
     from ctrainer.bmuf import BMUF
 
+    options = SimpleNamespace(**options_of(trainer.args, way))
     look = "nesterov" if way == "use_diloco" else None
-    blocks = BMUF(
-        SimpleNamespace(**options_of(trainer.args, way)),
-        trainer.optimizer,
-        group,
-        look=look,
-    )
-    blocks.regroup(group)
-    trainer._blocks = blocks
+    trainer._blocks = BMUF(options, trainer.optimizer, group, look=look)
+    trainer._blocks.regroup(group)
 
 
 def save_blocks(trainer: TrainerRun, output_dir: str) -> None:
@@ -47,10 +39,11 @@ def save_blocks(trainer: TrainerRun, output_dir: str) -> None:
     if trainer._blocks is None:
         return
     if trainer.args.process_index > 0:
-        add_object(trainer, output_dir, own_file(trainer), own_parts(trainer))
-    save_object(
-        trainer, output_dir, FILE, trainer._blocks.blocks_state_dict(), "_save_blocks"
-    )
+        name, own = of_rank(trainer, FILE, True), own_parts(trainer)
+        add_object(trainer, output_dir, name, own, "_save_blocks")
+    if trainer.args.should_save:
+        state = trainer._blocks.blocks_state_dict()
+        add_object(trainer, output_dir, FILE, state, "_save_blocks")
 
 
 def load_blocks(trainer: TrainerRun, checkpoint: str | None) -> None:
@@ -58,26 +51,19 @@ def load_blocks(trainer: TrainerRun, checkpoint: str | None) -> None:
     this rank's own. Hook."""
     if checkpoint is None or trainer._blocks is None:
         return
-    state = trainer._adapter.checkpoints.load_object(checkpoint, FILE)
-    if state is None:
-        logger.warning("%s has no %s: a block begins with its weights",
-                       checkpoint, FILE)  # fmt: skip
-    own = read_own_parts(trainer, checkpoint)
-    with naming(os.path.join(checkpoint, FILE if not own else own_file(trainer))):
-        blocks = {**(state or {}), **own.get("blocks", {})}
+    state = saved_object(trainer, checkpoint, FILE, "a block begins with its weights")
+    own, name, rank = None, of_rank(trainer, FILE, True), trainer.args.process_index
+    if rank > 0 and trainer._resumes_ranks:
+        without = f"rank {rank} continues with the first rank's weights and optimizer"
+        own = saved_object(trainer, checkpoint, name, without)
+    with naming(os.path.join(checkpoint, name if own else FILE)):
+        blocks = {**(state or {}), **(own or {}).get("blocks", {})}
         trainer._blocks.load_blocks_state_dict(blocks)
         if own:
-            load_own_parts(trainer, own)
-
-
-def end_blocks(trainer: TrainerRun) -> None:
-    """Apply the average that is still pending after the last update."""
-    if trainer._blocks is not None:
-        trainer._blocks.finish()
-
-
-def own_file(trainer: TrainerRun) -> str:
-    return f"blocks_{trainer.args.process_index}.pt"
+            files = trainer._adapter.checkpoints
+            files.load_trained_state(trainer.model, own["weights"])
+            for part_name, part in stateful_parts(trainer):
+                part.load_state_dict(own[part_name])
 
 
 def own_parts(trainer: TrainerRun) -> dict[str, Any]:
@@ -87,26 +73,6 @@ def own_parts(trainer: TrainerRun) -> dict[str, Any]:
     state["blocks"] = trainer._blocks.own_state_dict()
     state["weights"] = trainer._adapter.checkpoints.trained_state(trainer.model)
     return state
-
-
-def read_own_parts(trainer: TrainerRun, checkpoint: str) -> dict[str, Any]:
-    """This rank's own_parts(); {} where the checkpoint has none."""
-    if trainer.args.process_index == 0 or not trainer._resumes_ranks:
-        return {}
-    state = trainer._adapter.checkpoints.load_object(checkpoint, own_file(trainer))
-    if state is None:
-        logger.warning(
-            "%s has no %s: rank %d continues with the first rank's weights and "
-            "optimizer",
-            checkpoint, own_file(trainer), trainer.args.process_index,
-        )  # fmt: skip
-    return state or {}
-
-
-def load_own_parts(trainer: TrainerRun, state: dict[str, Any]) -> None:
-    trainer._adapter.checkpoints.load_trained_state(trainer.model, state["weights"])
-    for name, part in stateful_parts(trainer):
-        part.load_state_dict(state[name])
 
 
 def stateful_parts(trainer: TrainerRun) -> list[tuple[str, Any]]:

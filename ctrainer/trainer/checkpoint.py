@@ -15,12 +15,13 @@ ends. Every step is taken by all ranks, or by none.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 import os
+import pickle
 import shutil
 from collections.abc import Callable
+from os.path import realpath
 from typing import TYPE_CHECKING, Any
 
 from ctrainer.arguments.accelerator import config_of
@@ -48,8 +49,9 @@ logger = logging.getLogger("ctrainer.trainer")
 STATE = "trainer_state.json"
 OWN_STATE = "ctrainer_state.json"
 SCALER = "scaler.pt"
+AVERAGE = "weight_average.pt"
+GENERATORS = "rng_state.pth"
 _SAVING = "saving a checkpoint"
-_Save = Callable[[], Any]
 _WORTH_RESERVING = 16 << 20  # bytes; less is faulted in within milliseconds
 
 
@@ -60,20 +62,34 @@ def writer_of(trainer: TrainerRun) -> CheckpointWriter:
     return trainer._checkpoint_writer
 
 
-def save_atomically(trainer: TrainerRun, trial: Any, save: _Save) -> None:
-    """Make of what save() writes one checkpoint, or nothing. Collective."""
-    open_save(trainer, trial)
+def save_atomically(
+    trainer: TrainerRun, trial: Any, save: Callable[[], object]
+) -> None:
+    """Make of what save() writes one checkpoint, or nothing; inside of an open save it
+    becomes part of that. Collective."""
+    if trainer._staged_folder is not None:
+        save()
+        return
 
     def written() -> bytes:
         save()
-        return take_rank_files(trainer)
+        files, trainer._rank_files = trainer._rank_files, {}
+        return pickle.dumps(files)
 
+    trainer._writes_checkpoint = bool(trainer.args.should_save)
     try:
+        open_save(trainer, trial)
         files = trainer._together(_SAVING, written)
+        trainer._together(_SAVING, lambda: commit(trainer, files))
     except BaseException:
-        drop_save(trainer)
+        if trainer._writes_checkpoint:
+            with contextlib.suppress(
+                Exception
+            ):  # the first failure is the one to raise
+                writer_of(trainer).abort()
         raise
-    trainer._together(_SAVING, lambda: commit(trainer, files))
+    finally:
+        trainer._staged_folder = None
 
 
 def save_checkpoint(
@@ -85,16 +101,12 @@ def save_checkpoint(
     call super() and add files to _get_output_dir(trial)/checkpoint-N. Called by the
     user, it returns when the folder is in place.
     """
-    if trainer._staged_folder is not None:
-        write(trainer, trial)
-        return
     save_atomically(trainer, trial, lambda: write(trainer, trial))
     trainer._wait_for_save()
 
 
 def open_save(trainer: TrainerRun, trial: Any) -> None:
     """Open a save on the ranks that write; the others get its folder's path."""
-    trainer._writes_checkpoint = bool(trainer.args.should_save)
 
     def begin() -> bytes | None:
         if not trainer._writes_checkpoint:
@@ -102,43 +114,27 @@ def open_save(trainer: TrainerRun, trial: Any) -> None:
         path = step_folder(trainer, run_dir(trainer, trial))
         return os.fsencode(writer_of(trainer).begin(path))
 
-    try:
-        folders = trainer._together(_SAVING, begin)
-        if not any(folders):
-            raise ValueError(
-                "args.should_save is False on every rank: nobody would write the "
-                "checkpoint"
-            )
-    except BaseException:
-        drop_save(trainer)
-        raise
+    folders = trainer._together(_SAVING, begin)
+    if not any(folders):
+        raise ValueError(
+            "args.should_save is False on every rank: nobody would write the checkpoint"
+        )
     trainer._staged_folder = os.fsdecode(next(filter(None, folders)))
 
 
 def commit(trainer: TrainerRun, files: list[bytes]) -> None:
-    """Commit the open save; without args.async_save wait for the disk."""
+    """Commit the open save with the files of all ranks; without args.async_save wait
+    for the disk."""
     if not trainer._writes_checkpoint:
-        trainer._staged_folder = None
         return
     writer = writer_of(trainer)
-    try:
-        add_rank_files(trainer, files)
-        check_save(trainer)
-        writer.commit()
-    except BaseException:
-        drop_save(trainer)
-        raise
-    trainer._staged_folder = None
-    if not trainer.args.async_save:
-        writer.wait()
-
-
-def drop_save(trainer: TrainerRun) -> None:
-    """Drop the open save, if this rank has one, under the exception that is set."""
-    trainer._staged_folder = None
-    if trainer._writes_checkpoint:
-        with contextlib.suppress(Exception):
-            writer_of(trainer).abort()
+    assert writer.folder is not None
+    for of_rank in files:
+        for name, content in pickle.loads(of_rank).items():
+            with open(os.path.join(writer.folder, name), "wb") as file:
+                file.write(content)
+    check_save(trainer)
+    writer.commit(wait=not trainer.args.async_save)
 
 
 def write(trainer: TrainerRun, trial: Any) -> None:
@@ -229,62 +225,51 @@ def save_weights(
         files.save_configuration(sink, model)
 
 
-def save_object(
-    trainer: TrainerRun, folder: str, name: str, state: Any, hook: str
-) -> None:
-    """Save an object as a file of the folder, by the ranks that write."""
-    if trainer.args.should_save:
-        sink = sink_of(trainer, folder)
-        trainer._adapter.checkpoints.save_object(sink, name, state)
-        flush_for_override(trainer, sink, hook)
-
-
 def save_scaler(trainer: TrainerRun, output_dir: str) -> None:
     """Save scaler.pt, the state of the loss scale, if there is one. Hook."""
     scaler = trainer._loss_scaler
-    if scaler is not None:
-        save_object(trainer, output_dir, SCALER, scaler.state_dict(), "_save_scaler")
+    if scaler is not None and trainer.args.should_save:
+        add_object(trainer, output_dir, SCALER, scaler.state_dict(), "_save_scaler")
 
 
 def save_weight_average(trainer: TrainerRun, output_dir: str) -> None:
     """Save weight_average.pt, the averaged weights, if there are any; of a sharded
     model each rank its part. Hook."""
-    average, name = trainer.weight_average, average_file(trainer)
-    if average is None:
-        return
-    if trainer._shard_group is None:
+    average, sharded = trainer.weight_average, trainer._shard_group is not None
+    if average is not None and (sharded or trainer.args.should_save):
+        name = of_rank(trainer, AVERAGE, sharded)
         hook = "_save_weight_average"
-        save_object(trainer, output_dir, name, average.state_dict(), hook)
-    else:
-        add_object(trainer, output_dir, name, average.state_dict())
-
-
-def average_file(trainer: TrainerRun) -> str:
-    if trainer._shard_group is None:
-        return "weight_average.pt"
-    return f"weight_average_{trainer.args.process_index}.pt"
+        add_object(trainer, output_dir, name, average.state_dict(), hook)
 
 
 def save_rng_state(trainer: TrainerRun, output_dir: str) -> None:
     """Save rng_state.pth, the states of all generators; of several ranks each its
     rng_state_RANK.pth. Hook."""
+    name = of_rank(trainer, GENERATORS, trainer.args.world_size > 1)
     state = trainer._adapter.rng_state()
-    sink = add_object(trainer, output_dir, rng_file(trainer), state)
-    if sink is not None:
-        flush_for_override(trainer, sink, "_save_rng_state")
+    add_object(trainer, output_dir, name, state, "_save_rng_state")
 
 
 def save_trainer_state(trainer: TrainerRun, output_dir: str) -> None:
     """Save trainer_state.json, and in a file of ours what it has no place for."""
-    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
-    stateful = [c for c in callbacks if is_exportable(c)]
-    trainer.state.stateful_callbacks = TrainerState(
-        stateful_callbacks=stateful
-    ).stateful_callbacks
+    trainer.state.stateful_callbacks = new_state(trainer).stateful_callbacks
     if trainer.args.should_save:
         trainer.state.save_to_json(os.path.join(output_dir, STATE))
-    write_own_state(trainer, output_dir)
+    content = {
+        "version": 1,
+        "world_size": trainer.args.world_size,
+        "loss": trainer._loss_state(),
+        "resume": to_json(where(trainer)),
+    }
+    name = own_state_file(trainer)
+    add_file(trainer, output_dir, lambda sink: sink.json(name, content))
     trainer._saved_step = trainer.state.global_step
+
+
+def new_state(trainer: TrainerRun) -> TrainerState:
+    """A state of no step, with those of the callbacks that export one."""
+    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+    return TrainerState(stateful_callbacks=[c for c in callbacks if is_exportable(c)])
 
 
 def save_state(trainer: TrainerRun) -> None:
@@ -294,18 +279,12 @@ def save_state(trainer: TrainerRun) -> None:
             trainer.state.save_to_json(beside)
 
 
-def push_saved_model(trainer: TrainerRun) -> None:
-    if getattr(trainer.args, "push_to_hub", False) and trainer.is_world_process_zero():
-        push: Any = getattr(trainer, "push_to_hub")  # noqa: B009
-        push(commit_message="Model save")
-
-
 def run_dir(trainer: TrainerRun, trial: Any = None) -> str:
     """Where the checkpoints of this run, or of this trial of a search, end up."""
     folder = str(os.fspath(trainer.args.output_dir))
-    if trial is None or getattr(trainer, "hp_search_backend", None) is None:
+    if trial is None or trainer.hp_search_backend is None:
         return folder
-    name = getattr(trainer, "hp_name", None)
+    name = trainer.hp_name
     return os.path.join(folder, name(trial) if name else f"run-{trial.number}")
 
 
@@ -324,10 +303,7 @@ def check_save(trainer: TrainerRun) -> None:
     staged = writer_of(trainer).folder
     if not is_overridden(trainer, "_save_checkpoint") or staged is None:
         return
-    temporary, final = (
-        os.path.dirname(staged),
-        run_dir(trainer, getattr(trainer, "_trial", None)),
-    )
+    temporary, final = os.path.dirname(staged), run_dir(trainer, trainer._trial)
     best = trainer.state.best_model_checkpoint
     if best is not None and best.startswith(temporary):
         trainer.state.best_model_checkpoint = final + best[len(temporary) :]
@@ -354,8 +330,10 @@ def sorted_checkpoints(
     """
     folder = run_dir(trainer) if output_dir is None else output_dir
     found = find_checkpoints(folder, checkpoint_prefix)
-    kept = {_real(p) for p in (trainer.state.best_model_checkpoint, *found[-1:]) if p}
-    return sorted(found, key=lambda path: _real(path) in kept)
+    kept = {
+        realpath(p) for p in (trainer.state.best_model_checkpoint, *found[-1:]) if p
+    }
+    return sorted(found, key=lambda path: realpath(path) in kept)
 
 
 def rotate_checkpoints(
@@ -367,29 +345,25 @@ def rotate_checkpoints(
     if limit is None or limit <= 0:
         return
     writer = writer_of(trainer)
-    run, new = run_dir(trainer, getattr(trainer, "_trial", None)), None
+    run, new = run_dir(trainer, trainer._trial), None
     if writer.folder is not None:
         new = os.path.join(run, os.path.basename(writer.folder))
-    doomed = beyond_limit(
-        trainer, limit, run if output_dir is None else output_dir, new
-    )
-    for folder in doomed:
-        if new is None:
-            shutil.rmtree(folder)
-        else:
-            writer.remove_after(folder)
+    remove = shutil.rmtree if new is None else writer.remove_after
+    searched = run if output_dir is None else output_dir
+    for folder in beyond_limit(trainer, limit, searched, new):
+        remove(folder)
 
 
 def beyond_limit(
     trainer: TrainerRun, limit: int, run: str, new: str | None
 ) -> list[str]:
     found = find_checkpoints(run) if os.path.isdir(run) else []
-    every = [p for p in found if new is None or _real(p) != _real(new)]
-    kept = {_real(p) for p in (trainer.state.best_model_checkpoint, new) if p}
+    every = [p for p in found if new is None or realpath(p) != realpath(new)]
+    kept = {realpath(p) for p in (trainer.state.best_model_checkpoint, new) if p}
     if new is None and every:
-        kept.add(_real(every[-1]))
+        kept.add(realpath(every[-1]))
     extra = len(every) + (new is not None) - max(limit, len(kept))
-    return [p for p in every if _real(p) not in kept][: max(extra, 0)]
+    return [p for p in every if realpath(p) not in kept][: max(extra, 0)]
 
 
 def determine_best_metric(
@@ -438,23 +412,25 @@ def take_optimizer_and_scheduler(
     trainer: TrainerRun, checkpoint: str, optimizer: Any, scheduler: Any
 ) -> None:
     """Load both states, unless both are missing."""
-    paths = [os.path.join(checkpoint, n) for n in ("optimizer.pt", "scheduler.pt")]
     if optimizer is None and scheduler is None:
         logger.warning(
             "%s has no state of optimizer and schedule (save_only_model?): both "
             "start anew", checkpoint,
         )  # fmt: skip
         return
-    for path, state in zip(paths, (optimizer, scheduler), strict=True):
+    parts = (
+        (os.path.join(checkpoint, "optimizer.pt"), trainer.optimizer, optimizer),
+        (os.path.join(checkpoint, "scheduler.pt"), trainer.lr_scheduler, scheduler),
+    )
+    for path, _, state in parts:
         if state is None:
             raise ValueError(
                 f"{path}: is missing, and the other one is there: restore it, or "
                 "remove both to start optimizer and schedule anew"
             )
-    with naming(paths[0]):
-        trainer.optimizer.load_state_dict(optimizer)
-    with naming(paths[1]):
-        trainer.lr_scheduler.load_state_dict(scheduler)
+    for path, part, state in parts:
+        with naming(path):
+            part.load_state_dict(state)
 
 
 def load_scaler(trainer: TrainerRun, checkpoint: str | None) -> None:
@@ -472,20 +448,6 @@ def load_scaler(trainer: TrainerRun, checkpoint: str | None) -> None:
             f"{os.path.join(checkpoint, SCALER)}: {error}; set loss_scaler to what "
             "saved it, or remove the file to start the scale anew"
         ) from error
-
-
-def load_weight_average(trainer: TrainerRun, checkpoint: str | None) -> None:
-    if checkpoint is None or trainer.weight_average is None:
-        return
-    name = average_file(trainer)
-    state = trainer._adapter.checkpoints.load_object(checkpoint, name)
-    if state is None:
-        logger.warning(
-            "%s has no %s: the average starts from its weights", checkpoint, name
-        )
-        return
-    with naming(os.path.join(checkpoint, name)):
-        trainer.weight_average.load_state_dict(state)
 
 
 def load_trainer_state(trainer: TrainerRun, checkpoint: str) -> None:
@@ -508,72 +470,63 @@ def load_callback_state(trainer: TrainerRun) -> None:
         name: list(states) if isinstance(states, list) else [states]
         for name, states in (trainer.state.stateful_callbacks or {}).items()
     }
-    candidates = [
-        *trainer.callback_handler.callbacks,
-        *([trainer.control] if full else []),
-    ]
-    for callback in candidates:
+    controls = [trainer.control] if full else []
+    for callback in [*trainer.callback_handler.callbacks, *controls]:
         states = left.get(type(callback).__name__)
         if states and is_exportable(callback):
-            _restore(callback, states.pop(0), full)
+            state = states.pop(0)
+            values = state.get("args", {}) if full else {}
+            for name, value in {**values, **state.get("attributes", {})}.items():
+                setattr(callback, name, value)
 
 
-def add_file(
-    trainer: TrainerRun, folder: str, write: Callable[[Sink], None]
-) -> Sink | None:
-    """Let write(sink) put a file of this rank's into the checkpoint; return where
-    it went, None on its way to another rank."""
+def add_file(trainer: TrainerRun, folder: str, write: Callable[[Sink], None]) -> None:
+    """Let write(sink) put a file of this rank's into the checkpoint, through a rank
+    that writes where this one does not see the folder."""
     if trainer.args.should_save:
-        sink = sink_of(trainer, folder)
-        write(sink)
-        return sink
-    if os.path.isdir(folder) and not trainer.args.save_on_each_node:
+        write(sink_of(trainer, folder))
+    elif os.path.isdir(folder) and not trainer.args.save_on_each_node:
         write(Sink(folder, None))  # of no other save: its name is not used again
-        return None
-    with temporary_folder() as own:
-        write(Sink(own, None))
-        for entry in os.scandir(own):
-            with open(entry.path, "rb") as file:
-                trainer._rank_files[entry.name] = file.read()
-    return None
+    else:
+        with temporary_folder() as own:
+            write(Sink(own, None))
+            for entry in os.scandir(own):
+                with open(entry.path, "rb") as file:
+                    trainer._rank_files[entry.name] = file.read()
 
 
-def add_object(trainer: TrainerRun, folder: str, name: str, state: Any) -> Sink | None:
-    """add_file() of an object."""
-    save = trainer._adapter.checkpoints.save_object
-    return add_file(trainer, folder, lambda sink: save(sink, name, state))
+def add_object(
+    trainer: TrainerRun, folder: str, name: str, state: Any, hook: str
+) -> None:
+    """add_file() of an object, which overrides of the hook find there."""
+
+    def write(sink: Sink) -> None:
+        trainer._adapter.checkpoints.save_object(sink, name, state)
+        flush_for_override(trainer, sink, hook)
+
+    add_file(trainer, folder, write)
 
 
-def take_rank_files(trainer: TrainerRun) -> bytes:
-    """The files that this rank passes on: a line of JSON with their sizes in bytes
-    by their names, then one after the other."""
-    files, trainer._rank_files = trainer._rank_files, {}
-    sizes = {name: len(content) for name, content in files.items()}
-    return b"".join([json.dumps(sizes).encode(), b"\n", *files.values()])
+def saved_object(trainer: TrainerRun, checkpoint: str, name: str, without: str) -> Any:
+    """An object that add_object() has saved; None, with a warning of what happens
+    without it, where there is none."""
+    state = trainer._adapter.checkpoints.load_object(checkpoint, name)
+    if state is None:
+        logger.warning("%s has no %s: %s", checkpoint, name, without)
+    return state
 
 
-def add_rank_files(trainer: TrainerRun, parcels: list[bytes]) -> None:
-    """Put the files of all ranks into the open save."""
-    folder = writer_of(trainer).folder
-    assert folder is not None
-    for parcel in map(io.BytesIO, parcels):
-        for name, size in json.loads(parcel.readline()).items():
-            with open(os.path.join(folder, name), "wb") as file:
-                file.write(parcel.read(size))
-
-
-def rng_file(trainer: TrainerRun) -> str:
-    """rng_state.pth, or rng_state_RANK.pth of a rank of several."""
-    if trainer.args.world_size == 1:
-        return "rng_state.pth"
-    return f"rng_state_{trainer.args.process_index}.pth"
+def of_rank(trainer: TrainerRun, name: str, own: bool) -> str:
+    """A file's name, with the rank's number in it where each has its own."""
+    stem, extension = os.path.splitext(name)
+    return f"{stem}_{trainer.args.process_index}{extension}" if own else name
 
 
 def load_rng_state(trainer: TrainerRun, checkpoint: str | None) -> None:
     """Set all generators as they were when the checkpoint was saved. Hook."""
     if checkpoint is None:
         return
-    name = rng_file(trainer)
+    name = of_rank(trainer, GENERATORS, trainer.args.world_size > 1)
     state = trainer._adapter.checkpoints.load_object(checkpoint, name)
     if state is None:
         logger.warning(
@@ -586,19 +539,7 @@ def load_rng_state(trainer: TrainerRun, checkpoint: str | None) -> None:
 
 
 def own_state_file(trainer: TrainerRun) -> str:
-    rank = trainer.args.process_index
-    return OWN_STATE if rank == 0 else f"ctrainer_state_{rank}.json"
-
-
-def write_own_state(trainer: TrainerRun, output_dir: str) -> None:
-    content = {
-        "version": 1,
-        "world_size": trainer.args.world_size,
-        "loss": trainer._loss_state(),
-        "resume": to_json(where(trainer)),
-    }
-    name = own_state_file(trainer)
-    add_file(trainer, output_dir, lambda sink: sink.json(name, content))
+    return of_rank(trainer, OWN_STATE, trainer.args.process_index > 0)
 
 
 def where(trainer: TrainerRun) -> dict[str, Any]:
@@ -691,17 +632,6 @@ def is_overridden(trainer: TrainerRun, name: str) -> bool:
     return name in vars(trainer) or getattr(type(trainer), name) is not getattr(
         Trainer, name
     )
-
-
-def _real(path: str) -> str:
-    return os.path.realpath(path)
-
-
-def _restore(callback: Any, state: dict[str, Any], full: bool) -> None:
-    parts = ("args", "attributes") if full else ("attributes",)
-    for part in parts:
-        for name, value in state.get(part, {}).items():
-            setattr(callback, name, value)
 
 
 def _ranks_of(checkpoint: str) -> str:

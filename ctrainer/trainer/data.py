@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctrainer import _C
 from ctrainer.checkpoint.files import naming
+from ctrainer.introspect import base_model
 from ctrainer.runtime.hooks import takes_positional
 from ctrainer.trainer.checkpoint import own_state_file
 from ctrainer.trainer_utils import has_length
@@ -51,7 +52,7 @@ def get_eval_dataloader(trainer: TrainerRun, eval_dataset: Any = None) -> Any:
         ValueError: there is none.
     """
     key = eval_dataset if isinstance(eval_dataset, str) else "eval"
-    kept = trainer.__dict__.setdefault("_eval_dataloaders", {})
+    kept = trainer._eval_dataloaders
     if key in kept and trainer.args.dataloader_persistent_workers:
         return kept[key]
     chosen = trainer.eval_dataset if eval_dataset is None else eval_dataset
@@ -107,7 +108,7 @@ def get_dataloader(
         collate_fn=collator,
     )
     if dataloader_key is not None and trainer.args.dataloader_persistent_workers:
-        trainer.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
+        trainer._eval_dataloaders[dataloader_key] = loader
     return loader
 
 
@@ -149,7 +150,7 @@ def set_signature_columns_if_needed(trainer: TrainerRun) -> None:
     """Fill _signature_columns: the names that the model's forward takes, and those
     of the labels."""
     if trainer._signature_columns is None:
-        model = _base_model(trainer.model)
+        model = base_model(trainer.model)
         forward = getattr(model, "forward", model)
         names = list(inspect.signature(forward).parameters)
         labels = {"label", "label_ids", *(trainer.label_names or ())}
@@ -166,8 +167,7 @@ def remove_unused_columns(
     assert trainer._signature_columns is not None
     wanted = set(trainer._signature_columns)
     unused = [c for c in dataset.column_names if c not in wanted]
-    if unused:
-        warn_unused(trainer, unused, description)
+    warn_unused("column", unused, type(trainer.model).__name__, description)
     if len(unused) == len(dataset.column_names):
         raise ValueError(
             f"none of the columns {dataset.column_names} is an argument of the "
@@ -178,15 +178,14 @@ def remove_unused_columns(
 
 
 def warn_unused(
-    trainer: TrainerRun, unused: list[str], description: str | None
+    kind: str, unused: list[str], model_name: str, description: str | None
 ) -> None:
-    logger.warning(
-        "%s data set: column(s) %s left out, since %s.forward takes no such "
-        "argument; remove_unused_columns=False keeps them",
-        description or "The",
-        ", ".join(unused),
-        type(trainer.model).__name__,
-    )
+    if unused:
+        logger.warning(
+            "%s data set: %s(s) %s left out, since %s.forward takes no such "
+            "argument; remove_unused_columns=False keeps them",
+            description or "The", kind, ", ".join(unused), model_name,
+        )  # fmt: skip
 
 
 def get_collator_with_removed_columns(
@@ -221,12 +220,8 @@ def epoch_iterator(trainer: TrainerRun, run: _C.Run) -> Any:
     the same, and then takes those of the moment of saving. One resumed between two
     epochs starts with those.
     """
-    loader, epoch, skip, checkpoint = (
-        run.loader,
-        run.epoch,
-        run.micro_step,
-        run.checkpoint,
-    )
+    loader, epoch = run.loader, run.epoch
+    skip, checkpoint = run.micro_step, run.checkpoint
     began = trainer._resume_state.get("epoch_rng") if checkpoint and skip else None
     if began is not None:
         assert checkpoint is not None
@@ -299,13 +294,13 @@ class ColumnFilter:
     def __call__(self, features: list[Any]) -> Any:
         if features and isinstance(features[0], dict):
             if not self.has_warned:
-                self.warn_unused(features[0])
+                self.check(features[0])
             features = [
                 {k: v for k, v in f.items() if k in self.wanted} for f in features
             ]
         return self.data_collator(features)
 
-    def warn_unused(self, example: dict[str, Any]) -> None:
+    def check(self, example: dict[str, Any]) -> None:
         """Say once which columns go; raise when none is left."""
         self.has_warned = True
         unused = [name for name in example if name not in self.wanted]
@@ -315,14 +310,7 @@ class ColumnFilter:
                 f"{self.model_name}.forward ({', '.join(sorted(self.wanted))}); set "
                 "remove_unused_columns=False, or rename them"
             )
-        if unused:
-            logger.warning(
-                "%s data set: field(s) %s left out, since %s.forward takes no such "
-                "argument; remove_unused_columns=False keeps them",
-                self.description or "The",
-                ", ".join(unused),
-                self.model_name,
-            )
+        warn_unused("field", unused, self.model_name, self.description)
 
 
 def _sampler(hook: Callable[..., Any], dataset: Any) -> Any:
@@ -337,8 +325,3 @@ def _is_datasets(dataset: Any) -> bool:
         and hasattr(dataset, "remove_columns")
         and getattr(dataset, "column_names", None) is not None
     )
-
-
-def _base_model(model: Any) -> Any:
-    """The model inside a PEFT wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -25,7 +25,6 @@ from ctrainer.trainer import blocks, checkpoint, data, evaluation, search, shard
 from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer.checkpoint import call_if_there
 from ctrainer.trainer.shards import is_on_meta
-from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import (
     TrainOutput,
     enable_full_determinism,
@@ -114,8 +113,11 @@ class TrainerRun(TrainerBase):
                 self._leave_run()
             raise
         self._end_train(True)
-        if number:
-            _end_by_signal(number)
+        if number:  # end as what was installed before our handlers decides
+            if number != signal.SIGINT:
+                signal.raise_signal(number)
+                raise SystemExit(str(128 + number))
+            raise KeyboardInterrupt
         return output
 
     def _leave_run(self) -> None:
@@ -293,15 +295,8 @@ class TrainerRun(TrainerBase):
                 )
             micro = args.max_steps * args.gradient_accumulation_steps
             samples = total * args.max_steps
-            return (
-                sys.maxsize,
-                args.max_steps,
-                samples,
-                samples,
-                total,
-                micro,
-                args.max_steps,
-            )
+            steps = args.max_steps
+            return sys.maxsize, steps, samples, samples, total, micro, steps
         updates = max(math.ceil(length / args.gradient_accumulation_steps), 1)
         examples = self.num_examples(dataloader)
         if args.max_steps > 0:
@@ -334,12 +329,7 @@ class TrainerRun(TrainerBase):
     ) -> tuple[int, int]:
         """A new state, or the checkpoint's; return the epoch and the micro-batch of it
         to begin with."""
-        stateful = [
-            c
-            for c in [*self.callback_handler.callbacks, self.control]
-            if is_exportable(c)
-        ]
-        self.state = TrainerState(stateful_callbacks=stateful)
+        self.state = checkpoint.new_state(self)
         self.state.is_hyper_param_search = trial is not None
         self.state.train_batch_size = self._train_batch_size
         self.state.compute_steps(self.args, max_steps)
@@ -454,7 +444,8 @@ class TrainerRun(TrainerBase):
         self, trial: Any, num_train_samples: int, start_time: float
     ) -> TrainOutput:
         """The last block, metrics of the run, the best model, on_train_end."""
-        blocks.end_blocks(self)
+        if self._blocks is not None:
+            self._blocks.finish()  # the average that is still pending
         loss = self._training_loss()
         metrics = speed_metrics(
             "train", start_time, num_samples=num_train_samples,
@@ -487,7 +478,7 @@ class TrainerRun(TrainerBase):
             self._reader = None
         self._memory_tracker.cur_stage = None
         self._adapter.leave_mixed_precision(self.model)
-        if getattr(self, "_neftune", None) is not None:
+        if self._neftune is not None:
             self._neftune.remove()
             self._neftune = None
         self._wait_for_save(release=True)
@@ -637,9 +628,6 @@ class TrainerRun(TrainerBase):
 
         Returns when the snapshot is taken; _wait_for_save() waits for the disk.
         """
-        if self._staged_folder is not None:
-            self._save_checkpoint(model, trial)
-            return
         checkpoint.save_atomically(
             self, trial, lambda: self._save_checkpoint(model, trial)
         )
@@ -742,14 +730,6 @@ def log_save_evaluate(
         start_time=run.start_time,
         learning_rate=learning_rate,
     )
-
-
-def _end_by_signal(number: int) -> None:
-    """End as without a handler of ours: what was installed before decides."""
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    signal.raise_signal(number)
-    raise SystemExit(str(128 + number))
 
 
 # model_path= of transformers 4 is taken and not shown.

@@ -13,8 +13,15 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ctrainer.arguments.fsdp import Sharding, sharding_of
+from ctrainer.checkpoint.files import naming
 from ctrainer.trainer import checkpoint as files
-from ctrainer.trainer.checkpoint import add_file, add_object, is_overridden, sink_of
+from ctrainer.trainer.checkpoint import (
+    add_file,
+    add_object,
+    is_overridden,
+    of_rank,
+    saved_object,
+)
 
 if TYPE_CHECKING:
     from ctrainer.trainer.run import TrainerRun
@@ -109,8 +116,9 @@ def save_model(
         trainer._save(*(folder,) if weights is None else (folder, weights))
     else:
         save_whole(trainer, folder, weights)
-    if not _internal_call:
-        files.push_saved_model(trainer)
+    pushes = getattr(trainer.args, "push_to_hub", False) and not _internal_call
+    if pushes and trainer.is_world_process_zero():
+        trainer.push_to_hub(commit_message="Model save")
 
 
 def share_weights(trainer: TrainerRun, folder: str) -> dict[str, Any] | None:
@@ -119,11 +127,9 @@ def share_weights(trainer: TrainerRun, folder: str) -> dict[str, Any] | None:
     if trainer._shard_group is None:
         return None
     assert trainer._sharding is not None
-    in_checkpoint, own = (
-        trainer._staged_folder is not None,
-        is_overridden(trainer, "_save"),
-    )
-    if in_checkpoint and not trainer._sharding.saves_full and not own:
+    in_checkpoint = trainer._staged_folder is not None
+    wanted = trainer._sharding.saves_full or is_overridden(trainer, "_save")
+    if in_checkpoint and not wanted:
         return {}
     from ctrainer.fsdp import trained_model
 
@@ -144,43 +150,36 @@ def save_whole(trainer: TrainerRun, folder: str, weights: dict[str, Any]) -> Non
 
 def save_optimizer_and_scheduler(trainer: TrainerRun, output_dir: str) -> None:
     """Save optimizer.pt, or this rank's shards of it, and scheduler.pt. Hook."""
+    hook = "_save_optimizer_and_scheduler"
     if trainer._shard_group is not None:
         save_shards(trainer, output_dir)
-        if has_residual(trainer):
+        name = residual_file(trainer)
+        if name is not None:
             state = trainer.model.feedback_state_dict()
-            add_object(trainer, output_dir, residual_file(trainer), state)
+            add_object(trainer, output_dir, name, state, hook)
     if trainer.args.should_save:
-        sink, save = (
-            sink_of(trainer, output_dir),
-            trainer._adapter.checkpoints.save_object,
-        )
         if trainer._shard_group is None:
-            save(sink, "optimizer.pt", trainer.optimizer.state_dict())
-        save(sink, "scheduler.pt", trainer.lr_scheduler.state_dict())
-        files.flush_for_override(trainer, sink, "_save_optimizer_and_scheduler")
+            state = trainer.optimizer.state_dict()
+            add_object(trainer, output_dir, "optimizer.pt", state, hook)
+        state = trainer.lr_scheduler.state_dict()
+        add_object(trainer, output_dir, "scheduler.pt", state, hook)
 
 
 def save_shards(trainer: TrainerRun, folder: str) -> None:
-    """Into the folder, where this rank sees it, and else by those that write."""
     from ctrainer.fsdp import trained_model
 
-    def save(to: str) -> None:
-        trained_model.save(to, trainer.model, trainer.optimizer)
-
-    if not trained_model.is_first_replica(trainer.model, trainer._communicator):
-        return
-    if os.path.isdir(folder) and not trainer.args.save_on_each_node:
-        save(folder)
-    else:
-        add_file(trainer, folder, lambda sink: save(sink.folder))
+    model, optimizer = trainer.model, trainer.optimizer
+    if trained_model.is_first_replica(model, trainer._communicator):
+        add_file(
+            trainer, folder, lambda to: trained_model.save(to.folder, model, optimizer)
+        )
 
 
-def has_residual(trainer: TrainerRun) -> bool:
+def residual_file(trainer: TrainerRun) -> str | None:
+    """The file of this rank's residuals; None without error feedback."""
     plan = trainer._sharding
-    return plan is not None and bool(plan.reduce_bits) and plan.error_feedback
-
-
-def residual_file(trainer: TrainerRun) -> str:
+    if plan is None or not plan.reduce_bits or not plan.error_feedback:
+        return None
     rank, ranks = trainer.args.process_index, trainer.args.world_size
     return f"residual_{rank:05d}-of-{ranks:05d}.pt"
 
@@ -222,27 +221,25 @@ def load_optimizer_and_scheduler(trainer: TrainerRun, checkpoint: str | None) ->
 
 
 def load_residual(trainer: TrainerRun, checkpoint: str) -> None:
-    if trainer._shard_group is None or not has_residual(trainer):
+    name = residual_file(trainer)
+    if trainer._shard_group is None or name is None:
         return
-    load, name = (trainer._adapter.checkpoints.load_object, residual_file(trainer))
-    state = load(checkpoint, name)
-    if state is None:  # the file's name in older checkpoints
-        state = load(checkpoint, name.replace("residual", "code_feedback"))
+    former = name.replace("residual", "code_feedback")  # in older checkpoints
+    state = trainer._adapter.checkpoints.load_object(checkpoint, former)
     if state is None:
-        logger.warning(
-            "%s has no %s: error feedback begins without residuals, as with "
-            "another number of ranks",
-            checkpoint,
-            name,
+        without = (
+            "error feedback begins without residuals, as with another number of ranks"
         )
-        return
-    trainer.model.load_feedback_state_dict(state)
+        state = saved_object(trainer, checkpoint, name, without)
+    if state is not None:
+        trainer.model.load_feedback_state_dict(state)
 
 
 def load_weight_average(trainer: TrainerRun, checkpoint: str | None) -> None:
     """Load weight_average.pt; without it the average starts from the weights.
     Hook."""
-    if trainer.weight_average is None or checkpoint is None:
+    average = trainer.weight_average
+    if average is None or checkpoint is None:
         return
     from ctrainer.fsdp import trained_model
 
@@ -253,14 +250,18 @@ def load_weight_average(trainer: TrainerRun, checkpoint: str | None) -> None:
     else:
         own = sharded and trained_model.same_layout(model, checkpoint)
     load = trainer._adapter.checkpoints.load_object
-    average = trainer.weight_average
     state = (
         None if own else trained_model.average_state(model, average, checkpoint, load)
     )
-    if state is None:
-        files.load_weight_average(trainer, checkpoint)
-    else:
-        trainer.weight_average.load_state_dict(state)
+    if state is not None:
+        average.load_state_dict(state)
+        return
+    name = of_rank(trainer, files.AVERAGE, model is not None)
+    without = "the average starts from its weights"
+    state = saved_object(trainer, checkpoint, name, without)
+    if state is not None:
+        with naming(os.path.join(checkpoint, name)):
+            average.load_state_dict(state)
 
 
 def load_best_model(trainer: TrainerRun) -> None:
