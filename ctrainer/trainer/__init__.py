@@ -159,7 +159,8 @@ class Trainer(TrainerRun):
         self._adapter.prepare_args(self.args)
         self.model = self.model_wrapped = model
         device = self.args.device
-        self.is_model_parallel = len(set(_device_map(model))) > 1
+        places = set((getattr(model, "hf_device_map", None) or {}).values())
+        self.is_model_parallel = len(places - {"cpu", "disk"}) > 1
         full_eval = self.args.bf16_full_eval or self.args.fp16_full_eval
         self.place_model_on_device = not self.is_model_parallel
         self._inputs_stay = self._adapter.inputs_stay(self.args)
@@ -493,11 +494,14 @@ class Trainer(TrainerRun):
         self.hub_model_id = url.repo_id
 
 
-# tokenizer= of older releases is taken and not shown, as transformers shows 14.
-_shown = inspect.signature(Trainer.__init__)
-Trainer.__init__.__signature__ = _shown.replace(  # type: ignore[attr-defined]
-    parameters=[p for p in _shown.parameters.values() if p.name != "kwargs"]
-)
+# tokenizer= and model_path= of older releases are taken and not shown, as transformers
+# shows neither.
+_method: Any
+for _method in (Trainer.__init__, Trainer.train):
+    _shown = inspect.signature(_method)
+    _method.__signature__ = _shown.replace(
+        parameters=[p for p in _shown.parameters.values() if p.name != "kwargs"]
+    )
 
 # The attributes of transformers' Trainer that others read before training sets them.
 _ATTRIBUTES: dict[str, Any] = {
@@ -515,8 +519,3 @@ _ATTRIBUTES: dict[str, Any] = {
     "current_flos": 0,
     "current_gradient_accumulation_steps": 1,
 }
-
-
-def _device_map(model: Any) -> list[Any]:
-    places = getattr(model, "hf_device_map", None) or {}
-    return [p for p in places.values() if p not in ("cpu", "disk")]

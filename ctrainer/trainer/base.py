@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctrainer import _C, adapters, average
+from ctrainer import _C, adapters
 from ctrainer.average import WeightAverage
 from ctrainer.callbacks import CallbackHandler, is_log_due
 from ctrainer.memory_tracker import TrainerMemoryTracker
@@ -92,12 +92,6 @@ class TrainerBase(_C.Trainer):
         return bool(self.args.process_index == 0)
 
     # What the loop asks of the framework
-
-    def _make_weight_average(self) -> None:
-        """Make self.weight_average anew if the arguments ask for one."""
-        made = average.from_arguments(self.args, self.model)
-        if made is not None:
-            self.weight_average = made
 
     def _averaged_weights(self) -> Any:
         """A context in which the model has the averaged weights, or None: what

@@ -148,32 +148,24 @@ def write(trainer: TrainerRun, trial: Any) -> None:
         trainer.store_flos()
     folder = step_folder(trainer, trainer._get_output_dir(trial))
     training = trainer.is_in_train
-    call_if_there(trainer.optimizer, "eval")
+    set_mode("eval", trainer.optimizer)
     try:
-        write_parts(trainer, folder, trial)
+        call_adapted(trainer.save_model, folder, _internal_call=True)
+        note_best(trainer, trial)
+        if not trainer.args.save_only_model:
+            trainer._save_optimizer_and_scheduler(folder)
+            trainer._save_scaler(folder)
+            trainer._save_weight_average(folder)
+            trainer._save_blocks(folder)
+            trainer._save_rng_state(folder)
+        save_trainer_state(trainer, folder)
+        if trainer._writes_checkpoint:
+            trainer._rotate_checkpoints()
     finally:
         if training:
-            call_if_there(trainer.optimizer, "train")
+            set_mode("train", trainer.optimizer)
     if trainer._writes_checkpoint and is_overridden(trainer, "_save_checkpoint"):
         writer_of(trainer).show()  # checkpoint-N, for what follows super()
-
-
-def write_parts(trainer: TrainerRun, folder: str, trial: Any) -> None:
-    call_adapted(trainer.save_model, folder, _internal_call=True)
-    note_best(trainer, trial)
-    if not trainer.args.save_only_model:
-        trainer._save_optimizer_and_scheduler(folder)
-        trainer._save_scaler(folder)
-        trainer._save_weight_average(folder)
-        trainer._save_blocks(folder)
-        trainer._save_rng_state(folder)
-    save_trainer_state(trainer, folder)
-    if trainer._writes_checkpoint:
-        trainer._rotate_checkpoints()
-
-
-def sink_of(trainer: TrainerRun, folder: str) -> Sink:
-    return Sink(folder, writer_of(trainer))
 
 
 def flush_for_override(trainer: TrainerRun, sink: Sink, *names: str) -> None:
@@ -202,7 +194,7 @@ def save(
     """Save weights, configuration, processing class and arguments. Hook."""
     folder = trainer.args.output_dir if output_dir is None else output_dir
     os.makedirs(folder, exist_ok=True)
-    sink = sink_of(trainer, folder)
+    sink = Sink(folder, writer_of(trainer))
     save_weights(trainer, sink, state_dict)
     tokenizer = getattr(trainer.data_collator, "tokenizer", None)
     processor: Any = trainer.processing_class or tokenizer
@@ -484,7 +476,7 @@ def add_file(trainer: TrainerRun, folder: str, write: Callable[[Sink], None]) ->
     """Let write(sink) put a file of this rank's into the checkpoint, through a rank
     that writes where this one does not see the folder."""
     if trainer.args.should_save:
-        write(sink_of(trainer, folder))
+        write(Sink(folder, writer_of(trainer)))
     elif os.path.isdir(folder) and not trainer.args.save_on_each_node:
         write(Sink(folder, None))  # of no other save: its name is not used again
     else:
@@ -618,11 +610,12 @@ def step_folder(trainer: TrainerRun, run: str) -> str:
     return f"{run}/{PREFIX}-{trainer.state.global_step}"
 
 
-def call_if_there(part: Any, mode: str) -> None:
-    """part.train() or part.eval(), where it has modes."""
-    method = getattr(part, mode, None)
-    if callable(method):
-        method()
+def set_mode(mode: str, *parts: Any) -> None:
+    """Call .eval() or .train() of models and optimizers that have modes."""
+    for part in parts:
+        change = getattr(part, mode, None)
+        if callable(change):
+            change()
 
 
 def is_overridden(trainer: TrainerRun, name: str) -> bool:

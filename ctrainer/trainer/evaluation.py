@@ -15,6 +15,7 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer.runtime.hooks import call_adapted
+from ctrainer.trainer.checkpoint import set_mode
 from ctrainer.trainer_utils import (
     EvalLoopOutput,
     EvalPrediction,
@@ -308,7 +309,7 @@ def _evaluated_model(trainer: TrainerRun) -> Iterator[Any]:
     def release(failed: bool) -> None:
         if in_train:
             stays = not failed and hasattr(model, "training")
-            _set_mode("train", trainer.optimizer, None if stays else model)
+            set_mode("train", trainer.optimizer, None if stays else model)
             return
         if uncast is not None:
             uncast()
@@ -318,21 +319,13 @@ def _evaluated_model(trainer: TrainerRun) -> Iterator[Any]:
         if not in_train and (args.fp16_full_eval or args.bf16_full_eval):
             dtype = "float16" if args.fp16_full_eval else "bfloat16"
             uncast = adapter.cast_model(model, dtype, args.device)
-        _set_mode("eval", model, trainer.optimizer)
+        set_mode("eval", model, trainer.optimizer)
         yield model
     except BaseException:
         with contextlib.suppress(Exception):  # the first failure is the one to raise
             release(failed=True)
         raise
     release(failed=False)
-
-
-def _set_mode(mode: str, *objects: Any) -> None:
-    """Call .eval() or .train() of models and optimizers that have modes."""
-    for each in objects:
-        change = getattr(each, mode, None)
-        if change is not None:
-            change()
 
 
 def _sinks(args: Any, n_rows: int | None) -> tuple[Any, ...]:

@@ -16,14 +16,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ctrainer import _C, adapters
+from ctrainer import _C, adapters, average
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.comm import world
 from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer import blocks, checkpoint, data, evaluation, search, shards
 from ctrainer.trainer.base import TrainerBase
-from ctrainer.trainer.checkpoint import call_if_there
+from ctrainer.trainer.checkpoint import set_mode
 from ctrainer.trainer.shards import is_on_meta
 from ctrainer.trainer_utils import (
     TrainOutput,
@@ -222,23 +222,19 @@ class TrainerRun(TrainerBase):
         if self._adapter.is_data_parallel(self.model_wrapped):
             self.model_wrapped = self.model  # of the run before
         self._move_model_to_device(self.model, args.device)
-        self._ready_model()
-        folder = self._resolve_checkpoint(resume)
-        if folder is not None:
-            self._load_from_checkpoint(folder)
-        return folder
-
-    def _ready_model(self) -> None:
-        """Gradient checkpointing and noise on embeddings, where asked for."""
-        if self.args.gradient_checkpointing:
-            kwargs = self.args.gradient_checkpointing_kwargs
+        if args.gradient_checkpointing:
+            options = dict(args.gradient_checkpointing_kwargs or {}) or None
             self.model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs=dict(kwargs) if kwargs else None
+                gradient_checkpointing_kwargs=options
             )
         if self.neftune_noise_alpha is not None:
             self._neftune = self._adapter.add_embedding_noise(
                 self.model, self.neftune_noise_alpha
             )
+        folder = self._resolve_checkpoint(resume)
+        if folder is not None:
+            self._load_from_checkpoint(folder)
+        return folder
 
     def _seed(self) -> None:
         """Seed the generators, torch's too where a model of torch may be made."""
@@ -357,7 +353,8 @@ class TrainerRun(TrainerBase):
         self.model_wrapped = model
         self._syncs_each_batch = accelerator.syncs_each_batch(self.args)
         self._loss_scaler = self._make_loss_scaler()
-        self._make_weight_average()
+        made = average.from_arguments(self.args, self.model)
+        self.weight_average = self.weight_average if made is None else made
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
@@ -376,8 +373,7 @@ class TrainerRun(TrainerBase):
         if self._shard_group is None:
             self._flos_per_token = self._adapter.flos_per_token(self.model)
         self._main_input_name = getattr(self.model, "main_input_name", "input_ids")
-        for part in (model, self.optimizer):  # schedule-free optimizers have modes
-            call_if_there(part, "train")
+        set_mode("train", model, self.optimizer)  # schedule-free optimizers have one
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -460,7 +456,7 @@ class TrainerRun(TrainerBase):
         self._memory_tracker.stop_and_update_metrics(metrics, "train")
         self.log(metrics)
         self._together("saving the last checkpoint", self._wait_for_save)
-        call_if_there(self.optimizer, "eval")  # a schedule-free one leaves its average
+        set_mode("eval", self.optimizer)  # a schedule-free one leaves its average
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best_model()
         self.control = self.callback_handler.on_train_end(
@@ -730,10 +726,3 @@ def log_save_evaluate(
         start_time=run.start_time,
         learning_rate=learning_rate,
     )
-
-
-# model_path= of transformers 4 is taken and not shown.
-_shown = inspect.signature(TrainerRun.train)
-TrainerRun.train.__signature__ = _shown.replace(  # type: ignore[attr-defined]
-    parameters=[p for p in _shown.parameters.values() if p.name != "kwargs"]
-)

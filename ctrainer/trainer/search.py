@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ctrainer.arguments.checks import as_its_type
@@ -80,8 +82,10 @@ def lead_search(
     options: dict[str, Any],
 ) -> Any:
     end = "it failed on rank 0, whose own error says why"
+    # In place of accelerate's object, whose making would wait for all ranks.
+    lead = _Lead(trainer, accelerator=SimpleNamespace(clear=lambda: None))
     try:
-        best = search.run(_Lead(trainer), n_trials, direction, **options)
+        best = search.run(lead, n_trials, direction, **options)
         end = ""
     finally:
         send(trainer, {"end": end})
@@ -96,23 +100,15 @@ def send(trainer: TrainerRun, message: dict[str, Any]) -> None:
 def follow_search(trainer: TrainerRun) -> None:
     """Train along with every trial that rank 0 sends. RuntimeError when the search
     fails there."""
-    message = receive(trainer)
-    while "end" not in message:
+    receive = trainer._communicator.broadcast_bytes
+    while "end" not in (message := json.loads(receive(None, 0))):
         trainer.objective = None
-        try:
+        with contextlib.suppress(_pruned()):
             trainer.train(trial=_trial_of(message))
             if trainer.objective is None:
                 trainer.evaluate()
-        except _pruned():
-            pass
-        message = receive(trainer)
     if message["end"]:
         raise RuntimeError(f"hyperparameter_search: {message['end']}")
-
-
-def receive(trainer: TrainerRun) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(trainer._communicator.broadcast_bytes(None, 0))
-    return message
 
 
 def hp_search_setup(trainer: TrainerRun, trial: Any) -> None:
@@ -125,17 +121,11 @@ def hp_search_setup(trainer: TrainerRun, trial: Any) -> None:
         if name == "wandb":  # ray passes its own settings along
             continue
         if not hasattr(trainer.args, name):
-            logger.warning(
-                "hp_space sets %s, which no argument is called; %s",
-                name,
-                nearest(name, vars(trainer.args)),
-            )
+            text = "hp_space sets %s, which no argument is called; %s"
+            logger.warning(text, name, nearest(name, vars(trainer.args)))
             continue
-        setattr(
-            trainer.args,
-            name,
-            as_its_type(trainer.args, TrainingArguments, name, value),
-        )
+        value = as_its_type(trainer.args, TrainingArguments, name, value)
+        setattr(trainer.args, name, value)
     trainer._train_batch_size = trainer.args.train_batch_size
 
 
@@ -182,53 +172,34 @@ def _pruned() -> Any:
     return optuna.TrialPruned
 
 
-class _Lead:
+class _View:
+    """Attributes in front of those of another object."""
+
+    def __init__(self, other: Any, **own: Any) -> None:
+        vars(self).update(own, _other=other)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_other"], name)
+
+
+class _Lead(_View):
     """The trainer as rank 0's search sees it: alone, each train() one of all ranks.
 
     transformers' own way to reach the others needs torch.distributed.
     """
 
-    def __init__(self, trainer: TrainerRun) -> None:
-        vars(self)["_trainer"] = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_trainer"], name)
-
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(vars(self)["_trainer"], name, value)
+        setattr(self._other, name, value)
 
     @property
     def args(self) -> Any:
-        return _AloneArguments(self._trainer.args)
-
-    @property
-    def accelerator(self) -> Any:
-        return _NothingToClear()
+        return _View(self._other.args, world_size=1, process_index=0)
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
         if hasattr(trial, "study"):
-            self._trainer.hp_space(trial)  # asks for the values
+            self._other.hp_space(trial)  # asks for the values
             sent = {"number": trial.number, "values": trial.params}
         else:
             sent = {"values": dict(trial)}
-        send(self._trainer, sent)
-        return self._trainer.train(resume_from_checkpoint, trial=trial)
-
-
-class _AloneArguments:
-    """Arguments of a run that has one process, so the search thinks."""
-
-    world_size, process_index = 1, 0
-
-    def __init__(self, args: Any) -> None:
-        self._args = args
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._args, name)
-
-
-class _NothingToClear:
-    """In place of accelerate's object, whose making would wait for all ranks."""
-
-    def clear(self) -> None:
-        pass
+        send(self._other, sent)
+        return self._other.train(resume_from_checkpoint, trial=trial)

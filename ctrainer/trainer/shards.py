@@ -69,6 +69,7 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
         return
     from ctrainer.fsdp import trained_model
 
+    anew = False
     if not isinstance(trainer.model, trained_model.TrainedModel):
         trainer._set_signature_columns_if_needed()
         trainer._flos_per_token = trainer._adapter.flos_per_token(trainer.model)
@@ -79,10 +80,8 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
         )
         trainer.model_wrapped = trainer.model
         trainer._shard_group = trainer.model.communicator
-        if anew and checkpoint is not None and not _has_shards(checkpoint):
-            trained_model.load_weights(trainer.model, checkpoint)
-    if checkpoint is not None and _has_shards(checkpoint):
-        trained_model.load_model(trainer.model, checkpoint)
+    if checkpoint is not None and (anew or _has_shards(checkpoint)):
+        load_sharded(trainer, checkpoint)
 
 
 def check_optimizer(trainer: TrainerRun) -> None:
@@ -115,7 +114,14 @@ def save_model(
     if not weights:
         trainer._save(*(folder,) if weights is None else (folder, weights))
     else:
-        save_whole(trainer, folder, weights)
+        from ctrainer.fsdp import trained_model
+
+        sharded = trainer.model
+        with trained_model.whole(sharded, weights) as trainer.model:
+            try:
+                trainer._save(folder, weights)
+            finally:
+                trainer.model = sharded
     pushes = getattr(trainer.args, "push_to_hub", False) and not _internal_call
     if pushes and trainer.is_world_process_zero():
         trainer.push_to_hub(commit_message="Model save")
@@ -134,18 +140,6 @@ def share_weights(trainer: TrainerRun, folder: str) -> dict[str, Any] | None:
     from ctrainer.fsdp import trained_model
 
     return trained_model.gather(trainer.model, folder, trainer.args.should_save)
-
-
-def save_whole(trainer: TrainerRun, folder: str, weights: dict[str, Any]) -> None:
-    """Save weights that all ranks have put together, as of a model with them."""
-    from ctrainer.fsdp import trained_model
-
-    sharded = trainer.model
-    with trained_model.whole(sharded, weights) as trainer.model:
-        try:
-            trainer._save(folder, weights)
-        finally:
-            trainer.model = sharded
 
 
 def save_optimizer_and_scheduler(trainer: TrainerRun, output_dir: str) -> None:
@@ -269,21 +263,21 @@ def load_best_model(trainer: TrainerRun) -> None:
     best = trainer.state.best_model_checkpoint
     assert best is not None
     logger.info("Loading the best model from %s (%s).", best, trainer.state.best_metric)
-    load_best_weights(trainer, best)
+    if trainer._shard_group is None:
+        trainer._adapter.checkpoints.load_model(trainer.model, best)
+    else:
+        load_sharded(trainer, best)
     if not trainer.args.save_only_model:
         trainer._load_weight_average(best)
 
 
-def load_best_weights(trainer: TrainerRun, folder: str) -> None:
-    if trainer._shard_group is None:
-        trainer._adapter.checkpoints.load_model(trainer.model, folder)
-        return
+def load_sharded(trainer: TrainerRun, folder: str) -> None:
+    """Load this rank's part of a checkpoint's shards, or of its whole weights."""
     from ctrainer.fsdp import trained_model
 
-    if _has_shards(folder):
-        trained_model.load_model(trainer.model, folder)
-    else:
-        trained_model.load_weights(trainer.model, folder)
+    shards = _has_shards(folder)
+    load = trained_model.load_model if shards else trained_model.load_weights
+    load(trainer.model, folder)
 
 
 def is_on_meta(model: Any) -> bool:
