@@ -238,7 +238,8 @@ class Trainer(TrainerRun):
             is_local_process_zero=self.is_local_process_zero(),
             is_world_process_zero=self.is_world_process_zero(),
         )
-        self.__dict__.update(_ATTRIBUTES)
+        self.__dict__.update(dict.fromkeys(_NONE), **dict.fromkeys(_FALSE, False))
+        self.current_flos, self.current_gradient_accumulation_steps = 0, 1
         shards.plan_shards(self)
         self._resume_state, self._rank_files, self._eval_dataloaders = {}, {}, {}
         self._train_batch_size = args.train_batch_size
@@ -372,13 +373,7 @@ class Trainer(TrainerRun):
         counts = (int(batch["input_ids"].numel()) for batch in train_dl)
         return next(counts, 0) * max_steps if max_steps is not None else sum(counts)
 
-    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return `metrics` with rounded numbers and readable times and sizes.
-
-        Args:
-            metrics (dict[str, Any]): Numbers by name.
-        """
-        return trainer_utils.metrics_format(metrics)
+    metrics_format = staticmethod(trainer_utils.metrics_format)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print `metrics` as a table, on the first rank.
@@ -504,18 +499,8 @@ for _method in (Trainer.__init__, Trainer.train):
     )
 
 # The attributes of transformers' Trainer that others read before training sets them.
-_ATTRIBUTES: dict[str, Any] = {
-    "is_in_train": False,
-    "deepspeed": None,
-    "is_deepspeed_enabled": False,
-    "is_fsdp_enabled": False,
-    "is_fsdp_xla_enabled": False,
-    "is_fsdp_xla_v1_enabled": False,
-    "is_fsdp_xla_v2_enabled": False,
-    "hp_name": None,
-    "hp_search_backend": None,
-    "hub_model_id": None,
-    "push_in_progress": None,
-    "current_flos": 0,
-    "current_gradient_accumulation_steps": 1,
-}
+_NONE = "deepspeed hp_name hp_search_backend hub_model_id push_in_progress".split()
+_FALSE = (
+    "is_in_train is_deepspeed_enabled is_fsdp_enabled is_fsdp_xla_enabled "
+    "is_fsdp_xla_v1_enabled is_fsdp_xla_v2_enabled"
+).split()

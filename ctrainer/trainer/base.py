@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class TrainerBase(_C.Trainer):
-    """Declares what __init__ sets; names and meaning are transformers'."""
+    """Declares attributes that Trainer.__init__ sets; names and meaning are
+    transformers'."""
 
     args: Any
     model: Any
@@ -34,7 +35,6 @@ class TrainerBase(_C.Trainer):
     train_dataset: Any
     eval_dataset: Any
     processing_class: Any
-    compute_loss_func: Any
     compute_metrics: Callable[..., dict[str, Any]] | None
     preprocess_logits_for_metrics: Callable[..., Any] | None
     optimizer: Any
@@ -44,23 +44,19 @@ class TrainerBase(_C.Trainer):
     label_smoother: Any
     label_names: list[str]
     can_return_loss: bool
-    model_accepts_loss_kwargs: bool
     callback_handler: CallbackHandler
     control: TrainerControl
     state: TrainerState
     is_in_train: bool
     is_fsdp_enabled: bool
-    is_model_parallel: bool
     _memory_tracker: TrainerMemoryTracker
     place_model_on_device: bool
     hub_model_id: str | None
     push_to_hub: Callable[..., Any]
     current_flos: float
-    current_gradient_accumulation_steps: int
 
     # Our own, of Python alone; what C shares is declared in _C.pyi
     _signature_columns: list[str] | None = None
-    _loss_shifts_labels: bool
     _eval_dataloaders: dict[str, Any]
     _train_batch_size: int
     _created_lr_scheduler = False

@@ -94,6 +94,7 @@ class TrainerRun(TrainerBase):
 
         Raises:
             TypeError: another keyword.
+            KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM has stopped the run.
         """
         if "model_path" in kwargs:  # of transformers 4
             resume_from_checkpoint = kwargs.pop("model_path")

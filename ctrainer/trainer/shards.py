@@ -12,7 +12,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from ctrainer.arguments.fsdp import Sharding, sharding_of
+from ctrainer.arguments.fsdp import sharding_of
 from ctrainer.checkpoint.files import naming
 from ctrainer.trainer import checkpoint as files
 from ctrainer.trainer.checkpoint import (
@@ -34,6 +34,13 @@ _NOT_ELEMENTWISE = frozenset(
     "Adafactor Adalomo APOLLOAdamW Composite GaLoreAdafactor GaLoreAdamW "
     "GaLoreAdamW8bit LAMB LARS Lomo Muon StableAdamW".split()
 )
+_EXCLUDED = {
+    "use_bmuf": "BMUF needs the whole model on every rank",
+    "use_diloco": "DiLoCo needs the whole model on every rank",
+    "torch_compile": "the hooks that gather parameters cannot be compiled",
+    "fp16_full_eval": "shards are float32; set fp16, in which the model then computes",
+    "bf16_full_eval": "shards are float32; set bf16, in which the model then computes",
+}
 
 
 def plan_shards(trainer: TrainerRun) -> None:
@@ -44,7 +51,20 @@ def plan_shards(trainer: TrainerRun) -> None:
         check_has_values(trainer, trainer.model)
         return
     trainer.is_fsdp_enabled = True
-    _check(trainer.args, trainer._sharding)
+    if trainer.args.gradient_checkpointing and trainer._sharding.recomputes:
+        raise ValueError(
+            "fsdp: activation_checkpointing in fsdp_config and gradient_checkpointing "
+            "are the same; set one"
+        )
+    if trainer.args.save_only_model and not trainer._sharding.saves_full:
+        raise ValueError(
+            "save_only_model would save nothing: state_dict_type SHARDED_STATE_DICT in "
+            "fsdp_config keeps weights with the optimizer's state; set FULL_STATE_DICT"
+        )
+    for name, why in _EXCLUDED.items():
+        value = getattr(trainer.args, name, None)
+        if value:
+            raise ValueError(f"{name}={value!r} does not go with fsdp: {why}")
     if trainer.optimizer is not None:
         raise ValueError(
             "fsdp: the optimizer that was passed has the parameters of the whole "
@@ -288,30 +308,3 @@ def is_on_meta(model: Any) -> bool:
 def _has_shards(folder: str) -> bool:
     """Is it the folder of a checkpoint with shards?"""
     return bool(glob.glob(os.path.join(glob.escape(folder), "shard-[0-9]*-of-*")))
-
-
-def _check(args: Any, sharding: Sharding) -> None:
-    """Raise ValueError for what does not go with sharding, naming it."""
-    if args.gradient_checkpointing and sharding.recomputes:
-        raise ValueError(
-            "fsdp: activation_checkpointing in fsdp_config and gradient_checkpointing "
-            "are the same; set one"
-        )
-    if args.save_only_model and not sharding.saves_full:
-        raise ValueError(
-            "save_only_model would save nothing: state_dict_type SHARDED_STATE_DICT in "
-            "fsdp_config keeps weights with the optimizer's state; set FULL_STATE_DICT"
-        )
-    for name, why in _EXCLUDED.items():
-        value = getattr(args, name, None)
-        if value:
-            raise ValueError(f"{name}={value!r} does not go with fsdp: {why}")
-
-
-_EXCLUDED = {
-    "use_bmuf": "BMUF needs the whole model on every rank",
-    "use_diloco": "DiLoCo needs the whole model on every rank",
-    "torch_compile": "the hooks that gather parameters cannot be compiled",
-    "fp16_full_eval": "shards are float32; set fp16, in which the model then computes",
-    "bf16_full_eval": "shards are float32; set bf16, in which the model then computes",
-}
