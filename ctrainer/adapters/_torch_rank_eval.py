@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ctrainer.arguments.accelerator import BatchPlan
-from ctrainer.comm import world
+from ctrainer.comm.run import unpickled, world
 
 
 class WholeBatchLoader:
@@ -69,7 +69,7 @@ def receive(rounds: Iterator[Any] | None) -> tuple[list[Any], bool]:
         data = group.broadcast_bytes(data, 0)
     if not data:
         raise RuntimeError("rank 0 could not read on; its own error says why")
-    found: tuple[list[Any], bool] = pickle.loads(data)
+    found: tuple[list[Any], bool] = unpickled(data, 0)
     return found
 
 

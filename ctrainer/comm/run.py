@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+from typing import Any
 
 from ctrainer import _C
 from ctrainer.comm import environment
@@ -63,6 +65,27 @@ def leave() -> None:
         group = _joined.pop()
         if is_open(group) and group.world_size > 1:
             group.close()
+
+
+def unpickled(message: bytes, rank: int) -> Any:
+    """The object in a message of rank `rank`, which pickle has made.
+
+    Batches are sent pickled, since a collator may put objects of any class in them.
+    Reading them runs no code that the run does not trust in any case: the message comes
+    from a process of the same run, with the same script and user, over the group's own
+    collectives, and never from a file or anybody outside the group.
+
+    Raises:
+        ValueError: the message cannot be read.
+    """
+    try:
+        return pickle.loads(message)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the message of rank {rank} cannot be read: {error}"
+        ) from error
 
 
 def _join(timeout_seconds: float | None) -> _C.Communicator:

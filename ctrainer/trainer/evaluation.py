@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ctrainer import _C
+from ctrainer.comm.run import unpickled
 from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer.checkpoint import set_mode
 from ctrainer.trainer_utils import (
@@ -611,7 +612,7 @@ class _Ranks:
                 "send it to the others; give each rank a batch of its own"
             )
         self.reported = False
-        return batch if self.group.rank == root else _unpickled(data, root)
+        return batch if self.group.rank == root else unpickled(data, root)
 
     def exchange(self, batch: tuple[Any, ...], as_tensors: bool) -> list[Any]:
         """The batches of all ranks in this round, (predictions, labels, inputs, whole
@@ -632,7 +633,7 @@ class _Ranks:
         self.reported = False
         batches = []
         for rank in range(len(messages)):
-            rows, targets, mean, nodes = _unpickled(messages[rank], rank)
+            rows, targets, mean, nodes = unpickled(messages[rank], rank)
             messages[rank] = b""
             kept = rows if self.left < 0 else min(rows, self.left)
             self.left -= kept if self.left > 0 else 0
@@ -657,14 +658,3 @@ def _number(loss: Any) -> float | None:
         return None
     vector = len(getattr(loss, "shape", ())) > 0
     return math.ldexp(loss.mean() if vector else loss, 0)  # of a number, not a text
-
-
-def _unpickled(data: bytes, rank: int) -> Any:
-    try:
-        return pickle.loads(data)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"the message of rank {rank} cannot be read: {error}"
-        ) from error

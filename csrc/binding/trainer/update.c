@@ -130,6 +130,7 @@ open_average(PyObject *op, ctpy_update *u)
     u->average = PyObject_GetAttr(average, names->str_core);
     Py_DECREF(average);
     if (u->average == NULL || !Py_IS_TYPE(u->average, names->WeightAverage)) {
+        Py_CLEAR(u->average);
         PyErr_SetString(
             PyExc_TypeError,
             "weight_average must be None, a ctrainer.EMA or a ctrainer.SWA");
@@ -488,17 +489,6 @@ finish_average(ctpy_update *u)
 }
 
 static int
-apply_foreign(PyObject *op, ctpy_update *u)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    u->result.updated = u->result.finite || u->config.nonfinite == CT_NONFINITE_KEEP;
-    if (!u->result.updated) {
-        return 0;
-    }
-    return call(u->optimizer, names->str_step);
-}
-
-static int
 scaler_update(ctpy_update *u, ctpy_state *names)
 {
     if (u->scaler == NULL) {
@@ -529,7 +519,9 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
         return -1;
     }
     if (u->engine == NULL) {
-        if (apply_foreign(op, u) < 0) {
+        u->result.updated =
+            u->result.finite || u->config.nonfinite == CT_NONFINITE_KEEP;
+        if (u->result.updated && call(u->optimizer, names->str_step) < 0) {
             return -1;
         }
     }

@@ -6,6 +6,7 @@ import math
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -436,3 +437,13 @@ def test_an_evaluation_that_fails_before_the_first_step_ends_the_run() -> None:
     with pytest.raises(ValueError, match="no labels to evaluate"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("core", [None, [1, 2]])
+def test_a_weight_average_of_another_kind_is_a_type_error(core: Any) -> None:
+    trainer = make(ctrainer.Trainer, Net(), rows(16), max_steps=1)
+    trainer.weight_average = SimpleNamespace(core=core)
+    with pytest.raises(
+        TypeError, match=r"weight_average must be None, a ctrainer\.EMA"
+    ):
+        trainer.train()
