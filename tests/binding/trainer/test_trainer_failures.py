@@ -443,7 +443,5 @@ def test_an_evaluation_that_fails_before_the_first_step_ends_the_run() -> None:
 def test_a_weight_average_of_another_kind_is_a_type_error(core: Any) -> None:
     trainer = make(ctrainer.Trainer, Net(), rows(16), max_steps=1)
     trainer.weight_average = SimpleNamespace(core=core)
-    with pytest.raises(
-        TypeError, match=r"weight_average must be None, a ctrainer\.EMA"
-    ):
+    with pytest.raises(TypeError, match="weight_average must be None"):
         trainer.train()
