@@ -82,6 +82,7 @@ look(const member *comm, const cudaEvent_t *done, const char *what, bool *ended,
     if (status == CT_OK) {
         status = check_on(comm, result, what, err);
     }
+    /* The event is only valid once NCCL has put the call on the stream. */
     *ended = result != CT_NCCL_IN_PROGRESS;
     if (status != CT_OK || !*ended || done == NULL) {
         return status;
@@ -108,6 +109,8 @@ settle(member *comm, const cudaEvent_t *done, const char *what, ct_error *err)
                              what, comm->base.rank, comm->base.world_size,
                              comm->timeout_seconds);
         }
+        /* Polling, as no call of CUDA waits for an event and an error of NCCL at
+         * once. */
         (void)sched_yield();
     }
     return status == CT_OK ? CT_OK : give_up(comm, status);
@@ -182,6 +185,7 @@ make_room(staging *s, size_t bytes, ct_error *err)
     if (bytes <= s->room) {
         return CT_OK;
     }
+    /* Freed first, as both together may not fit; cudaFree waits for the device. */
     release_staging(s);
     ct_status status = ct_cuda_check(cudaMalloc((void **)&s->memory, bytes),
                                      "get memory for a collective on host memory", err);
@@ -198,6 +202,7 @@ stage(staging *s, const ct_request *request, ct_request *staged, cudaStream_t st
     size_t used = 0;
     *staged = *request;
     *is_staged = in || out;
+    /* Both places before the memory: growing moves what is there. */
     const size_t in_at = place_of(&request->in, in, &used);
     const size_t out_at = place_of(&request->out, out, &used);
     ct_status status = make_room(s, used, err);
@@ -286,6 +291,7 @@ exchange(const member *comm, const ct_request *r, int dtype)
                                    comm->handle, comm->stream);
         }
     }
+    /* Ended after an error too, or every later call would join this group. */
     const ct_nccl_result ended = nccl->group_end();
     return result != 0 ? result : ended;
 }
@@ -321,6 +327,8 @@ enqueue(const member *comm, const ct_request *r, int dtype)
                             comm->stream);
 }
 
+/* NCCL is not called for empty operands; all ranks have equal lengths, so none
+ * waits. */
 static bool
 moves_nothing(const ct_request *r)
 {

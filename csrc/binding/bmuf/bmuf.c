@@ -381,6 +381,7 @@ set_constants(BMUF *self, ctpy_state *state)
         return -1;
     }
     if (!(lr > 0.0 && isfinite(lr))) {
+        /* For the message: PyErr_Format has no format for doubles. */
         answer = PyFloat_FromDouble(lr);
         PyErr_Format(PyExc_ValueError,
                      "the optimizer's lr is %R where a block of SlowMo ends, which "
@@ -660,6 +661,7 @@ copy_one(BMUF *self, const ct_bmuf_flat *flat, PyObject *tensors, copy_fn *copy)
     if (tensors_read(ctpy_state_borrow((PyObject *)self), tensors, NULL, &t) < 0) {
         return -1;
     }
+    /* The GIL is released below. */
     self->busy = true;
     Py_BEGIN_ALLOW_THREADS
     status = copy(&self->core, flat, &t.list, &err);

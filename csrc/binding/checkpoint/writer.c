@@ -92,6 +92,7 @@ run_step(PyObject *op, step_fn *step)
 {
     ct_error err = {0};
     ct_status status;
+    /* A second thread must not change the files of a save in progress. */
     ct_writer *core = writer_enter(op);
     if (core == NULL) {
         return NULL;
@@ -431,6 +432,7 @@ CheckpointWriter_remove_after(PyObject *op, PyObject *arg)
     return answer;
 }
 
+/* One claim for both: no other thread begins a save between them. */
 static ct_status
 commit_and_wait(ct_writer *writer, ct_error *err)
 {

@@ -258,6 +258,7 @@ start(ctpy_state *state, PyObject *op, const ct_request *request, PyObject *tens
     return made;
 }
 
+/* The core's names, so that messages and arguments agree. */
 static int
 op_of(const char *name, ct_reduce_op *op)
 {
@@ -394,6 +395,7 @@ list_gathered(const ct_gathered *gathered, int world_size)
     PyObject *list = PyList_New(world_size);
     for (Py_ssize_t r = 0; list != NULL && r < world_size; r++) {
         const char *data = (const char *)gathered->data + (size_t)r * gathered->stride;
+        /* A rank without bytes may have no address. */
         PyObject *bytes = PyBytes_FromStringAndSize(gathered->n[r] == 0 ? "" : data,
                                                     (Py_ssize_t)gathered->n[r]);
         if (bytes == NULL) {
@@ -600,6 +602,7 @@ Communicator_split(PyObject *op, PyObject *args, PyObject *kwargs)
 static PyObject *
 gather_padded(PyObject *op, ct_comm *comm, const ct_span *out, const ct_span *in)
 {
+    /* Before the collective, so that a lack of memory leaves none half done. */
     int64_t *lengths = ct_calloc((size_t)comm->world_size, sizeof *lengths);
     ct_error err;
     if (lengths == NULL) {

@@ -83,6 +83,7 @@ Communicator_memory(PyObject *op, PyObject *number)
     const Py_ssize_t n_bytes = comm == NULL ? -1 : PyLong_AsSsize_t(number);
     ct_pages *pages = NULL;
     ct_error err;
+    /* A closed group, or no integer. */
     if (n_bytes == -1 && PyErr_Occurred()) {
         return NULL;
     }

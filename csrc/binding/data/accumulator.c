@@ -60,6 +60,7 @@ RowBuffer_traverse(PyObject *op, visitproc visit, void *arg)
     return 0;
 }
 
+/* Not the folder: the rows may still spill into it until dealloc. */
 static int
 RowBuffer_clear(PyObject *op)
 {
@@ -83,6 +84,7 @@ static int
 RowBuffer_getbuffer(PyObject *op, Py_buffer *view, int flags)
 {
     RowBuffer *self = (RowBuffer *)op;
+    /* A valid address for no rows, too. */
     void *data = self->rows.used_bytes > 0 ? self->rows.region.data : "";
     return PyBuffer_FillInfo(view, op, data, (Py_ssize_t)self->rows.used_bytes, 0,
                              flags);
@@ -108,6 +110,7 @@ RowBuffer_projected_bytes(PyObject *op, PyObject *array, size_t n_rows)
     return row != 0 && n_rows > SIZE_MAX / row ? SIZE_MAX : row * n_rows;
 }
 
+/* The first two dimensions are rows and width, which may differ between batches. */
 static void
 start(RowBuffer *self, PyObject *dtype, const Py_buffer *view)
 {
@@ -146,6 +149,8 @@ check_shape(const RowBuffer *self, const Py_buffer *view)
 static int
 check_dtype(const RowBuffer *self, PyObject *dtype)
 {
+    /* Equality rather than identity: NumPy makes new objects for structured dtypes and
+     * byte orders. */
     int equal = PyObject_RichCompareBool(dtype, self->dtype, Py_EQ);
     if (equal == 0) {
         PyErr_Format(PyExc_TypeError,
@@ -165,6 +170,7 @@ RowBuffer_check(PyObject *op, PyObject *array)
     int result = -1;
     Py_buffer view;
     PyObject *dtype = PyObject_GetAttr(array, ctpy_state_borrow(op)->str_dtype);
+    /* Contiguous memory was made by ctpy_plain_array, so only odd arrays fail here. */
     if (dtype == NULL || PyObject_GetBuffer(array, &view, PyBUF_C_CONTIGUOUS) < 0) {
         Py_XDECREF(dtype);
         return -1;
@@ -247,6 +253,7 @@ spread(RowBuffer *self, PyObject *padding_index)
     char item[sizeof(double) * 4] = {0}; /* the largest dtype is complex long double */
     ct_status status;
     ct_error err;
+    /* Rows of one width have no gaps, so the padding need not fit their dtype. */
     if (self->rows.n_runs > 1 && fill_item(self, padding_index, item) < 0) {
         return -1;
     }
@@ -273,6 +280,7 @@ RowBuffer_result(PyObject *op, PyObject *padding_index)
 {
     RowBuffer *self = (RowBuffer *)op;
     PyObject *shape = spread(self, padding_index) < 0 ? NULL : shape_tuple(self);
+    /* The array's base is this buffer, which lives as long as the array. */
     return shape == NULL ? NULL
                          : ctpy_call_function("numpy", "ndarray", "(NOO)", shape,
                                               self->dtype, op);
@@ -403,6 +411,7 @@ matching_children(PyObject *node, PyObject *value)
 {
     PyObject *type = PyTuple_GET_ITEM(node, 0), *keys = PyTuple_GET_ITEM(node, 1);
     const Py_ssize_t n = PyTuple_GET_SIZE(PyTuple_GET_ITEM(node, 2));
+    /* The exact type, because the result is made by the first batch's. */
     if ((PyObject *)Py_TYPE(value) != type || PyObject_Length(value) != n) {
         PyErr_Format(PyExc_TypeError,
                      "this batch has a %s where those before it had a %s of %zd",
@@ -431,6 +440,7 @@ static int
 flatten_leaf(ArrayAccumulator *self, PyObject *node, PyObject *value,
              const leaf_path *path, PyObject *arrays)
 {
+    /* A part without values stays None in the result. */
     if (node == Py_None && value == Py_None) {
         return 0;
     }
@@ -496,6 +506,7 @@ tree_new(ArrayAccumulator *self, PyObject *value, PyObject *leaves)
         }
         return result;
     }
+    /* A container may contain itself. */
     if (Py_EnterRecursiveCall(" in a nested batch")) {
         return NULL;
     }

@@ -187,6 +187,7 @@ new_memory(FSDPUnit *self, PyObject *plugin, size_t bytes, int watched)
     const ctpy_state *state = fsdp_state_borrow(self);
     PyObject *args = Py_BuildValue("(n)", (Py_ssize_t)bytes);
     PyObject *kwargs = Py_BuildValue("{s:i,s:O}", "watched", watched, "plugin", plugin);
+    /* By the type's constructor, as units and users have the same kind of memory. */
     PyObject *memory =
         args == NULL || kwargs == NULL
             ? NULL
@@ -279,6 +280,8 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
         dtype_of(reduce, &config.reduce) < 0) {
         return -1;
     }
+    /* The core's tables point to memory of this unit, which a second call would
+     * replace. */
     if (self->communicator != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "a FSDPUnit is made once");
         return -1;
@@ -472,6 +475,7 @@ FSDPUnit_set_factors(PyObject *op, PyObject *value, void *Py_UNUSED(closure))
     if (!PyArg_ParseTuple(value, "dd", &pre, &post)) {
         return -1;
     }
+    /* NaN fails the comparison. */
     if (!(pre > 0.0 && post > 0.0 && isfinite(pre) && isfinite(post))) {
         PyErr_Format(PyExc_ValueError,
                      "gradients are divided by numbers above 0, got %R", value);

@@ -120,6 +120,7 @@ static PyObject *
 get_groups(ctpy_state *state, PyObject *optimizer)
 {
     PyObject *found = PyObject_GetAttr(optimizer, state->str_param_groups);
+    /* A tuple, as visits run code that may change the list. */
     PyObject *groups = found == NULL ? NULL : PySequence_Tuple(found);
     Py_XDECREF(found);
     return groups;
@@ -253,6 +254,8 @@ ctpy_grads_sum(ctpy_grads *grads, const ct_clip *clip)
 {
     ct_status status;
     ct_error err;
+    /* The owners keep the memory; a gradient replaced meanwhile is measured as it
+     * was. */
     Py_BEGIN_ALLOW_THREADS
     status = ct_clip_measure(clip, &grads->list, NULL, &err);
     Py_END_ALLOW_THREADS

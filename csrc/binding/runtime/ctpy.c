@@ -46,6 +46,8 @@ set_error(PyObject *type, int os_error, const char *message)
     PyObject *text =
         PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "backslashreplace");
     PyObject *value = text;
+    /* With two arguments OSError becomes the subclass for errno, such as
+     * FileNotFoundError. */
     if (text != NULL && os_error != 0) {
         value = Py_BuildValue("(iN)", os_error, text);
     }
@@ -140,6 +142,7 @@ int
 ctpy_item(PyObject *mapping, const char *name, PyObject **value)
 {
     *value = PyMapping_GetItemString(mapping, name);
+    /* Any mapping, so a missing key shows as an exception. */
     if (*value == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
         PyErr_Clear();
         return 0;
@@ -291,6 +294,7 @@ ctpy_call_if_there(PyObject *op, PyObject *name)
 {
     int failed;
     PyObject *method = ctpy_get_optional(op, name, &failed);
+    /* An attribute that is no method, such as a flag of that name, is left alone. */
     if (method == NULL || !PyCallable_Check(method)) {
         Py_XDECREF(method);
         return failed ? -1 : 0;
@@ -349,6 +353,7 @@ leave_with_exception(PyObject *context, PyObject *exit_name)
 {
     PyObject *type, *value, *trace, *answer;
     PyErr_Fetch(&type, &value, &trace);
+    /* __exit__ expects an instance, with the traceback that `raise` would have set. */
     PyErr_NormalizeException(&type, &value, &trace);
     if (trace != NULL) {
         (void)PyException_SetTraceback(value, trace);
