@@ -67,6 +67,8 @@ check_nesterov(bool nesterov, double momentum, double dampening, ct_error *err)
 
 /* ---- AdamW, Adam, fairseq's Adam, RAdam ------------------------------------------ */
 
+/* Weight decay in the gradient changes the moments and needs a formula of its own;
+ * decoupled decay is a factor of the parameter, 1 without decay. */
 static ct_rule
 adam_rule(const ct_optim_group *group)
 {
@@ -84,6 +86,8 @@ fairseq_adam_rule(const ct_optim_group *group)
     return group->adamw.amsgrad ? CT_RULE_adamw_amsgrad : CT_RULE_adamw;
 }
 
+/* Bit k stands for state[k]: two moments, and with amsgrad the largest second
+ * moment. */
 static unsigned
 adam_states(const ct_optim_group *group)
 {
@@ -242,6 +246,7 @@ ademamix_coef(ct_rule_coef *coef, const ct_optim_group *group, uint64_t step,
 
 ONE_RULE(nadam, 3)
 
+/* The schedule of momenta with torch's base of 0.96. */
 static double
 nadam_momentum(const ct_nadam_config *config, uint64_t step)
 {
@@ -285,6 +290,8 @@ nadam_next_product(const ct_optim_group *group, const ct_optim_param *param)
                                           : (double)((float)product * (float)momentum);
 }
 
+/* The product of all momenta corrects the bias, and is a parameter's own: parameters
+ * may have begun at different updates. */
 static void
 nadam_complete(ct_rule_coef *coef, const ct_optim_group *group,
                const ct_optim_param *param)
@@ -297,6 +304,7 @@ nadam_complete(ct_rule_coef *coef, const ct_optim_group *group,
     coef->nadam.moment_step = c->lr * next / (1.0 - product * next);
 }
 
+/* Only after the update, so that a failed update leaves the product alone. */
 static void
 nadam_count(const ct_optim_group *group, const ct_optim_param *param)
 {
@@ -312,6 +320,7 @@ nadam_count(const ct_optim_group *group, const ct_optim_param *param)
 static ct_status
 nadam_check(const ct_optim_param *param, size_t i, ct_error *err)
 {
+    /* NaN stands for a missing product and fails the comparison. */
     const double product = param->product == NULL ? NAN : nadam_product(param);
     return product >= 0.0 && product <= 1.0
                ? CT_OK
@@ -323,6 +332,7 @@ nadam_check(const ct_optim_param *param, size_t i, ct_error *err)
 
 /* ---- SGD, NAG, Lion -------------------------------------------------------------- */
 
+/* Without momentum there is no state, and the state's memory is never touched. */
 static ct_rule
 sgd_rule(const ct_optim_group *group)
 {
