@@ -64,7 +64,7 @@ class TrainerBase(_C.Trainer):
     _globalstep_last_logged = 0
     weight_average: WeightAverage | None = None
     _neftune: Any = None
-    _rank_files: dict[str, bytes]  # of this rank, for the ranks that write
+    _rank_files: dict[str, str]  # base64 of files, for the ranks that write
     _resume_state: dict[str, Any]
     _reader: Any = None  # of the training data, while train() runs
     _resumes_ranks = False  # does the run resume with the ranks that it was saved by?

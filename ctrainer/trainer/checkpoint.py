@@ -14,11 +14,11 @@ ends. Every step is taken by all ranks, or by none.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import logging
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from os.path import realpath
@@ -74,7 +74,7 @@ def save_atomically(
     def written() -> bytes:
         save()
         files, trainer._rank_files = trainer._rank_files, {}
-        return pickle.dumps(files)
+        return json.dumps(files).encode()
 
     trainer._writes_checkpoint = bool(trainer.args.should_save)
     try:
@@ -130,9 +130,9 @@ def commit(trainer: TrainerRun, files: list[bytes]) -> None:
     writer = writer_of(trainer)
     assert writer.folder is not None
     for of_rank in files:
-        for name, content in pickle.loads(of_rank).items():
+        for name, content in json.loads(of_rank).items():
             with open(os.path.join(writer.folder, name), "wb") as file:
-                file.write(content)
+                file.write(base64.b64decode(content))
     check_save(trainer)
     writer.commit(wait=not trainer.args.async_save)
 
@@ -484,7 +484,8 @@ def add_file(trainer: TrainerRun, folder: str, write: Callable[[Sink], None]) ->
             write(Sink(own, None))
             for entry in os.scandir(own):
                 with open(entry.path, "rb") as file:
-                    trainer._rank_files[entry.name] = file.read()
+                    content = base64.b64encode(file.read()).decode()
+                trainer._rank_files[entry.name] = content
 
 
 def add_object(
