@@ -6,6 +6,7 @@
 #include "core/comm/reduce.h"
 #include "ct_processes.h"
 #include "ct_rank_values.h"
+#include "ct_reduce_to.h"
 
 #include <stdint.h>
 
@@ -54,7 +55,7 @@ gather_scatter_and_exchange(ct_comm *comm, float *whole, float *part, size_t n)
         for (size_t i = 0; i < n; i++) {
             part[i] = value_at(comm->rank, i);
         }
-        CHECK(ct_comm_reduce(comm, &one, CT_REDUCE_MEAN, root, NULL) == CT_OK);
+        CHECK(reduce_to(comm, &one, CT_REDUCE_MEAN, root, NULL) == CT_OK);
         for (size_t i = 0; comm->rank == root && i < n; i++) {
             CHECK(part[i] == reduced_at(comm->world_size, i, CT_REDUCE_MEAN));
         }

@@ -5,6 +5,7 @@
 #include "../../cuda/comm_nccl.h"
 #include "../../cuda/dynlib.h"
 #include "../../cuda/nccl.h"
+#include "../core/ct_reduce_to.h"
 
 #include <dlfcn.h>
 #include <functional>
@@ -156,7 +157,7 @@ test_reduce()
     on_every_rank([&](size_t r) {
         const ct_span span = all.of[r].on_device();
         ct_error err;
-        check_ok(ct_comm_reduce(comms[r], &span, CT_REDUCE_MAX, 1, &err), err);
+        check_ok(reduce_to(comms[r], &span, CT_REDUCE_MAX, 1, &err), err);
     });
     all.check([](size_t r, size_t i) { return own(r == 1 ? 2 : r, i); });
 }
@@ -189,7 +190,7 @@ test_wrong_operands_are_rejected()
     CHECK(ct_comm_all_to_all(comm, &span, &span, &err) == CT_EINVAL);
     CHECK(ct_comm_broadcast(comm, &span, RANKS, &err) == CT_EINVAL);
     CHECK(ct_comm_broadcast(comm, &span, -1, &err) == CT_EINVAL);
-    CHECK(ct_comm_reduce(comm, &span, CT_REDUCE_SUM, -1, &err) == CT_EINVAL);
+    CHECK(reduce_to(comm, &span, CT_REDUCE_SUM, -1, &err) == CT_EINVAL);
 
     ct_comm *made = NULL;
     const char id[CT_COMM_ID_BYTES] = {0};

@@ -72,14 +72,6 @@ ct_comm_broadcast(ct_comm *comm, const ct_span *span, int root, ct_error *err)
 }
 
 ct_status
-ct_comm_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, int root,
-               ct_error *err)
-{
-    const ct_request r = {.what = CT_REDUCE, .op = op, .root = root, .in = *span};
-    return ct_comm_run(comm, &r, err);
-}
-
-ct_status
 ct_comm_barrier(ct_comm *comm, ct_error *err)
 {
     const ct_request r = {.what = CT_BARRIER};

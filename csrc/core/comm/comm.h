@@ -75,7 +75,8 @@ typedef struct ct_request {
     ct_collective what;
     ct_reduce_op op; /* of a reduction */
     int root;        /* of broadcast and reduce */
-    ct_span in;      /* of all_reduce, broadcast and reduce: the result, too */
+    ct_span in;      /* of all_reduce, broadcast and reduce: the result, too, but
+                      * undefined after a reduce on ranks other than the root */
     ct_span out;     /* of all_gather, reduce_scatter and all_to_all */
     ct_label label;  /* filled in by the backend from the communicator's */
 } ct_request;
@@ -181,10 +182,6 @@ CT_NODISCARD ct_status ct_comm_all_to_all(ct_comm *comm, const ct_span *out,
 
 CT_NODISCARD ct_status ct_comm_broadcast(ct_comm *comm, const ct_span *span, int root,
                                          ct_error *err);
-
-/* In place on the root; the spans of other ranks are undefined afterwards. */
-CT_NODISCARD ct_status ct_comm_reduce(ct_comm *comm, const ct_span *span,
-                                      ct_reduce_op op, int root, ct_error *err);
 
 CT_NODISCARD ct_status ct_comm_barrier(ct_comm *comm, ct_error *err);
 

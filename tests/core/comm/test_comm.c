@@ -5,6 +5,7 @@
 #include "ct_random.h"
 #include "ct_random.h"
 #include "ct_ranks.h"
+#include "ct_reduce_to.h"
 #include "ct_test.h"
 
 #include <math.h>
@@ -73,8 +74,8 @@ test_only_rank_zero_can_broadcast(void)
     CHECK(ct_comm_broadcast(comm, &nothing, 0, &err) == CT_OK);
     CHECK(ct_comm_broadcast(comm, &nothing, 1, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "got 1") != NULL);
-    CHECK(ct_comm_reduce(comm, &nothing, CT_REDUCE_SUM, 0, &err) == CT_OK);
-    CHECK(ct_comm_reduce(comm, &nothing, CT_REDUCE_SUM, -1, &err) == CT_EINVAL);
+    CHECK(reduce_to(comm, &nothing, CT_REDUCE_SUM, 0, &err) == CT_OK);
+    CHECK(reduce_to(comm, &nothing, CT_REDUCE_SUM, -1, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "got -1") != NULL);
     comm->ops->free(comm);
 }
@@ -279,9 +280,9 @@ reduce_to_each(ct_comm *comm, void *arg)
     for (int root = 0; root < ranks; root++) {
         double values[2] = {comm->rank, -comm->rank};
         const ct_span span = {values, 2, CT_F64};
-        CHECK(ct_comm_reduce(comm, &span, CT_REDUCE_SUM, root, NULL) == CT_OK);
+        CHECK(reduce_to(comm, &span, CT_REDUCE_SUM, root, NULL) == CT_OK);
         CHECK(comm->rank != root || (values[0] == 6.0 && values[1] == -6.0));
-        CHECK(ct_comm_reduce(comm, &span, CT_REDUCE_MAX, ranks, NULL) == CT_EINVAL);
+        CHECK(reduce_to(comm, &span, CT_REDUCE_MAX, ranks, NULL) == CT_EINVAL);
     }
 }
 

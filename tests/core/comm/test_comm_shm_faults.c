@@ -4,6 +4,7 @@
 #include "core/base/wait.h"
 #include "ct_processes.h"
 #include "ct_rank_values.h"
+#include "ct_reduce_to.h"
 #include "ct_test.h"
 
 #include <math.h>
@@ -42,7 +43,7 @@ call_differently(ct_comm *comm)
     CHECK(ct_comm_all_gather(comm, &one, &one, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "all_gather over 3 ranks needs 3 times") != NULL);
     CHECK(ct_comm_broadcast(comm, &one, 3, &err) == CT_EINVAL);
-    CHECK(ct_comm_reduce(comm, &one, CT_REDUCE_SUM, 3, &err) == CT_EINVAL);
+    CHECK(reduce_to(comm, &one, CT_REDUCE_SUM, 3, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "root must be in [0, ") != NULL);
     CHECK(strstr(err.message, "root must be in [0, 3), got 3") != NULL);
     CHECK(value == 1.0);

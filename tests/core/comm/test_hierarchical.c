@@ -3,6 +3,7 @@
 #include "core/base/alloc.h"
 #include "ct_kernels.h"
 #include "ct_ranks.h"
+#include "ct_reduce_to.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -86,7 +87,7 @@ check_reduce(ct_comm *hierarchical, ct_comm *plain, const ct_span *like,
             CHECK(of[k].data != NULL);
             fill(&of[k], plain->rank);
             ct_comm *comm = k == 0 ? hierarchical : plain;
-            CHECK(ct_comm_reduce(comm, &of[k], op, root, NULL) == CT_OK);
+            CHECK(reduce_to(comm, &of[k], op, root, NULL) == CT_OK);
         }
         CHECK(plain->rank != root || memcmp(of[0].data, of[1].data, bytes) == 0);
         ct_free(of[0].data);
