@@ -237,6 +237,10 @@ AREAS = {
             "ctrainer/introspect.py ctrainer/runtime/hooks.py":
                 "binding/trainer/test_trainer_hooks.py "
                 "python/optim/test_optimizer_in_trainer.py parity/test_clients.py",
+            "ctrainer/trainer/reports.py":
+                "binding/trainer/test_trainer_failures.py "
+                "python/trainer/test_any_batch.py python/comm/test_ranks_differ.py "
+                "python/trainer/test_ranks_training.py",
             "ctrainer/trainer/base.py":
                 "binding/engine/test_gradient_metrics.py "
                 "binding/trainer/test_trainer_hooks.py "

@@ -90,15 +90,24 @@ count_extents(PyObject *items)
     return n;
 }
 
+/* The shape is asked for again: another thread may have changed the tensor since, so
+ * `room`, the number of extents that are left, bounds the copy. */
 static int
-fill_shape(PyObject *pair, uint64_t *extents, ct_st_entry *entry)
+fill_shape(PyObject *pair, uint64_t *extents, size_t room, ct_st_entry *entry)
 {
-    PyObject *shape = shape_of(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1));
+    PyObject *name = PyTuple_GET_ITEM(pair, 0);
+    PyObject *shape = shape_of(name, PyTuple_GET_ITEM(pair, 1));
     if (shape == NULL) {
         return -1;
     }
     entry->ndim = (size_t)PyTuple_GET_SIZE(shape);
     entry->shape = extents;
+    if (entry->ndim > room) {
+        Py_DECREF(shape);
+        PyErr_Format(PyExc_RuntimeError, "tensor '%U' changed its shape meanwhile",
+                     name);
+        return -1;
+    }
     /* A negative extent raises OverflowError here, rather than becoming a huge
      * number. */
     for (size_t i = 0; i < entry->ndim && !PyErr_Occurred(); i++) {
@@ -175,7 +184,7 @@ fill_data(ctpy_state *state, PyObject *data, const char *what,
 
 static int
 fill_entry(ctpy_state *state, PyObject *pair, const ctpy_tensors *tensors,
-           uint64_t *extents, ct_st_entry *entry)
+           uint64_t *extents, size_t room, ct_st_entry *entry)
 {
     char what[200];
     Py_ssize_t n;
@@ -195,7 +204,7 @@ fill_entry(ctpy_state *state, PyObject *pair, const ctpy_tensors *tensors,
     if (raw) {
         entry->tag = PyUnicode_AsUTF8(PyTuple_GET_ITEM(value, 1));
     }
-    return entry->tag == NULL ? -1 : fill_shape(pair, extents, entry);
+    return entry->tag == NULL ? -1 : fill_shape(pair, extents, room, entry);
 }
 
 static int
@@ -215,12 +224,14 @@ fill_entries(ctpy_state *state, ctpy_tensors *tensors)
         return -1;
     }
     uint64_t *at = tensors->extents;
+    size_t room = (size_t)extents;
     for (size_t i = 0; i < tensors->n; i++) {
         PyObject *pair = PyList_GET_ITEM(tensors->items, (Py_ssize_t)i);
-        if (fill_entry(state, pair, tensors, at, &tensors->entries[i]) < 0) {
+        if (fill_entry(state, pair, tensors, at, room, &tensors->entries[i]) < 0) {
             return -1;
         }
         at += tensors->entries[i].ndim;
+        room -= tensors->entries[i].ndim;
     }
     return 0;
 }

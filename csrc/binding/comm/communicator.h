@@ -29,7 +29,7 @@ ctpy_comm_borrow(ctpy_state *state, PyObject *op)
     return comm != NULL ? comm : ctpy_comm_reject(state, op);
 }
 
-/* Leaves the group; without the GIL, closing may wait for other ranks. */
+/* Leaves the group, with the GIL. */
 void ctpy_comm_free(ct_comm *comm);
 
 /* Releases the GIL for a call on the communicator, which stays open until

@@ -140,7 +140,13 @@ read_groups(PyObject *groups, size_t *sizes, bool *trainable)
         Py_ssize_t size;
         int trains;
         PyObject *group = PyTuple_GET_ITEM(groups, i);
-        if (!PyTuple_Check(group) || !PyArg_ParseTuple(group, "np", &size, &trains)) {
+        if (!PyTuple_Check(group)) {
+            PyErr_Format(PyExc_TypeError,
+                         "group %zd must be a tuple (size, trainable), got %.100s", i,
+                         Py_TYPE(group)->tp_name);
+            return -1;
+        }
+        if (!PyArg_ParseTuple(group, "np", &size, &trains)) {
             return -1;
         }
         if (size < 0) {

@@ -283,10 +283,14 @@ walk_open(const walk *w, DIR *dir, const char *relative, int depth, ct_error *er
 {
     struct dirent *entry;
     ct_status status = CT_OK;
-    while (status == CT_OK && (entry = readdir(dir)) != NULL) {
+    /* readdir() returns NULL for an error and at the end: errno says which. */
+    while (status == CT_OK && (errno = 0, entry = readdir(dir)) != NULL) {
         if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) {
             status = walk_entry(w, relative, entry->d_name, depth, err);
         }
+    }
+    if (status == CT_OK && errno != 0) {
+        status = ct_fail_io(err, errno, "list", w->root);
     }
     return status == CT_OK ? w->visit(w->arg, relative, 1, err) : status;
 }

@@ -583,7 +583,8 @@ adopt(const char *from, const char *to, bool over, ct_error *err)
     ct_status status = CT_OK;
     struct dirent *entry;
     DIR *dir = opendir(from);
-    while (dir != NULL && status == CT_OK && (entry = readdir(dir)) != NULL) {
+    while (dir != NULL && status == CT_OK &&
+           (errno = 0, entry = readdir(dir)) != NULL) {
         if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) {
             char *one = ct_path_join(from, entry->d_name);
             char *other = ct_path_join(to, entry->d_name);
@@ -593,6 +594,9 @@ adopt(const char *from, const char *to, bool over, ct_error *err)
             ct_free(other);
             ct_free(one);
         }
+    }
+    if (status == CT_OK && dir != NULL && errno != 0) {
+        status = ct_fail_io(err, errno, "list", from);
     }
     if (dir != NULL) {
         (void)closedir(dir);

@@ -43,6 +43,12 @@ def test_on_ranks(outcomes: list[dict[str, str]], name: str) -> None:
 # ---- in a group of one
 
 
+@pytest.mark.parametrize("group", [3, None, [4, True]])
+def test_a_group_of_a_unit_is_a_tuple(group: Any) -> None:
+    with pytest.raises(TypeError, match=r"group 0 must be a tuple \(size, trainable\)"):
+        _C.FSDPUnit(_C.Communicator(), (group,))
+
+
 def wrap(module: nn.Module, **options: Any) -> FSDP:
     return FSDP(module, process_group=_C.Communicator(), **options)
 
