@@ -19,7 +19,7 @@ OWNERS = re.findall(r"CTPY_NAME\((\w+)\) /\* ([\w.]+) \*/", OWN)
 # and transformers have them on objects of theirs.
 OF_OTHERS = {
     "transformers": """
-        _clip_grad_norm _get_learning_rate _get_num_items_in_batch
+        _clip_grad_norm _get_learning_rate
         _loss_shifts_labels _maybe_log_save_evaluate _prepare_input
         _prepare_inputs _track_num_input_tokens""",
     "accelerate": "_set_sync_gradients",

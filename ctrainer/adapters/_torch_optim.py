@@ -97,7 +97,7 @@ def layer_norms(optimizer: Any, norm_type: float) -> dict[Any, float]:
     norms = {
         param: torch.linalg.vector_norm(param.grad, norm_type, dtype=torch.float64)
         if param.grad.numel() > 0  # as a shard may have
-        else torch.zeros(())
+        else torch.zeros((), device="cpu")
         for group in optimizer.param_groups
         for param in group["params"]
         if param.grad is not None

@@ -54,6 +54,8 @@ class TrainerBase(_C.Trainer):
     hub_model_id: str | None
     push_to_hub: Callable[..., Any]
     current_flos: float
+    compute_loss_func: Callable[..., Any] | None
+    model_accepts_loss_kwargs: bool
 
     # Our own, of Python alone; what C shares is declared in _C.pyi
     _signature_columns: list[str] | None = None
@@ -205,6 +207,12 @@ class TrainerBase(_C.Trainer):
         if tokens:
             self.state.num_input_tokens_seen += int(tokens)
             self._counted_tokens = 0.0
+
+    def _get_learning_rate(self) -> float:
+        """The learning rate of the first parameter group's last update."""
+        if self._schedule_on_metric or self.lr_scheduler is None:
+            return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.lr_scheduler.get_last_lr()[0])
 
     def _log_window(self, learning_rate: float | None, start_time: float) -> None:
         """Log the mean of the finite losses since the last log, of all ranks; with none

@@ -7,6 +7,7 @@ Functions that TrainerRun has as methods, and what these share.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -198,6 +199,34 @@ def get_collator_with_removed_columns(
         return data_collator
     trainer._set_signature_columns_if_needed()
     return ColumnFilter(data_collator, trainer, description)
+
+
+def get_batch_samples(
+    trainer: TrainerRun, epoch_iterator: Any, num_batches: int, device: Any = None
+) -> tuple[list[Any], Any]:
+    """Take the micro-batches of an update; return them and their count of targets.
+
+    Args:
+        epoch_iterator (iterator): Of batches.
+        num_batches (int): How many; the list is shorter, or empty, where the iterator
+            ends.
+        device (default None): Where the count goes.
+    """
+    batches = list(itertools.islice(epoch_iterator, num_batches))
+    return batches, trainer._get_num_items_in_batch(batches, device)
+
+
+def get_num_items_in_batch(
+    trainer: TrainerRun, batch_samples: list[Any], device: Any = None
+) -> Any:
+    """The predicted targets of a list of batches, by _count_targets(), as what the loss
+    takes; None where no loss takes the count or the batches have no labels."""
+    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+        return None
+    n = trainer._count_targets(batch_samples)
+    if n is None:
+        return None
+    return trainer._adapter.item_count(n, device, trainer.args.torch_compile)
 
 
 def position(trainer: TrainerRun, updates_per_epoch: int) -> tuple[int, int]:

@@ -613,6 +613,24 @@ class TrainerRun(TrainerBase):
     _get_collator_with_removed_columns = data.get_collator_with_removed_columns
     _epoch_iterator = data.epoch_iterator
     _evaluation_batches = data.evaluation_batches
+    get_batch_samples = data.get_batch_samples
+    _get_num_items_in_batch = data.get_num_items_in_batch
+
+    def compute_loss_context_manager(self) -> Any:
+        """Return the context in which the loss is computed: that of
+        autocast_smart_context_manager().
+
+        Mixed precision does not need it: the model's own forward runs under autocast.
+        """
+        return self.autocast_smart_context_manager()
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """Return a context that does nothing, for overrides to replace.
+
+        Args:
+            cache_enabled (bool, default True): Changes nothing here.
+        """
+        return contextlib.nullcontext()
 
     # Checkpoints
 

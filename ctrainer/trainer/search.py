@@ -100,8 +100,7 @@ def send(trainer: TrainerRun, message: dict[str, Any]) -> None:
 def follow_search(trainer: TrainerRun) -> None:
     """Train along with every trial that rank 0 sends. RuntimeError when the search
     fails there."""
-    receive = trainer._communicator.broadcast_bytes
-    while "end" not in (message := json.loads(receive(None, 0))):
+    while "end" not in (message := receive(trainer)):
         trainer.objective = None
         with contextlib.suppress(_pruned()):
             trainer.train(trial=_trial_of(message))
@@ -109,6 +108,11 @@ def follow_search(trainer: TrainerRun) -> None:
                 trainer.evaluate()
     if message["end"]:
         raise RuntimeError(f"hyperparameter_search: {message['end']}")
+
+
+def receive(trainer: TrainerRun) -> Any:
+    """What rank 0 sends. Each train() may leave the group, and the next joins anew."""
+    return json.loads(trainer._communicator.broadcast_bytes(None, 0))
 
 
 def hp_search_setup(trainer: TrainerRun, trial: Any) -> None:

@@ -179,7 +179,7 @@ struct result {
 };
 
 static result
-train(const ct_device *device, ct_comm *comm, ct_comm *replicas, const options &o,
+train(const ct_device *device, ct_comm *comm, ct_comm *replicate, const options &o,
       void *stream)
 {
     ct_fsdp_ledger ledger = {};
@@ -189,7 +189,7 @@ train(const ct_device *device, ct_comm *comm, ct_comm *replicas, const options &
         const size_t n = (size_t)SHARE * (size_t)comm->world_size;
         const array out(unit.shards_on_device, CT_F32, SHARE);
         ct_error err;
-        unit.core.replicas = replicas;
+        unit.core.replicate_group = replicate;
         unit.gather(comm, o.ahead);
         for (size_t g = 0; g < GROUPS; g++) {
             made.full[g] = bytes_of(unit.core, g);
@@ -256,9 +256,9 @@ run_rank(const ct_device *device, ct_comm *all, const options &o, bool hybrid,
     if (!hybrid) {
         return train(device, all, NULL, o, stream);
     }
-    ct_comm *sharing = split(all, false), *replicas = split(all, true);
-    const result made = train(device, sharing, replicas, o, stream);
-    replicas->ops->free(replicas);
+    ct_comm *sharing = split(all, false), *replicate = split(all, true);
+    const result made = train(device, sharing, replicate, o, stream);
+    replicate->ops->free(replicate);
     sharing->ops->free(sharing);
     return made;
 }
@@ -328,7 +328,7 @@ test_shards_in_the_hosts_memory()
 }
 
 static void
-test_replicas()
+test_replicate_groups()
 {
     check_equal({CT_F32, CT_F32, 0, 0, false, false, false, false}, true);
 }
@@ -365,7 +365,7 @@ main()
         test_wide_gradients_prefetch_and_watching();
         test_quantized();
         test_shards_in_the_hosts_memory();
-        test_replicas();
+        test_replicate_groups();
         test_a_unit_without_memory_is_not_gathered();
     });
     return 0;

@@ -154,7 +154,7 @@ def test_a_sharded_model_reads_and_writes_the_same_names(
     options = {"fsdp": True, "malloc_tuning": False, "ddp_timeout": 60}
     made = tiny.make(ctrainer.Trainer, other, [], output_dir=str(tmp_path), **options)
     shards.shard_model(made, None)
-    shards.load_best_weights(made, str(tmp_path / "saved"))
+    shards.load_sharded(made, str(tmp_path / "saved"))
     assert not differing(made.model.full_state_dict(), state_of(model))
     made.save_model(str(tmp_path / "again"))
     again = type(model).from_pretrained(tmp_path / "again")
@@ -162,7 +162,7 @@ def test_a_sharded_model_reads_and_writes_the_same_names(
     (tmp_path / "saved/model.safetensors.index.json").unlink()
     save_file({"x": torch.ones(2)}, tmp_path / "saved/model.safetensors")
     with pytest.raises(ValueError, match=r"lacks weights of the model: .* and has"):
-        shards.load_best_weights(made, str(tmp_path / "saved"))
+        shards.load_sharded(made, str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])

@@ -149,58 +149,6 @@ ctpy_ensure_train_mode(PyObject *op, PyObject *model)
     return result;
 }
 
-/* ---- the context that the loss is computed in, in training and evaluation -------- */
-
-static const char Trainer_compute_loss_context_manager_doc[] =
-    "compute_loss_context_manager($self, /)\n--\n\n"
-    "Return the context in which the loss is computed: "
-    "autocast_smart_context_manager's."
-    "\n\nMixed precision does not need it: the model's own forward runs under "
-    "autocast.";
-
-static PyObject *
-Trainer_compute_loss_context_manager(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    return PyObject_CallMethodNoArgs(
-        op, ctpy_state_borrow(op)->str_autocast_smart_context_manager);
-}
-
-static const char Trainer_autocast_smart_context_manager_doc[] =
-    "autocast_smart_context_manager($self, cache_enabled=True)\n--\n\n"
-    "Return no context: under mixed precision the model's own forward autocasts.\n\n"
-    "An override is what compute_loss_context_manager returns.";
-
-static PyObject *
-Trainer_autocast_smart_context_manager(PyObject *Py_UNUSED(op), PyObject *args,
-                                       PyObject *kwargs)
-{
-    static char *keywords[] = {"cache_enabled", NULL};
-    PyObject *cache_enabled;
-    return PyArg_ParseTupleAndKeywords(args, kwargs,
-                                       "|O:autocast_smart_context_manager", keywords,
-                                       &cache_enabled)
-               ? ctpy_call_function("contextlib", "nullcontext", "()")
-               : NULL;
-}
-
-int
-ctpy_enter_loss_context(PyObject *op, PyObject **context)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    int plain = ctpy_is_default(op, names->str_compute_loss_context_manager);
-    *context = NULL;
-    if (plain > 0) {
-        plain = ctpy_is_default(op, names->str_autocast_smart_context_manager);
-    }
-    if (plain != 0) {
-        return plain < 0 ? -1 : 0;
-    }
-    *context = ctpy_enter_context_steal(
-        PyObject_CallMethodNoArgs(op, names->str_compute_loss_context_manager),
-        names->str___enter__);
-    return *context == NULL ? -1 : 0;
-}
-
 /* ---- the count of targets that a loss is a mean over ----------------------------- */
 
 /* The labels that the loss is a mean over, or NULL for a batch without labels. */
@@ -397,13 +345,8 @@ Trainer__sum_over_ranks(PyObject *op, PyObject *args)
 }
 
 PyMethodDef Trainer_engine_run_methods[] = {
-    {"compute_loss_context_manager",   Trainer_compute_loss_context_manager, METH_NOARGS,
-     Trainer_compute_loss_context_manager_doc                                                                                        },
-    {"autocast_smart_context_manager",
-     (PyCFunction)(void (*)(void))Trainer_autocast_smart_context_manager,
-     METH_VARARGS | METH_KEYWORDS,                                                         Trainer_autocast_smart_context_manager_doc},
-    {"_leave_ranks",                   Trainer__leave_ranks,                 METH_NOARGS,  Trainer__leave_ranks_doc                  },
-    {"_sum_over_ranks",                Trainer__sum_over_ranks,              METH_VARARGS,
-     Trainer__sum_over_ranks_doc                                                                                                     },
-    {NULL,                             NULL,                                 0,            NULL                                      },
+    {"_leave_ranks",    Trainer__leave_ranks,    METH_NOARGS,  Trainer__leave_ranks_doc},
+    {"_sum_over_ranks", Trainer__sum_over_ranks, METH_VARARGS,
+     Trainer__sum_over_ranks_doc                                                       },
+    {NULL,              NULL,                    0,            NULL                    },
 };

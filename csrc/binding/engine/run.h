@@ -29,8 +29,8 @@ typedef struct ctpy_run {
 #define CTPY_OBJECT(name) PyObject *name;
 #define CTPY_VALUE(type, name) type name;
 #include "binding/engine/run.def"
-    ct_owner owner;       /* the process that trains, not a child of its own */
-    int64_t targets;      /* of the update, on all of several ranks; -1: unknown */
+    ct_owner owner;  /* the process that trains, not a child of its own */
+    int64_t targets; /* of the update, on all of several ranks; -1: unknown */
 } ctpy_run;
 
 /* An object of fields.def, a new reference; NULL, without an exception, for None. */
@@ -53,10 +53,6 @@ PyObject *ctpy_call_adapted(PyObject *op, PyObject *name, PyObject *const *args,
 /* adapter.name(*args): what only the framework can do. */
 PyObject *
 ctpy_ask_adapter(PyObject *op, PyObject *name, PyObject *const *args, size_t n);
-
-/* Enters compute_loss_context_manager(); *context is the context to leave, or NULL
- * without an override. Returns 0, or -1 with an exception. */
-int ctpy_enter_loss_context(PyObject *op, PyObject **context);
 
 /* model.train(), and the optimizer's, unless `model` and op.model are in that mode
  * already: the question costs 80 ns, the change walks all modules. 0 or -1. */

@@ -668,7 +668,8 @@ Trainer__call_loop(PyObject *op, PyObject *loop)
     return output == NULL ? NULL : Py_BuildValue("(Ni)", output, number);
 }
 
-/* ---- the micro-batches of an update, for overrides ------------------------------- */
+/* ---- targets, for the count of items that a loss takes ----------------------------
+ */
 
 /* Counts the targets of the batches, on all ranks with
  * args.average_tokens_across_devices; -1 without batches, or where a rank cannot count
@@ -695,95 +696,29 @@ count_on_ranks(PyObject *op, PyObject *batches, int64_t *total)
     return 0;
 }
 
-static const char Trainer__get_num_items_in_batch_doc[] =
-    "_get_num_items_in_batch($self, batch_samples, device=None)\n--\n\n"
-    "Count the predicted targets of a list of batches: labels that are not -100.\n\n"
-    "On several ranks those of all, with average_tokens_across_devices.\n"
-    "A loss that shifts its labels has none in the first column. Returns None where "
-    "no\n"
-    "loss takes the count or the batches have no labels.";
+static const char Trainer__count_targets_doc[] =
+    "_count_targets($self, batches, /)\n--\n\n"
+    "Return the number of predicted targets in a list of batches, labels that are not\n"
+    "-100; on several ranks of all, with average_tokens_across_devices. A loss that\n"
+    "shifts its labels has none in the first column. None without labels to count.";
 
 static PyObject *
-Trainer__get_num_items_in_batch(PyObject *op, PyObject *args, PyObject *kwargs)
+Trainer__count_targets(PyObject *op, PyObject *batches)
 {
-    static char *keywords[] = {"batch_samples", "device", NULL};
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *batches, *device = Py_None, *function;
-    int accepts, compiled;
-    int64_t total = -1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:_get_num_items_in_batch",
-                                     keywords, &PyList_Type, &batches, &device) ||
-        ctpy_get_bool(op, names->str_model_accepts_loss_kwargs, &accepts) < 0 ||
-        (function = PyObject_GetAttr(op, names->str_compute_loss_func)) == NULL) {
+    int64_t total;
+    if (!PyList_Check(batches)) {
+        return PyErr_Format(PyExc_TypeError, "expected a list of batches, got %.100s",
+                            Py_TYPE(batches)->tp_name);
+    }
+    if (count_on_ranks(op, batches, &total) < 0) {
         return NULL;
     }
-    const bool wanted = accepts || function != Py_None;
-    Py_DECREF(function);
-    if (wanted && count_on_ranks(op, batches, &total) < 0) {
-        return NULL;
-    }
-    if (total < 0) {
-        Py_RETURN_NONE;
-    }
-    PyObject *n = PyLong_FromLongLong(total), *count = NULL;
-    if (n != NULL && ctpy_field_bool(op, names->str_args, names->str_torch_compile,
-                                     &compiled) == 0) {
-        PyObject *stack[] = {n, device, compiled ? Py_True : Py_False};
-        count = ctpy_ask_adapter(op, names->str_item_count, stack, 3);
-    }
-    Py_XDECREF(n);
-    return count;
-}
-
-static const char Trainer_get_batch_samples_doc[] =
-    "get_batch_samples($self, epoch_iterator, num_batches, device=None)\n--\n\n"
-    "Take up to num_batches batches; return them and their count of targets.\n\n"
-    "The list is shorter, or empty, where the iterator ends.";
-
-static PyObject *
-Trainer_get_batch_samples(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"epoch_iterator", "num_batches", "device", NULL};
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *iterator, *device = Py_None, *result = NULL;
-    Py_ssize_t n;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "On|O:get_batch_samples", keywords,
-                                     &iterator, &n, &device)) {
-        return NULL;
-    }
-    PyObject *batches = PyList_New(0);
-    for (Py_ssize_t i = 0; batches != NULL && i < n; i++) {
-        PyObject *batch = PyIter_Next(iterator);
-        if (batch == NULL) {
-            break;
-        }
-        if (PyList_Append(batches, batch) < 0) {
-            Py_CLEAR(batches);
-        }
-        Py_DECREF(batch);
-    }
-    if (batches == NULL || PyErr_Occurred()) {
-        Py_XDECREF(batches);
-        return NULL;
-    }
-    PyObject *stack[] = {op, batches, device};
-    PyObject *count =
-        PyObject_VectorcallMethod(names->str__get_num_items_in_batch, stack, 3, NULL);
-    if (count != NULL) {
-        result = PyTuple_Pack(2, batches, count);
-        Py_DECREF(count);
-    }
-    Py_DECREF(batches);
-    return result;
+    return total < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(total);
 }
 
 PyMethodDef Trainer_trainer_loop_methods[] = {
-    {"_call_loop",              Trainer__call_loop,                                     METH_O, Trainer__call_loop_doc             },
-    {"_run_epochs",             Trainer__run_epochs,                                    METH_O, Trainer__run_epochs_doc            },
-    {"get_batch_samples",       (PyCFunction)(void (*)(void))Trainer_get_batch_samples,
-     METH_VARARGS | METH_KEYWORDS,                                                              Trainer_get_batch_samples_doc      },
-    {"_get_num_items_in_batch",
-     (PyCFunction)(void (*)(void))Trainer__get_num_items_in_batch,
-     METH_VARARGS | METH_KEYWORDS,                                                              Trainer__get_num_items_in_batch_doc},
-    {NULL,                      NULL,                                                   0,      NULL                               },
+    {"_call_loop",     Trainer__call_loop,     METH_O, Trainer__call_loop_doc    },
+    {"_run_epochs",    Trainer__run_epochs,    METH_O, Trainer__run_epochs_doc   },
+    {"_count_targets", Trainer__count_targets, METH_O, Trainer__count_targets_doc},
+    {NULL,             NULL,                   0,      NULL                      },
 };

@@ -229,6 +229,26 @@ done:
     return result;
 }
 
+/* Enters compute_loss_context_manager(); *context is the context to leave, or NULL
+ * without an override, whose context does nothing. */
+static int
+enter_loss_context(PyObject *op, PyObject **context)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int plain = ctpy_is_default(op, names->str_compute_loss_context_manager);
+    *context = NULL;
+    if (plain > 0) {
+        plain = ctpy_is_default(op, names->str_autocast_smart_context_manager);
+    }
+    if (plain != 0) {
+        return plain < 0 ? -1 : 0;
+    }
+    *context = ctpy_enter_context_steal(
+        PyObject_CallMethodNoArgs(op, names->str_compute_loss_context_manager),
+        names->str___enter__);
+    return *context == NULL ? -1 : 0;
+}
+
 /* compute_loss inside compute_loss_context_manager(), each looked up on the trainer. */
 static PyObject *
 loss_in_context(PyObject *op, PyObject *model, PyObject *inputs, PyObject *count)
@@ -236,7 +256,7 @@ loss_in_context(PyObject *op, PyObject *model, PyObject *inputs, PyObject *count
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *stack[] = {model, inputs, count};
     PyObject *context;
-    if (ctpy_enter_loss_context(op, &context) < 0) {
+    if (enter_loss_context(op, &context) < 0) {
         return NULL;
     }
     return ctpy_leave_context_steal(context, names->str___exit__,
@@ -357,44 +377,7 @@ Trainer_training_step(PyObject *op, PyObject *args, PyObject *kwargs)
     return loss == NULL ? NULL : settle_steal(op, loss, count);
 }
 
-/* ---- the learning rate, and counts of work --------------------------------------- */
-
-/* The first item of a list, for example of parameter groups or of learning rates. */
-static PyObject *
-first_steal(PyObject *list)
-{
-    PyObject *first = list == NULL ? NULL : PySequence_GetItem(list, 0);
-    Py_XDECREF(list);
-    return first;
-}
-
-static const char Trainer__get_learning_rate_doc[] =
-    "_get_learning_rate($self, /)\n--\n\n"
-    "Return the learning rate of the first parameter group's last update, a float.";
-
-static PyObject *
-Trainer__get_learning_rate(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *lr, *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler);
-    if (scheduler == NULL) {
-        return NULL;
-    }
-    if (((Trainer *)op)->schedule_on_metric || scheduler == Py_None) {
-        PyObject *group = first_steal(
-            ctpy_field_object(op, names->str_optimizer, names->str_param_groups));
-        lr = group == NULL ? NULL : PyObject_GetItem(group, names->str_lr);
-        Py_XDECREF(group);
-    }
-    else {
-        lr = first_steal(PyObject_CallMethodNoArgs(scheduler, names->str_get_last_lr));
-    }
-    Py_DECREF(scheduler);
-    if (lr != NULL && !PyFloat_CheckExact(lr)) { /* a tensor, or an int */
-        Py_SETREF(lr, PyNumber_Float(lr));
-    }
-    return lr;
-}
+/* ---- the count of work ----------------------------------------------------------- */
 
 static const char Trainer_floating_point_ops_doc[] =
     "floating_point_ops($self, inputs)\n--\n\n"
@@ -433,13 +416,11 @@ Trainer_floating_point_ops(PyObject *op, PyObject *args, PyObject *kwargs)
 
 PyMethodDef Trainer_trainer_step_methods[] = {
     {"training_step",      (PyCFunction)(void (*)(void))Trainer_training_step,
-     METH_VARARGS | METH_KEYWORDS,                                                               Trainer_training_step_doc     },
+     METH_VARARGS | METH_KEYWORDS,                                                          Trainer_training_step_doc     },
     {"compute_loss",       (PyCFunction)(void (*)(void))Trainer_compute_loss,
-     METH_VARARGS | METH_KEYWORDS,                                                               Trainer_compute_loss_doc      },
-    {"_prepare_inputs",    Trainer__prepare_inputs,                                 METH_O,      Trainer__prepare_inputs_doc   },
-    {"_get_learning_rate", Trainer__get_learning_rate,                              METH_NOARGS,
-     Trainer__get_learning_rate_doc                                                                                            },
+     METH_VARARGS | METH_KEYWORDS,                                                          Trainer_compute_loss_doc      },
+    {"_prepare_inputs",    Trainer__prepare_inputs,                                 METH_O, Trainer__prepare_inputs_doc   },
     {"floating_point_ops", (PyCFunction)(void (*)(void))Trainer_floating_point_ops,
-     METH_VARARGS | METH_KEYWORDS,                                                               Trainer_floating_point_ops_doc},
-    {NULL,                 NULL,                                                    0,           NULL                          },
+     METH_VARARGS | METH_KEYWORDS,                                                          Trainer_floating_point_ops_doc},
+    {NULL,                 NULL,                                                    0,      NULL                          },
 };
