@@ -334,7 +334,9 @@ fire(PyObject *op, PyObject *event, PyObject *const *args, PyObject *fourth,
      PyObject *kwnames)
 {
     event_call call = {.event = event};
-    memcpy(&call.stack[1], args, N_POSITIONAL * sizeof *args);
+    for (size_t i = 0; i < N_POSITIONAL; i++) {
+        call.stack[1 + i] = args[i];
+    }
     PyObject *control = NULL;
     if (take_extras(&call, fourth, &args[N_POSITIONAL], kwnames) == 0) {
         control = notify_all((CallbackHandler *)op, &call);

@@ -8,6 +8,7 @@
 #define CTPY_VISIT_FIELD(field) Py_VISIT(self->field);
 #define CTPY_CLEAR_FIELD(field) Py_CLEAR(self->field);
 
+/* NOLINTBEGIN(bugprone-macro-parentheses): Type is the name of a type */
 #define CTPY_TRAVERSE(Type, FIELDS)                                                    \
     static int Type##_traverse(PyObject *op, visitproc visit, void *arg)               \
     {                                                                                  \
@@ -25,6 +26,8 @@
         FIELDS(CTPY_CLEAR_FIELD)                                                       \
         return 0;                                                                      \
     }
+
+/* NOLINTEND(bugprone-macro-parentheses) */
 
 /* All three, of a type that owns nothing but Python objects. */
 #define CTPY_LIFETIME(Type, FIELDS)                                                    \

@@ -195,7 +195,7 @@ take_norms(PyObject *norms, double p, ct_grads *list, bool by_group)
         PyErr_Format(PyExc_ValueError, "the adapter gave %zd norms, not %zd",
                      PyTuple_GET_SIZE(items), n);
     }
-    for (Py_ssize_t i = 0; !PyErr_Occurred() && i < n; i++) {
+    for (Py_ssize_t i = 0; items != NULL && !PyErr_Occurred() && i < n; i++) {
         const double norm = PyFloat_AsDouble(PyTuple_GET_ITEM(items, i));
         sums[i] = ct_norm_add(kind, p, 0.0, norm);
         total = ct_norm_merge(kind, total, sums[i]);
