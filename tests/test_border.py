@@ -20,8 +20,7 @@ OWNERS = re.findall(r"CTPY_NAME\((\w+)\) /\* ([\w.]+) \*/", OWN)
 OF_OTHERS = {
     "transformers": """
         _clip_grad_norm _get_learning_rate
-        _loss_shifts_labels _maybe_log_save_evaluate _prepare_input
-        _prepare_inputs _track_num_input_tokens""",
+        _loss_shifts_labels _maybe_log_save_evaluate _track_num_input_tokens""",
     "accelerate": "_set_sync_gradients",
     "fairseq": """
         _build_optimizer _check_grad_norms _ema _log_oom _lr_scheduler _optimizer

@@ -27,8 +27,8 @@ def world(timeout_seconds: float | None = None) -> _C.Communicator:
 
     The first call joins it, as from_environment() does, and all ranks have to make it;
     later ones return the same group, or join anew where it has been closed. Without a
-    launcher, and in a process forked off a rank, such as a worker of a data loader, it
-    is a group of one.
+    launcher, as long as torch.distributed has no ranks either, and in a process forked
+    off a rank, such as a worker of a data loader, it is a group of one.
 
     Args:
         timeout_seconds (float | None, default None): How long the ranks wait for each
@@ -42,8 +42,9 @@ def world(timeout_seconds: float | None = None) -> _C.Communicator:
         >>> world().world_size
         1
     """
-    if _joined and is_open(_joined[0]):
-        return _joined[0]
+    for group in _joined:
+        if is_open(group) and (group.world_size > 1 or place().world_size == 1):
+            return group
     group = _C.Communicator() if _is_child else _join(timeout_seconds)
     _joined[:] = [group]
     return group

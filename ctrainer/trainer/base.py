@@ -376,7 +376,8 @@ _FIELDS = frozenset(
 # Fields of a run under way, of the process or of the ranks.
 _OF_PROCESS = frozenset(
     f"_{name}" for name in (
-        "accelerator", "adapter", "checkpoint_writer", "device_loss", "grad_metrics",
-        "rank_group", "staged_folder", "syncs_gradients", "writes_checkpoint",
+        "accelerator", "adapter", "batch_weight", "checkpoint_writer", "device_loss",
+        "grad_metrics", "in_update", "rank_group", "staged_folder", "syncs_gradients",
+        "writes_checkpoint",
     )
 )  # fmt: skip

@@ -219,14 +219,18 @@ def get_batch_samples(
 def get_num_items_in_batch(
     trainer: TrainerRun, batch_samples: list[Any], device: Any = None
 ) -> Any:
-    """The predicted targets of a list of batches, by _count_targets(), as what the loss
-    takes; None where no loss takes the count or the batches have no labels."""
+    """The predicted targets of a list of batches, of all ranks with
+    args.average_tokens_across_devices, as what the loss takes; None where no loss takes
+    the count, or a rank has no labels to count."""
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         return None
-    n = trainer._count_targets(batch_samples)
-    if n is None:
+    n: float = trainer._count_targets(batch_samples)
+    if trainer.args.average_tokens_across_devices:
+        n, uncounted = trainer._sum_over_ranks(max(n, 0), n < 0)
+        n = -1 if uncounted else n
+    if n < 0:
         return None
-    return trainer._adapter.item_count(n, device, trainer.args.torch_compile)
+    return trainer._adapter.item_count(int(n), device, trainer.args.torch_compile)
 
 
 def position(trainer: TrainerRun, updates_per_epoch: int) -> tuple[int, int]:

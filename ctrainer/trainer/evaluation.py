@@ -17,6 +17,7 @@ from ctrainer import _C
 from ctrainer.comm.run import unpickled
 from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer.checkpoint import set_mode
+from ctrainer.trainer.step import entry, is_mapping
 from ctrainer.trainer_utils import (
     EvalLoopOutput,
     EvalPrediction,
@@ -226,23 +227,18 @@ def evaluation_loop(
         trainer.callback_handler.eval_dataloader = dataloader
         if getattr(trainer, "_past", None) is not None:
             trainer._past = None
+        loss_only = args.prediction_loss_only
+        if prediction_loss_only is not None:
+            loss_only = prediction_loss_only
         n_batches, n_seen, loss, loss_by_token = _run_batches(
             trainer,
             dataloader,
-            model,
+            _taker(trainer, model, loss_only, ignore_keys),
             sinks=sinks[:3],
-            loss_only=args.prediction_loss_only
-            if prediction_loss_only is None
-            else prediction_loss_only,
-            ignore_keys=ignore_keys,
-            default_rows=args.eval_batch_size,
             max_waiting=_max_waiting(trainer),
             keeps_values=not args.batch_eval_metrics or description == "Prediction",
             by_token=getattr(args, "eval_loss_by_token", False),
-            keep_input=_main_input(trainer),
             keep_losses=_losses(sinks[3]) if keeps_losses else None,
-            preprocess=trainer.preprocess_logits_for_metrics,
-            gather=trainer.__dict__.get("gather_function"),  # set by the user
             on_batch=by_batch if args.batch_eval_metrics else None,
         )
     if n_batches == 0:
@@ -267,15 +263,15 @@ def evaluation_loop(
 
 
 def _run_batches(
-    trainer: TrainerRun, loader: Any, model: Any, **options: Any
+    trainer: TrainerRun, loader: Any, take: Callable[..., Any], **options: Any
 ) -> tuple[int, int, float | None, float | None]:
     batches = trainer._evaluation_batches(loader)
     if trainer._communicator.world_size == 1:
-        return trainer._evaluate_batches(model, batches, **options, exchange=None)
-    ranks = _Ranks(trainer, _repeated_after(loader), options["gather"] is not None)
+        return trainer._evaluate_batches(take, batches, **options, exchange=None)
+    ranks = _Ranks(trainer, _repeated_after(loader), "gather_function" in vars(trainer))
     try:
         return trainer._evaluate_batches(
-            model, ranks.rounds(batches), **options, exchange=ranks.exchange
+            take, ranks.rounds(batches), **options, exchange=ranks.exchange
         )
     except BaseException as error:
         ranks.report(error)
@@ -327,6 +323,39 @@ def _evaluated_model(trainer: TrainerRun) -> Iterator[Any]:
             release(failed=True)
         raise
     release(failed=False)
+
+
+def _taker(
+    trainer: TrainerRun, model: Any, loss_only: bool, ignore_keys: list[str] | None
+) -> Callable[[Any, int, int], tuple[Any, ...]]:
+    """Runs a batch; returns (predictions, labels, inputs, whole inputs, loss, rows,
+    targets), the first three as a gather_function that the user has set returns
+    them."""
+    args, preprocess = trainer.args, trainer.preprocess_logits_for_metrics
+    gather, keep_input = vars(trainer).get("gather_function"), _main_input(trainer)
+
+    def take(inputs: Any, rows: int, targets: int) -> tuple[Any, ...]:
+        answer = call_adapted(
+            trainer.prediction_step, model, inputs, loss_only, ignore_keys=ignore_keys
+        )
+        if not isinstance(answer, tuple | list) or len(answer) != 3:
+            raise TypeError(
+                "prediction_step must return (loss, predictions, labels), got "
+                f"{str(answer)[:200]}"
+            )
+        loss, predictions, labels = answer
+        if preprocess is not None and predictions is not None:
+            predictions = preprocess(predictions, labels)
+        kept = None if keep_input is None else keep_input(inputs)
+        values = [predictions, labels, kept]
+        if gather is not None:
+            values = [None if value is None else gather(value) for value in values]
+        whole = inputs if keep_input is not None and args.batch_eval_metrics else None
+        if rows < 0:  # a batch without a tensor
+            rows = args.eval_batch_size
+        return *values, whole, loss, 0 if trainer._dummy_batch else rows, targets
+
+    return take
 
 
 def _sinks(args: Any, n_rows: int | None) -> tuple[Any, ...]:
@@ -393,10 +422,8 @@ class _MetricsByBatch:
         self.compute = compute
         self.keeps_losses = keeps_losses
 
-    def __call__(
-        self, predictions: Any, labels: Any, inputs: Any, loss: Any, rows: int,
-        is_last: bool,
-    ) -> None:  # fmt: skip
+    def __call__(self, batch: tuple[Any, ...], is_last: bool) -> None:
+        predictions, labels, _, inputs, loss, rows, _ = batch
         if self.compute is None or predictions is None or labels is None:
             return
         keeps = self.keeps_losses and loss is not None
@@ -451,17 +478,17 @@ def prediction_step(
             no predictions; None takes model.config.keys_to_ignore_at_inference.
     """
     names, with_loss = tuple(trainer.label_names), True
-    if hasattr(inputs, "keys"):  # any other can be run by an override of compute_loss
-        given = [_entry(inputs, name) for name in names]
+    if is_mapping(inputs):  # any other can be run by an override of compute_loss
+        given = [entry(inputs, name) for name in names]
         with_loss = bool(given) and all(value is not None for value in given)
         if not names:
-            said = _entry(inputs, "return_loss")  # of models such as CLIP
+            said = entry(inputs, "return_loss")  # of models such as CLIP
             with_loss = bool(trainer.can_return_loss if said is None else said)
     inputs = trainer._prepare_inputs(inputs)
     ignored = _ignored(trainer) if ignore_keys is None else list(ignore_keys)
     labels = None
     if with_loss:  # compute_loss may pop them
-        labels = _C.nested_detach(tuple(_entry(inputs, name) for name in names))
+        labels = _C.nested_detach(tuple(entry(inputs, name) for name in names))
         labels = labels[0] if len(labels) == 1 else labels
         ignored.append("loss")
     loss, outputs = _forward(trainer, model, inputs, with_loss)
@@ -482,14 +509,6 @@ def _forward(
         if index >= 0:  # it counts the loss, and these outputs have none
             trainer._past = outputs[index - 1]
         return None, outputs
-
-
-def _entry(batch: Any, key: str) -> Any:
-    """batch[key]; None for a mapping without it, and for what is no mapping."""
-    try:
-        return batch[key] if hasattr(batch, "keys") else None
-    except KeyError:
-        return None
 
 
 def _ignored(trainer: TrainerRun) -> list[str]:

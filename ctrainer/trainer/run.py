@@ -21,7 +21,7 @@ from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.comm import world
 from ctrainer.runtime.hooks import call_adapted
-from ctrainer.trainer import blocks, checkpoint, data, evaluation, search, shards
+from ctrainer.trainer import blocks, checkpoint, data, evaluation, search, shards, step
 from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer.checkpoint import set_mode
 from ctrainer.trainer.shards import is_on_meta
@@ -616,6 +616,13 @@ class TrainerRun(TrainerBase):
     get_batch_samples = data.get_batch_samples
     _get_num_items_in_batch = data.get_num_items_in_batch
 
+    # A micro-batch
+
+    training_step = step.training_step
+    compute_loss = step.compute_loss
+    floating_point_ops = step.floating_point_ops
+    _prepare_inputs = step.prepare_inputs
+
     def compute_loss_context_manager(self) -> Any:
         """Return the context in which the loss is computed: that of
         autocast_smart_context_manager().
@@ -729,6 +736,9 @@ class TrainerRun(TrainerBase):
     num_examples = evaluation.num_examples
 
 
+# Functions that C calls by name
+
+
 def log_save_evaluate(
     trainer: TrainerRun, run: _C.Run, learning_rate: float | None
 ) -> None:
@@ -744,4 +754,34 @@ def log_save_evaluate(
         ignore_keys_for_eval=run.ignore_keys,
         start_time=run.start_time,
         learning_rate=learning_rate,
+    )
+
+
+def different_batches(trainer: TrainerRun, n: int, without: int) -> None:
+    """Raise on every rank, unless the arguments let the ranks have different numbers of
+    batches for an update: here n, and none on `without` ranks, which ends the epoch."""
+    step = trainer.state.global_step
+    trainer._ranks_differ(
+        f"the ranks have different numbers of batches for update {step + 1}",
+        f"has {n}",
+    )
+    if n > 0 and without > 0:
+        group = trainer._communicator
+        warnings.warn(
+            f"the epoch ends after step {step}, where {without} of {group.world_size} "
+            f"ranks have no batch left; {n} batches of rank {group.rank} are not "
+            "trained on. even_batches in accelerator_config gives all ranks equally "
+            "many",
+            stacklevel=2,
+        )
+
+
+def no_batches(trainer: TrainerRun) -> None:
+    """Stop a run whose epoch has no batch, with a warning."""
+    trainer.control.should_training_stop = True
+    warnings.warn(
+        "the train dataloader gave no batch; training stops at step "
+        f"{trainer.state.global_step}. An iterable dataset that ends cannot be read "
+        "again unless its __iter__ starts anew",
+        stacklevel=2,
     )

@@ -116,7 +116,8 @@ AREAS = {
                 "binding/trainer/test_trainer_hooks.py "
                 "python/arguments/test_arguments_in_runs.py "
                 "python/checkpoint/test_trainer_checkpoints.py "
-                "parity/test_training.py",
+                "parity/test_training.py python/comm/test_ranks_differ.py "
+                "python/trainer/test_any_batch.py",
         },
         "binding/optim/test_optimizer_rules.py binding/optim/test_layerwise.py "
         "binding/optim/test_matrix_optimizers.py binding/engine/test_clipping.py "
@@ -196,7 +197,7 @@ AREAS = {
                 "binding/trainer/test_trainer_failures.py "
                 "parity/test_training.py parity/test_loss_arithmetic.py "
                 "python/trainer/test_ranks_training.py",
-            binding("trainer/step"):
+            "ctrainer/trainer/step.py":
                 "binding/trainer/test_trainer_hooks.py "
                 "binding/trainer/test_trainer_failures.py "
                 "parity/test_training.py parity/test_loss_arithmetic.py",
@@ -237,10 +238,6 @@ AREAS = {
             "ctrainer/introspect.py ctrainer/runtime/hooks.py":
                 "binding/trainer/test_trainer_hooks.py "
                 "python/optim/test_optimizer_in_trainer.py parity/test_clients.py",
-            "ctrainer/trainer/reports.py":
-                "binding/trainer/test_trainer_failures.py "
-                "python/trainer/test_any_batch.py python/comm/test_ranks_differ.py "
-                "python/trainer/test_ranks_training.py",
             "ctrainer/trainer/base.py":
                 "binding/engine/test_gradient_metrics.py "
                 "binding/trainer/test_trainer_hooks.py "

@@ -1,5 +1,5 @@
-/* What the loops of training and evaluation share: calls of hooks, the adapter and the
- * modes of the model; the count of a batch's targets; the group of ranks.
+/* What the loops of training and evaluation share: calls of hooks and the
+ * adapter; the count of a batch's targets; the group of ranks.
  *
  * transformers has added parameters to hooks over the years, and an override written
  * before must run unchanged: a hook is called with the keywords that its signature
@@ -106,47 +106,6 @@ ctpy_ask_adapter(PyObject *op, PyObject *name, PyObject *const *args, size_t n)
     PyObject *answer = ctpy_call_hook(adapter, name, args, n);
     Py_DECREF(adapter);
     return answer;
-}
-
-/* ---- train and eval mode of the model and of optimizers that have modes ---------- */
-
-/* Is the model in eval mode? 1, 0 (also for a model without the flag `training`), -1.
- */
-static int
-is_in_eval_mode(PyObject *model, const ctpy_state *names)
-{
-    int failed;
-    PyObject *flag = ctpy_get_optional(model, names->str_training, &failed);
-    if (flag == NULL) {
-        return failed ? -1 : 0;
-    }
-    const int training = PyObject_IsTrue(flag);
-    Py_DECREF(flag);
-    return training < 0 ? -1 : !training;
-}
-
-/* A wrapper keeps the flag when evaluation, or a package that saves a model, puts the
- * model within into eval mode: both flags count. */
-int
-ctpy_ensure_train_mode(PyObject *op, PyObject *model)
-{
-    const ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *optimizer, *within = PyObject_GetAttr(op, names->str_model);
-    int result = within == NULL ? -1 : is_in_eval_mode(model, names);
-    if (result == 0 && within != model) {
-        result = is_in_eval_mode(within, names);
-    }
-    Py_XDECREF(within);
-    if (result <= 0) {
-        return result;
-    }
-    if (ctpy_call_if_there(model, names->str_train) < 0 ||
-        (optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL) {
-        return -1;
-    }
-    result = ctpy_call_if_there(optimizer, names->str_train);
-    Py_DECREF(optimizer);
-    return result;
 }
 
 /* ---- the count of targets that a loss is a mean over ----------------------------- */

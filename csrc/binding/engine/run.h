@@ -18,9 +18,7 @@ typedef struct Trainer {
 #define CTPY_VALUE(type, name) type name;
 #include "binding/engine/fields.def"
     PyObject *signatures; /* dict: function -> what keywords it accepts; never NULL */
-    double share;         /* of the current micro-batch in its update; 0 outside one */
     int agreed_signal;    /* that all ranks know of; 0: none */
-    bool in_update;       /* between the first micro-batch and the end of an update */
 } Trainer;
 
 /* One train(), made by _inner_training_loop(). */
@@ -53,10 +51,6 @@ PyObject *ctpy_call_adapted(PyObject *op, PyObject *name, PyObject *const *args,
 /* adapter.name(*args): what only the framework can do. */
 PyObject *
 ctpy_ask_adapter(PyObject *op, PyObject *name, PyObject *const *args, size_t n);
-
-/* model.train(), and the optimizer's, unless `model` and op.model are in that mode
- * already: the question costs 80 ns, the change walks all modules. 0 or -1. */
-int ctpy_ensure_train_mode(PyObject *op, PyObject *model);
 
 /* ---- targets ---- */
 

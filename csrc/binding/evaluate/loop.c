@@ -1,7 +1,7 @@
 /* Trainer: the batches of an evaluation, run and brought into host memory.
  *
- * Python's evaluation_loop prepares the model and computes the metrics; here each batch
- * goes through prediction_step, and the values go into the sinks. Sums of losses are in
+ * Python's evaluation_loop prepares the model and computes the metrics; `take` runs
+ * prediction_step on a batch; here the values go into the sinks. Sums of losses are in
  * double. On several ranks Python's `exchange` gives the batches of all, in rank order.
  */
 #include "binding/callbacks/handler.h"
@@ -29,21 +29,16 @@ typedef struct eval_batch {
 
 /* One run of the loop. Borrowed from the arguments, but for `waiting`. */
 typedef struct eval_loop {
-    PyObject *op, *model;
-    PyObject *loss_only;     /* bool, for prediction_step */
-    PyObject *ignore_keys;   /* for prediction_step, or None */
-    PyObject *sinks;         /* tuple: ArrayAccumulator or list for each kind */
-    PyObject *keep_input;    /* inputs -> the inputs for compute_metrics, or None */
-    PyObject *keep_losses;   /* (loss, rows) -> None, or None */
-    PyObject *preprocess;    /* preprocess_logits_for_metrics, or None */
-    PyObject *gather;        /* the user's gather_function, or None */
-    PyObject *on_batch;      /* compute_metrics by batch, or None */
-    PyObject *exchange;      /* (*batch, as_tensors) -> the ranks' batches, or None */
-    PyObject *waiting;       /* list of batches that are still on the device */
-    Py_ssize_t max_waiting;  /* 0 for a model in host memory */
-    Py_ssize_t default_rows; /* of a batch without a tensor */
-    int keeps_values;        /* predictions, labels and inputs go into the sinks */
-    int by_token;            /* weigh batches by their targets too */
+    PyObject *op;
+    PyObject *take;         /* (inputs, rows, targets) -> the batch */
+    PyObject *sinks;        /* tuple: ArrayAccumulator or list for each kind */
+    PyObject *keep_losses;  /* (loss, rows) -> None, or None */
+    PyObject *on_batch;     /* (batch, is_last) -> None: metrics by batch, or None */
+    PyObject *exchange;     /* (batch, as_tensors) -> the ranks' batches, or None */
+    PyObject *waiting;      /* list of batches that are still on the device */
+    Py_ssize_t max_waiting; /* 0 for a model in host memory */
+    int keeps_values;       /* predictions, labels and inputs go into the sinks */
+    int by_token;           /* count the targets of batches */
     bool has_loss;
     Py_ssize_t n_batches;          /* that have run on this rank */
     Py_ssize_t n_rows;             /* of all ranks */
@@ -118,20 +113,13 @@ commit_one(eval_loop *loop, const ctpy_state *names, const eval_batch *batch)
     if (batch->loss != Py_None && add_loss(loop, names, batch) < 0) {
         return -1;
     }
-    for (int kind = 0; kind < KINDS; kind++) {
+    for (int kind = 0; loop->keeps_values && kind < KINDS; kind++) {
         if (batch->values[kind] != Py_None &&
             keep_value(loop, names, kind, batch->values[kind]) < 0) {
             return -1;
         }
     }
     return 0;
-}
-
-static PyObject *
-batch_tuple(const eval_batch *b)
-{
-    return Py_BuildValue("(OOOOOnL)", b->values[PREDICTIONS], b->values[LABELS],
-                         b->values[INPUTS], b->whole, b->loss, b->rows, b->targets);
 }
 
 static int
@@ -205,103 +193,19 @@ add_batch(eval_loop *loop, const ctpy_state *names, PyObject *item)
                : 0;
 }
 
-/* Adds a batch without the values that are not kept, and passes the whole to
- * compute_metrics by batch. */
+/* Adds a batch, and passes it to compute_metrics by batch. */
 static int
 keep_by_batch(eval_loop *loop, const ctpy_state *names, PyObject *item, bool is_last)
 {
-    eval_batch batch;
-    if (open_batch(item, &batch) < 0) {
-        return -1;
-    }
-    eval_batch kept = batch;
-    kept.whole = Py_None;
-    for (int kind = 0; !loop->keeps_values && kind < KINDS; kind++) {
-        kept.values[kind] = Py_None;
-    }
-    PyObject *slim = batch_tuple(&kept), *answer = NULL;
-    if (slim != NULL && add_batch(loop, names, slim) == 0) {
-        answer = PyObject_CallFunction(
-            loop->on_batch, "OOOOnO", batch.values[PREDICTIONS], batch.values[LABELS],
-            batch.whole, batch.loss, batch.rows, is_last ? Py_True : Py_False);
-    }
-    Py_XDECREF(slim);
+    PyObject *stack[] = {item, is_last ? Py_True : Py_False};
+    PyObject *answer = add_batch(loop, names, item) < 0
+                           ? NULL
+                           : PyObject_Vectorcall(loop->on_batch, stack, 2, NULL);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
 }
 
 /* ---- a batch --------------------------------------------------------------------- */
-
-/* prediction_step's answer, checked, since overrides come from anywhere. */
-static PyObject *
-predict_batch(eval_loop *loop, PyObject *inputs, const ctpy_state *names)
-{
-    PyObject *stack[] = {loop->model, inputs, loop->loss_only, loop->ignore_keys};
-    PyObject *answer = ctpy_call_adapted(loop->op, names->str_prediction_step, stack, 3,
-                                         names->kw_ignore_keys);
-    if (answer != NULL && (!PySequence_Check(answer) || PySequence_Size(answer) != 3)) {
-        PyErr_Format(PyExc_TypeError,
-                     "prediction_step must return (loss, predictions, labels), got "
-                     "%.200R",
-                     answer);
-        Py_CLEAR(answer);
-    }
-    if (answer != NULL) {
-        Py_SETREF(answer, PySequence_Tuple(answer));
-    }
-    return answer;
-}
-
-/* The value as joined over the ranks by the user's gather_function. */
-static PyObject *
-gathered_steal(const eval_loop *loop, PyObject *value)
-{
-    if (value != NULL && loop->gather != Py_None && value != Py_None) {
-        Py_SETREF(value, PyObject_CallOneArg(loop->gather, value));
-    }
-    return value;
-}
-
-/* The predictions to keep. */
-static PyObject *
-preprocessed(const eval_loop *loop, PyObject *logits, PyObject *labels)
-{
-    if (logits == Py_None || loop->preprocess == Py_None) {
-        return Py_NewRef(logits);
-    }
-    PyObject *stack[] = {NULL, logits, labels};
-    return PyObject_Vectorcall(loop->preprocess, &stack[1],
-                               2 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-}
-
-/* The answer's values that are kept, with the other fields of `batch`, as a tuple. */
-static PyObject *
-keep_values(const eval_loop *loop, PyObject *inputs, PyObject *answer,
-            eval_batch *batch)
-{
-    const bool keeps_input = loop->keep_input != Py_None;
-    PyObject *labels = PyTuple_GET_ITEM(answer, 2), *item = NULL;
-    PyObject **values = batch->values;
-    batch->loss = PyTuple_GET_ITEM(answer, 0);
-    batch->whole = loop->on_batch != Py_None && keeps_input ? inputs : Py_None;
-    values[PREDICTIONS] =
-        gathered_steal(loop, preprocessed(loop, PyTuple_GET_ITEM(answer, 1), labels));
-    if (values[PREDICTIONS] != NULL) {
-        values[LABELS] = gathered_steal(loop, Py_NewRef(labels));
-    }
-    if (values[LABELS] != NULL) {
-        values[INPUTS] = gathered_steal(
-            loop, keeps_input ? PyObject_CallOneArg(loop->keep_input, inputs)
-                              : Py_NewRef(Py_None));
-    }
-    if (values[INPUTS] != NULL) {
-        item = batch_tuple(batch);
-    }
-    for (int kind = 0; kind < KINDS; kind++) {
-        Py_XDECREF(values[kind]);
-    }
-    return item;
-}
 
 /* Targets of the batch for the mean by token; 0 when nobody asks for that mean. */
 static int
@@ -322,21 +226,13 @@ count_batch(const eval_loop *loop, PyObject *inputs, long long *targets)
 static PyObject *
 take_batch(eval_loop *loop, PyObject *inputs, const ctpy_state *names)
 {
-    eval_batch batch = {.rows = ctpy_batch_size(inputs, names)};
-    if (batch.rows == -2 || count_batch(loop, inputs, &batch.targets) < 0) {
+    const Py_ssize_t rows = ctpy_batch_size(inputs, names);
+    long long targets;
+    if (rows == -2 || count_batch(loop, inputs, &targets) < 0) {
         return NULL;
     }
-    batch.rows = ((Trainer *)loop->op)->dummy_batch ? 0
-                 : batch.rows < 0                   ? loop->default_rows
-                                                    : batch.rows;
     loop->n_batches++;
-    PyObject *answer = predict_batch(loop, inputs, names);
-    if (answer == NULL) {
-        return NULL;
-    }
-    PyObject *item = keep_values(loop, inputs, answer, &batch);
-    Py_DECREF(answer);
-    return item;
+    return PyObject_CallFunction(loop->take, "OnL", inputs, rows, targets);
 }
 
 /* Ctrl-C and SIGTERM while training only set a flag. */
@@ -430,12 +326,11 @@ run_loop(eval_loop *loop, PyObject *batches, ctpy_state *names)
 }
 
 static const char Trainer__evaluate_batches_doc[] =
-    "_evaluate_batches($self, model, batches, sinks, *, loss_only, ignore_keys,\n"
-    "                  default_rows, max_waiting, keeps_values, by_token,\n"
-    "                  keep_input, keep_losses, preprocess, gather, on_batch,\n"
-    "                  exchange)\n--\n\n"
-    "Run prediction_step on every batch, whose values go into the sinks: one for\n"
-    "predictions, one for labels and one for inputs, an ArrayAccumulator or a list.\n\n"
+    "_evaluate_batches($self, take, batches, sinks, *, max_waiting, keeps_values,\n"
+    "                  by_token, keep_losses, on_batch, exchange)\n--\n\n"
+    "Run take(inputs, rows, targets) on every batch, whose values go into the sinks:\n"
+    "one for predictions, one for labels and one for inputs, an ArrayAccumulator or a\n"
+    "list. rows is -1 for a batch without a tensor.\n\n"
     "Returns (batches run here, rows of all ranks, mean loss by row, mean loss by\n"
     "target), the means None without a loss. Raises KeyboardInterrupt when a signal\n"
     "asked the run to end.";
@@ -443,19 +338,15 @@ static const char Trainer__evaluate_batches_doc[] =
 static PyObject *
 Trainer__evaluate_batches(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {
-        "model",       "batches",      "sinks",       "loss_only",
-        "ignore_keys", "default_rows", "max_waiting", "keeps_values",
-        "by_token",    "keep_input",   "keep_losses", "preprocess",
-        "gather",      "on_batch",     "exchange",    NULL};
+    static char *keywords[] = {"take",         "batches",  "sinks",       "max_waiting",
+                               "keeps_values", "by_token", "keep_losses", "on_batch",
+                               "exchange",     NULL};
     eval_loop loop = {.op = op};
     PyObject *batches, *result;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOO!$OOnnppOOOOOO:_evaluate_batches", keywords, &loop.model,
-            &batches, &PyTuple_Type, &loop.sinks, &loop.loss_only, &loop.ignore_keys,
-            &loop.default_rows, &loop.max_waiting, &loop.keeps_values, &loop.by_token,
-            &loop.keep_input, &loop.keep_losses, &loop.preprocess, &loop.gather,
-            &loop.on_batch, &loop.exchange) ||
+            args, kwargs, "OOO!$nppOOO:_evaluate_batches", keywords, &loop.take,
+            &batches, &PyTuple_Type, &loop.sinks, &loop.max_waiting, &loop.keeps_values,
+            &loop.by_token, &loop.keep_losses, &loop.on_batch, &loop.exchange) ||
         (loop.waiting = PyList_New(0)) == NULL) {
         return NULL;
     }

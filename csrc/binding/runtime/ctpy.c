@@ -290,21 +290,6 @@ ctpy_get_optional(PyObject *op, PyObject *name, int *failed)
 }
 
 int
-ctpy_call_if_there(PyObject *op, PyObject *name)
-{
-    int failed;
-    PyObject *method = ctpy_get_optional(op, name, &failed);
-    /* An attribute that is no method, such as a flag of that name, is left alone. */
-    if (method == NULL || !PyCallable_Check(method)) {
-        Py_XDECREF(method);
-        return failed ? -1 : 0;
-    }
-    failed = ctpy_drop_steal(PyObject_CallNoArgs(method));
-    Py_DECREF(method);
-    return failed;
-}
-
-int
 ctpy_get_flag(PyObject *op, PyObject *name, bool *value)
 {
     int failed;

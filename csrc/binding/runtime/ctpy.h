@@ -165,10 +165,6 @@ int ctpy_set_double(PyObject *op, PyObject *name, double value);
 /* The attribute, a new reference; NULL without an exception: none. */
 PyObject *ctpy_get_optional(PyObject *op, PyObject *name, int *failed);
 
-/* Calls op.name() if op has the method: modules and some optimizers have modes. Returns
- * 0, or -1 with an exception. */
-int ctpy_call_if_there(PyObject *op, PyObject *name);
-
 /* The truth of the attribute; false if missing. */
 int ctpy_get_flag(PyObject *op, PyObject *name, bool *value);
 

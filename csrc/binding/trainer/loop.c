@@ -49,8 +49,8 @@ ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough)
         return -1;
     }
     if (values[SQUARES] * ranks != values[BATCHES] * values[BATCHES] &&
-        ctpy_drop_steal(ctpy_call_function("ctrainer.trainer.reports",
-                                           "different_batches", "(OnL)", op, n,
+        ctpy_drop_steal(ctpy_call_function("ctrainer.trainer.run", "different_batches",
+                                           "(OnL)", op, n,
                                            (long long)values[WITHOUT])) < 0) {
         return -1;
     }
@@ -429,14 +429,14 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
     const int ranks = ctpy_trainer_world_size(op);
     for (Py_ssize_t i = 0; ranks > 0 && i < PyList_GET_SIZE(batches); i++) {
         PyObject *inputs = Py_NewRef(PyList_GET_ITEM(batches, i));
-        self->share = shares[i];
+        self->batch_weight = shares[i];
         const bool last = i + 1 == PyList_GET_SIZE(batches);
         int result = note_sync(op, last);
         if (result == 0) {
             result = (last ? run_micro_batch : run_without_exchange)(op, run, inputs,
                                                                      count, loss);
         }
-        self->share = 0.0;
+        self->batch_weight = 0.0;
         Py_DECREF(inputs);
         if (result < 0 ||
             (!last && ctpy_trainer_fire(op, names->str_on_substep_end) < 0)) {
@@ -610,7 +610,7 @@ run_epoch(PyObject *op, ctpy_run *run)
     drop_loader_steal(run, iterator);
     if (result == 0 && run->micro_step == 0 && !ranks_stop(op)) {
         result = ctpy_drop_steal(
-            ctpy_call_function("ctrainer.trainer.reports", "no_batches", "(O)", op));
+            ctpy_call_function("ctrainer.trainer.run", "no_batches", "(O)", op));
     }
     if (result < 0 || ctpy_trainer_fire(op, names->str_on_epoch_end) < 0) {
         return -1;
@@ -663,7 +663,7 @@ Trainer__call_loop(PyObject *op, PyObject *loop)
     PyObject *output = PyObject_CallNoArgs(loop);
     const int number = ctpy_signals_restore(&saved);
     self->in_update = false;
-    self->share = 0.0;
+    self->batch_weight = 0.0;
     self->agreed_signal = 0;
     return output == NULL ? NULL : Py_BuildValue("(Ni)", output, number);
 }
@@ -671,49 +671,22 @@ Trainer__call_loop(PyObject *op, PyObject *loop)
 /* ---- targets, for the count of items that a loss takes ----------------------------
  */
 
-/* Counts the targets of the batches, on all ranks with
- * args.average_tokens_across_devices; -1 without batches, or where a rank cannot count
- * the targets of its own. */
-static int
-count_on_ranks(PyObject *op, PyObject *batches, int64_t *total)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    int failed = 0, of_all;
-    int64_t values[2] = {ctpy_count_batches(op, batches, &failed), 0};
-    if (failed ||
-        ctpy_field_bool(op, names->str_args, names->str_average_tokens_across_devices,
-                        &of_all) < 0) {
-        return -1;
-    }
-    if (of_all) {
-        values[1] = values[0] < 0;
-        values[0] = values[0] < 0 ? 0 : values[0];
-        if (ctpy_trainer_sum(op, values, 2) < 0) {
-            return -1;
-        }
-    }
-    *total = values[1] > 0 ? -1 : values[0];
-    return 0;
-}
-
 static const char Trainer__count_targets_doc[] =
     "_count_targets($self, batches, /)\n--\n\n"
     "Return the number of predicted targets in a list of batches, labels that are not\n"
-    "-100; on several ranks of all, with average_tokens_across_devices. A loss that\n"
-    "shifts its labels has none in the first column. None without labels to count.";
+    "-100; a loss that shifts its labels has none in the first column. -1 without\n"
+    "batches or without labels to count.";
 
 static PyObject *
 Trainer__count_targets(PyObject *op, PyObject *batches)
 {
-    int64_t total;
+    int failed;
     if (!PyList_Check(batches)) {
         return PyErr_Format(PyExc_TypeError, "expected a list of batches, got %.100s",
                             Py_TYPE(batches)->tp_name);
     }
-    if (count_on_ranks(op, batches, &total) < 0) {
-        return NULL;
-    }
-    return total < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(total);
+    const int64_t n = ctpy_count_batches(op, batches, &failed);
+    return failed ? NULL : PyLong_FromLongLong(n);
 }
 
 PyMethodDef Trainer_trainer_loop_methods[] = {

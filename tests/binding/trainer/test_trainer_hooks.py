@@ -17,7 +17,6 @@ import transformers
 from tiny import Net, arguments, make, rows
 
 import ctrainer
-from ctrainer import _C
 
 
 def train(cls: type, **options: Any) -> Any:
@@ -120,9 +119,11 @@ def test_the_class_may_be_patched_while_it_trains(
             if state.global_step == 2:
                 monkeypatch.setattr(ctrainer.Trainer, "training_step", step)
 
+    plain = ctrainer.Trainer.training_step
+
     def step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         calls.append(self.state.global_step)
-        return _C.Trainer.training_step(self, model, inputs, num_items_in_batch)
+        return plain(self, model, inputs, num_items_in_batch)
 
     train(ctrainer.Trainer, max_steps=4, callbacks=[Patches()])
     assert calls == [2, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import ranks
 
 from ctrainer import comm
@@ -20,3 +21,16 @@ def test_without_a_launcher_it_is_a_group_of_one() -> None:
     assert (run.place().rank, run.place().world_size) == (0, 1)
     group.close()
     assert comm.world() is not group
+
+
+def test_a_group_of_one_is_not_kept_when_the_process_becomes_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = comm.world()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises((RuntimeError, ValueError), match="MASTER_ADDR"):
+        comm.world()
+    monkeypatch.undo()
+    assert comm.world() is alone

@@ -9,6 +9,7 @@ from ranks import run_alone
 
 from ctrainer import _C, Trainer, TrainingArguments
 from ctrainer.adapters.numpy import Loss, Parameter
+from ctrainer.trainer import evaluation
 
 
 def test_evaluates_and_predicts_without_torch(tmp_path: Path) -> None:
@@ -35,16 +36,15 @@ def test_the_loop_survives_every_failed_allocation(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), report_to="none", disable_tqdm=True)
     trainer = Trainer(Model(), args)
     batches = [{"x": np.ones((2, 3)), "labels": np.ones(2)}] * 2
-    nothing = ("keep_input", "preprocess", "gather", "on_batch", "exchange")
+    take = evaluation._taker(trainer, trainer.model, False, None)
 
     def run() -> tuple[Any, ...]:
         sinks = (_C.ArrayAccumulator(), [], [])
         losses: list[float] = []
         counts = trainer._evaluate_batches(
-            trainer.model, batches, sinks, loss_only=False, default_rows=2,
-            ignore_keys=None, max_waiting=1, keeps_values=True, by_token=False,
-            keep_losses=lambda loss, rows: losses.append(loss),
-            **dict.fromkeys(nothing),
+            take, batches, sinks, max_waiting=1, keeps_values=True, by_token=False,
+            keep_losses=lambda loss, rows: losses.append(loss), on_batch=None,
+            exchange=None,
         )  # fmt: skip
         return counts, losses, sinks[0].result().tolist(), len(sinks[1])
 

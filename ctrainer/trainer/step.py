@@ -1,0 +1,196 @@
+"""Trainer: one micro-batch: the inputs, the loss, backward, and the count of work.
+
+Each function is transformers' hook of that name. C adds the losses up, and makes the
+update.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ctrainer.runtime.hooks import call_adapted
+from ctrainer.trainer.checkpoint import set_mode
+
+if TYPE_CHECKING:
+    from ctrainer.trainer.run import TrainerRun
+
+
+def training_step(
+    trainer: TrainerRun, model: Any, inputs: Any, num_items_in_batch: Any = None
+) -> Any:
+    """Run forward and backward on one micro-batch; return its loss, detached.
+
+    Calls _prepare_inputs, compute_loss_context_manager and compute_loss. The loss is
+    weighted by the micro-batch's part in the update, so that the sum over an update is
+    the loss of its whole batch.
+
+    Args:
+        model (torch.nn.Module): The model, in its wrapper where it has one.
+        inputs (dict): A batch.
+        num_items_in_batch (Tensor | int | None, default None): Targets of the update,
+            on all ranks.
+    """
+    # A wrapper keeps the flag when the model within is put into eval mode.
+    if not (getattr(model, "training", True) and _is_training(trainer.model)):
+        set_mode("train", model, trainer.optimizer)
+    inputs = trainer._prepare_inputs(inputs)
+    with trainer.compute_loss_context_manager():
+        loss = call_adapted(
+            trainer.compute_loss, model, inputs, num_items_in_batch=num_items_in_batch
+        )
+    weighted = _is_weighted(trainer, num_items_in_batch)
+    # The mean loss of a micro-batch without targets is 0 / 0 and adds nothing to the
+    # update. On several ranks backward runs on 0: the exchange of gradients waits for
+    # the pass.
+    empty = not weighted and trainer._in_update and trainer._batch_weight == 0.0
+    if not empty or trainer._communicator.world_size > 1:
+        if not weighted:
+            loss = _weigh(trainer, loss)
+        scaler = trainer._loss_scaler
+        (loss if scaler is None else loss * scaler.scale).backward()
+    return trainer._adapter.no_loss(loss) if empty else loss.detach()
+
+
+def _is_training(model: Any) -> bool:
+    """Also of a model without the flag `training`."""
+    return bool(getattr(model, "training", True))
+
+
+def _is_weighted(trainer: TrainerRun, count: Any) -> bool:
+    """Whether the loss has its weight: it used the count of items, or TRL's trainers
+    say so, by a flag or a compute_loss_func that is no function."""
+    function = trainer.compute_loss_func
+    if getattr(trainer, "loss_is_scaled_for_ga", False):
+        return True
+    if function is not None and not callable(function):
+        return True
+    return count is not None and _was_read(count)
+
+
+def _was_read(count: Any) -> bool:
+    """Whether the loss has used the count of items: a number, from an override of
+    get_batch_samples, is taken to be used."""
+    return bool(getattr(count, "was_read", True))
+
+
+def _weigh(trainer: TrainerRun, loss: Any) -> Any:
+    """The loss times the weight of the micro-batch in its update; where a user calls
+    training_step outside of one, by 1 / current_gradient_accumulation_steps."""
+    weight = trainer._batch_weight
+    if not trainer._in_update:
+        weight = 1.0 / max(trainer.current_gradient_accumulation_steps, 1)
+    return loss if weight == 1.0 else loss * weight
+
+
+def prepare_inputs(trainer: TrainerRun, inputs: Any) -> Any:
+    """Bring one batch to the model's device; a mapping is returned as a new one.
+
+    What is no tensor, nor a mapping, list or tuple of them, is returned as it is.
+
+    Raises:
+        ValueError: the batch is empty; names the columns that the model's forward
+            accepts.
+    """
+    if trainer._inputs_stay and type(inputs) is dict:
+        inputs = inputs.copy()  # hooks may pop from it
+    else:
+        inputs = trainer._prepare_input(inputs)
+    if (isinstance(inputs, list | tuple) or is_mapping(inputs)) and not len(inputs):
+        raise ValueError(
+            "the batch is empty, so the model has nothing to train on; give the "
+            "dataset at least one of the columns that the model's forward accepts: "
+            f"{trainer._signature_columns}"
+        )
+    return inputs
+
+
+def is_mapping(batch: Any) -> bool:
+    """Whether a batch maps names to tensors."""
+    return isinstance(batch, dict) or hasattr(batch, "keys")
+
+
+def entry(batch: Any, key: str) -> Any:
+    """batch[key]; None for a mapping without it, and for what is no mapping."""
+    try:
+        return batch[key] if is_mapping(batch) else None
+    except KeyError:
+        return None
+
+
+def compute_loss(
+    trainer: TrainerRun,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """Return the loss of one micro-batch, a scalar with gradients.
+
+    The loss is outputs["loss"] or outputs[0], the label smoother's, or
+    compute_loss_func(outputs, labels, num_items_in_batch=...). One that divides its sum
+    by num_items_in_batch is right under gradient accumulation as it is, any other is
+    weighted by the trainer.
+
+    Args:
+        model (torch.nn.Module): The model, in its wrapper where it has one.
+        inputs (dict): A batch: the model's arguments by name.
+        return_outputs (bool, default False): Return (loss, outputs).
+        num_items_in_batch (Tensor | int | None, default None): Targets of the update,
+            on all ranks.
+
+    Raises:
+        TypeError: the batch is no mapping.
+        ValueError: the model returns no loss.
+    """
+    if not is_mapping(inputs):
+        raise TypeError(
+            "compute_loss expects a batch that maps the names of the model's arguments "
+            f"to tensors, got {type(inputs).__name__}; return dicts from the dataset "
+            "or the data_collator, or override compute_loss"
+        )
+    function, smoother = trainer.compute_loss_func, trainer.label_smoother
+    count, labels = num_items_in_batch, None
+    if (function is not None or smoother is not None) and (
+        entry(inputs, "labels") is not None
+    ):
+        labels = inputs.pop("labels")
+    extra = {}
+    if trainer.model_accepts_loss_kwargs and count is not None:
+        extra["num_items_in_batch"] = count
+    outputs = model(**{**inputs, **extra})
+    if function is not None:
+        loss = function(outputs, labels, num_items_in_batch=count)
+    elif labels is not None:
+        shifts = trainer._loss_shifts_labels
+        loss = smoother(outputs, labels, shifts, num_items_in_batch=count)
+    elif not isinstance(outputs, dict):
+        loss = outputs[0]
+    elif "loss" in outputs:
+        loss = outputs["loss"]
+    else:
+        raise ValueError(
+            f"the model returned no loss, only {list(outputs)}, for the inputs "
+            f"{list(inputs)}; give it labels, pass compute_loss_func, or override "
+            "compute_loss"
+        )
+    # Divided by the targets of all ranks: the mean of the gradients divides by
+    # world_size once more.
+    ranks = 1 if count is None else trainer._communicator.world_size
+    if ranks > 1 and trainer.args.average_tokens_across_devices and _was_read(count):
+        loss = loss * ranks
+    return (loss, outputs) if return_outputs else loss
+
+
+def floating_point_ops(trainer: TrainerRun, inputs: Any) -> float:
+    """Return the estimated operations of forward and backward on a batch: 6 times the
+    tokens times the parameters without embeddings; 0 for a model that cannot say, and
+    for a batch without the model's main input by name.
+
+    Args:
+        inputs (dict): A batch.
+    """
+    per_token = trainer._flos_per_token
+    if per_token == 0.0:
+        return 0.0
+    numel = getattr(entry(inputs, trainer._main_input_name), "numel", None)
+    return 0.0 if numel is None else per_token * numel()
