@@ -15,7 +15,6 @@ from ctrainer import _C, adapters
 from ctrainer.average import WeightAverage
 from ctrainer.callbacks import CallbackHandler, is_log_due
 from ctrainer.memory_tracker import TrainerMemoryTracker
-from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer_state import TrainerControl, TrainerState
 from ctrainer.trainer_utils import speed_metrics
 
@@ -54,8 +53,10 @@ class TrainerBase(_C.Trainer):
     hub_model_id: str | None
     push_to_hub: Callable[..., Any]
     current_flos: float
+    current_gradient_accumulation_steps: int
     compute_loss_func: Callable[..., Any] | None
     model_accepts_loss_kwargs: bool
+    _loss_shifts_labels: bool
 
     # Our own, of Python alone; what C shares is declared in _C.pyi
     _signature_columns: list[str] | None = None
@@ -236,7 +237,7 @@ class TrainerBase(_C.Trainer):
         self._window_loss, self._window_bad, self._nonfinite_steps = 0.0, 0, 0
         self._window_start = self._globalstep_last_logged = step
         self.store_flos()
-        call_adapted(self.log, logs, start_time=start_time)
+        self._call_hook("log", logs, start_time=start_time)
 
     def _take_layer_norms(self, epoch_ends: bool, loss_scale: float) -> None:
         """Keep the norms of layers for the log, if one follows this update."""

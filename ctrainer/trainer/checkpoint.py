@@ -37,7 +37,6 @@ from ctrainer.checkpoint import (
 from ctrainer.checkpoint.disk import replacing
 from ctrainer.checkpoint.files import is_there, naming
 from ctrainer.runtime.fork import temporary_folder
-from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import has_length
 
@@ -150,7 +149,7 @@ def write(trainer: TrainerRun, trial: Any) -> None:
     training = trainer.is_in_train
     set_mode("eval", trainer.optimizer)
     try:
-        call_adapted(trainer.save_model, folder, _internal_call=True)
+        trainer._call_hook("save_model", folder, _internal_call=True)
         note_best(trainer, trial)
         if not trainer.args.save_only_model:
             trainer._save_optimizer_and_scheduler(folder)

@@ -15,7 +15,6 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer.comm.run import unpickled
-from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer.checkpoint import set_mode
 from ctrainer.trainer.step import entry, is_mapping
 from ctrainer.trainer_utils import (
@@ -62,8 +61,8 @@ def evaluate(
         metrics: dict[str, float] = {}
         for name, one in dataset.items():
             # The trainer's own data sets by name, so that their loaders are kept.
-            found = call_adapted(
-                trainer.evaluate,
+            found = trainer._call_hook(
+                "evaluate",
                 eval_dataset=name if eval_dataset is None else one,
                 ignore_keys=ignore_keys,
                 metric_key_prefix=f"{metric_key_prefix}_{name}",
@@ -129,8 +128,8 @@ def _measure(
     start = time.time()
     legacy = getattr(trainer.args, "use_legacy_prediction_loop", False)
     with trainer._averaged_weights() or contextlib.nullcontext():
-        output = call_adapted(
-            trainer.prediction_loop if legacy else trainer.evaluation_loop,
+        output = trainer._call_hook(
+            "prediction_loop" if legacy else "evaluation_loop",
             loader,
             description=description,
             prediction_loss_only=loss_only,
@@ -151,7 +150,7 @@ def evaluate_in_training(
 ) -> dict[str, float]:
     """Evaluate within a training: report to a search, and step a learning rate that
     depends on a metric. Return the metrics."""
-    metrics = call_adapted(trainer.evaluate, ignore_keys=ignore_keys_for_eval)
+    metrics = trainer._call_hook("evaluate", ignore_keys=ignore_keys_for_eval)
     trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
     if trainer._schedule_on_metric and not skip_scheduler:
         name = trainer.args.metric_for_best_model
@@ -300,7 +299,7 @@ def _evaluated_model(trainer: TrainerRun) -> Iterator[Any]:
     flag `training`, or whose evaluation has failed, is put back at once.
     """
     args, adapter, in_train = trainer.args, trainer._adapter, trainer.is_in_train
-    model = call_adapted(trainer._wrap_model, trainer.model, training=False)
+    model = trainer._call_hook("_wrap_model", trainer.model, training=False)
     uncast: Callable[[], Any] | None = None
 
     def release(failed: bool) -> None:
@@ -335,8 +334,8 @@ def _taker(
     gather, keep_input = vars(trainer).get("gather_function"), _main_input(trainer)
 
     def take(inputs: Any, rows: int, targets: int) -> tuple[Any, ...]:
-        answer = call_adapted(
-            trainer.prediction_step, model, inputs, loss_only, ignore_keys=ignore_keys
+        answer = trainer._call_hook(
+            "prediction_step", model, inputs, loss_only, ignore_keys=ignore_keys
         )
         if not isinstance(answer, tuple | list) or len(answer) != 3:
             raise TypeError(
@@ -522,8 +521,8 @@ def _ignored(trainer: TrainerRun) -> list[str]:
 def _loss_and_outputs(trainer: TrainerRun, model: Any, inputs: Any) -> tuple[Any, Any]:
     """What compute_loss returns, the loss without its graph, and as one number."""
     count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-    pair = call_adapted(
-        trainer.compute_loss, model, inputs, return_outputs=True,
+    pair = trainer._call_hook(
+        "compute_loss", model, inputs, return_outputs=True,
         num_items_in_batch=count,
     )  # fmt: skip
     if not isinstance(pair, tuple) or len(pair) != 2:

@@ -20,7 +20,6 @@ from ctrainer import _C, adapters, average
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.comm import world
-from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer import blocks, checkpoint, data, evaluation, search, shards, step
 from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer.checkpoint import set_mode
@@ -744,8 +743,8 @@ def log_save_evaluate(
 ) -> None:
     """Call the hook, with keywords for all arguments but the sum, since releases of
     transformers differ in their order."""
-    call_adapted(
-        trainer._maybe_log_save_evaluate,
+    trainer._call_hook(
+        "_maybe_log_save_evaluate",
         trainer._window_loss,
         grad_norm=trainer._last_grad_norm,
         model=run.model,

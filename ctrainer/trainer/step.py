@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ctrainer.runtime.hooks import call_adapted
 from ctrainer.trainer.checkpoint import set_mode
 
 if TYPE_CHECKING:
@@ -31,55 +30,41 @@ def training_step(
             on all ranks.
     """
     # A wrapper keeps the flag when the model within is put into eval mode.
-    if not (getattr(model, "training", True) and _is_training(trainer.model)):
+    if not (getattr(model, "training", True) and getattr(trainer.model, "training", 1)):
         set_mode("train", model, trainer.optimizer)
+    count = num_items_in_batch
     inputs = trainer._prepare_inputs(inputs)
     with trainer.compute_loss_context_manager():
-        loss = call_adapted(
-            trainer.compute_loss, model, inputs, num_items_in_batch=num_items_in_batch
+        loss = trainer._call_hook(
+            "compute_loss", model, inputs, num_items_in_batch=count
         )
-    weighted = _is_weighted(trainer, num_items_in_batch)
+    del inputs  # memory for backward
+    weighted = _is_weighted(trainer, count)
     # The mean loss of a micro-batch without targets is 0 / 0 and adds nothing to the
     # update. On several ranks backward runs on 0: the exchange of gradients waits for
     # the pass.
-    empty = not weighted and trainer._in_update and trainer._batch_weight == 0.0
+    weight = trainer._batch_weight if trainer._in_update else None
+    empty = weight == 0.0 and not weighted
     if not empty or trainer._communicator.world_size > 1:
-        if not weighted:
-            loss = _weigh(trainer, loss)
+        if weight is None:  # the user's own call, outside of an update
+            weight = 1.0 / max(trainer.current_gradient_accumulation_steps, 1)
+        if weight != 1.0 and not weighted:
+            loss = loss * weight
         scaler = trainer._loss_scaler
         (loss if scaler is None else loss * scaler.scale).backward()
     return trainer._adapter.no_loss(loss) if empty else loss.detach()
 
 
-def _is_training(model: Any) -> bool:
-    """Also of a model without the flag `training`."""
-    return bool(getattr(model, "training", True))
-
-
 def _is_weighted(trainer: TrainerRun, count: Any) -> bool:
-    """Whether the loss has its weight: it used the count of items, or TRL's trainers
-    say so, by a flag or a compute_loss_func that is no function."""
+    """Whether the loss has its weight: it has used the count of items, or TRL's
+    trainers say so, by a flag or a compute_loss_func that is no function. A count that
+    is a number, from an override of get_batch_samples, is taken to be used."""
     function = trainer.compute_loss_func
-    if getattr(trainer, "loss_is_scaled_for_ga", False):
-        return True
     if function is not None and not callable(function):
         return True
-    return count is not None and _was_read(count)
-
-
-def _was_read(count: Any) -> bool:
-    """Whether the loss has used the count of items: a number, from an override of
-    get_batch_samples, is taken to be used."""
-    return bool(getattr(count, "was_read", True))
-
-
-def _weigh(trainer: TrainerRun, loss: Any) -> Any:
-    """The loss times the weight of the micro-batch in its update; where a user calls
-    training_step outside of one, by 1 / current_gradient_accumulation_steps."""
-    weight = trainer._batch_weight
-    if not trainer._in_update:
-        weight = 1.0 / max(trainer.current_gradient_accumulation_steps, 1)
-    return loss if weight == 1.0 else loss * weight
+    if getattr(trainer, "loss_is_scaled_for_ga", False):
+        return True
+    return count is not None and bool(getattr(count, "was_read", True))
 
 
 def prepare_inputs(trainer: TrainerRun, inputs: Any) -> Any:
@@ -150,14 +135,12 @@ def compute_loss(
         )
     function, smoother = trainer.compute_loss_func, trainer.label_smoother
     count, labels = num_items_in_batch, None
-    if (function is not None or smoother is not None) and (
-        entry(inputs, "labels") is not None
-    ):
+    if (function is not None or smoother is not None) and "labels" in inputs:
         labels = inputs.pop("labels")
-    extra = {}
-    if trainer.model_accepts_loss_kwargs and count is not None:
-        extra["num_items_in_batch"] = count
-    outputs = model(**{**inputs, **extra})
+    if count is not None and trainer.model_accepts_loss_kwargs:
+        outputs = model(**{**inputs, "num_items_in_batch": count})
+    else:
+        outputs = model(**inputs)
     if function is not None:
         loss = function(outputs, labels, num_items_in_batch=count)
     elif labels is not None:
@@ -175,9 +158,10 @@ def compute_loss(
         )
     # Divided by the targets of all ranks: the mean of the gradients divides by
     # world_size once more.
-    ranks = 1 if count is None else trainer._communicator.world_size
-    if ranks > 1 and trainer.args.average_tokens_across_devices and _was_read(count):
-        loss = loss * ranks
+    if count is not None and getattr(count, "was_read", True):
+        ranks = trainer._communicator.world_size
+        if ranks > 1 and trainer.args.average_tokens_across_devices:
+            loss = loss * ranks
     return (loss, outputs) if return_outputs else loss
 
 
@@ -189,8 +173,7 @@ def floating_point_ops(trainer: TrainerRun, inputs: Any) -> float:
     Args:
         inputs (dict): A batch.
     """
-    per_token = trainer._flos_per_token
-    if per_token == 0.0:
-        return 0.0
-    numel = getattr(entry(inputs, trainer._main_input_name), "numel", None)
+    numel, per_token = None, trainer._flos_per_token
+    if per_token != 0.0:
+        numel = getattr(entry(inputs, trainer._main_input_name), "numel", None)
     return 0.0 if numel is None else per_token * numel()

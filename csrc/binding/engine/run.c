@@ -94,6 +94,24 @@ done:
     return result;
 }
 
+static const char Trainer__call_hook_doc[] =
+    "_call_hook($self, name, /, *args, **keywords)\n--\n\n"
+    "Call the method of that name with those of the keywords that it accepts, since\n"
+    "overrides may have been written for another release. At most 10 values.";
+
+static PyObject *
+Trainer__call_hook(PyObject *op, PyObject *const *args, Py_ssize_t nargs,
+                   PyObject *kwnames)
+{
+    const Py_ssize_t n = nargs + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    if (nargs < 1 || !PyUnicode_Check(args[0]) || n > 1 + CTPY_HOOK_MAX_ARGS) {
+        return PyErr_Format(PyExc_TypeError,
+                            "expected the name of a method and up to %d values",
+                            CTPY_HOOK_MAX_ARGS);
+    }
+    return ctpy_call_adapted(op, args[0], &args[1], (size_t)nargs - 1, kwnames);
+}
+
 PyObject *
 ctpy_ask_adapter(PyObject *op, PyObject *name, PyObject *const *args, size_t n)
 {
@@ -304,8 +322,10 @@ Trainer__sum_over_ranks(PyObject *op, PyObject *args)
 }
 
 PyMethodDef Trainer_engine_run_methods[] = {
-    {"_leave_ranks",    Trainer__leave_ranks,    METH_NOARGS,  Trainer__leave_ranks_doc},
-    {"_sum_over_ranks", Trainer__sum_over_ranks, METH_VARARGS,
-     Trainer__sum_over_ranks_doc                                                       },
-    {NULL,              NULL,                    0,            NULL                    },
+    {"_call_hook",      (PyCFunction)(void (*)(void))Trainer__call_hook,
+     METH_FASTCALL | METH_KEYWORDS,                                                    Trainer__call_hook_doc  },
+    {"_leave_ranks",    Trainer__leave_ranks,                            METH_NOARGS,  Trainer__leave_ranks_doc},
+    {"_sum_over_ranks", Trainer__sum_over_ranks,                         METH_VARARGS,
+     Trainer__sum_over_ranks_doc                                                                               },
+    {NULL,              NULL,                                            0,            NULL                    },
 };
