@@ -129,7 +129,7 @@ static int
 ranks_agree(PyObject *op, bool *due)
 {
     const int ranks = ctpy_trainer_world_size(op);
-    double wishes[WISHES], had[WISHES];
+    double wishes[WISHES], had[WISHES] = {0};
     *due = false;
     if (ranks <= 1) {
         return ranks < 0 ? -1 : 0;
@@ -156,7 +156,7 @@ ranks_agree(PyObject *op, bool *due)
 static int
 wants_hook(PyObject *op)
 {
-    double wishes[WISHES];
+    double wishes[WISHES] = {0};
     const int native =
         ctpy_is_default(op, ctpy_state_borrow(op)->str__maybe_log_save_evaluate);
     if (native <= 0) {
