@@ -341,6 +341,9 @@ AREAS = {
                 "core/checkpoint/test_staging.c core/checkpoint/test_files.c "
                 "core/checkpoint/test_writer.c "
                 "core/checkpoint/test_zip.c",
+            core("checkpoint/staging"):
+                "core/checkpoint/test_staging.c core/checkpoint/test_writer.c "
+                "core/checkpoint/test_files.c",
             core("checkpoint/writer"):
                 "core/checkpoint/test_writer.c core/checkpoint/test_staging.c "
                 "core/checkpoint/test_files.c core/checkpoint/test_plan.c",

@@ -30,7 +30,7 @@ class Fixed:
 
 FIXED = (
     Fixed(
-        "csrc/core/checkpoint/writer.c",
+        "csrc/core/checkpoint/staging.c",
         "drop a synchronisation",
         "ct_sync_folder(staging->parent, err)",
         "CT_OK",

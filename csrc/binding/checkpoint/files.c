@@ -6,7 +6,7 @@
 
 #include "core/base/alloc.h"
 #include "core/checkpoint/manifest.h"
-#include "core/checkpoint/writer.h"
+#include "core/checkpoint/staging.h"
 #include "core/checkpoint/zip.h"
 
 #include <stdbool.h>

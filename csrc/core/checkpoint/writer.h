@@ -71,10 +71,6 @@ void ct_writer_abort(ct_writer *writer);
 void ct_writer_release(ct_writer *writer);
 size_t ct_writer_snapshot_bytes(const ct_writer *writer);
 
-/* Restores folders of parent that a killed process was replacing, as far as
- * possible, and removes other folders of killed processes. */
-void ct_staging_recover(const char *parent);
-
 CT_END_DECLS
 
 #endif

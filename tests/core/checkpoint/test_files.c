@@ -5,6 +5,7 @@
 #include "core/base/io.h"
 #include "core/checkpoint/manifest.h"
 #include "core/checkpoint/source.h"
+#include "core/checkpoint/staging.h"
 #include "core/checkpoint/writer.h"
 #include "ct_random.h"
 #include "ct_test.h"
