@@ -1,3 +1,5 @@
+/* Loads libnccl.so.2 by name, so that the plugin needs no NCCL where it is built, and a
+ * machine without NCCL can still load the plugin. */
 #include "nccl.h"
 
 #include "dynlib.h"

@@ -1,3 +1,5 @@
+/* Copies of gathered parameters and snapshots: memory bandwidth is all that such a copy
+ * costs. */
 #include "core/base/copy_far.h"
 
 #include <stdint.h>

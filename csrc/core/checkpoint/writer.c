@@ -119,7 +119,9 @@ add_chunk(arena *a, size_t bytes)
         return NULL;
     }
     a->chunks = block;
-    if (bytes / 9 > available_bytes() / 10) { /* mmap() overcommits */
+    /* mmap() overcommits: a snapshot that swaps, or that the kernel answers by killing
+     * a process, is worse than a save without a snapshot. */
+    if (bytes / 9 > available_bytes() / 10) {
         return NULL;
     }
     void *data =
@@ -199,6 +201,7 @@ arena_copy(arena *a, ct_plan *plan, ct_error *err)
         ct_free(portions);
         return ct_fail(err, CT_ENOMEM, "no memory for a snapshot of %s", plan->name);
     }
+    /* All memory is taken before the first piece is changed. */
     ct_status status = take_targets(a, plan, targets, err);
     for (size_t i = 0; status == CT_OK && i < plan->n_pieces; i++) {
         ct_plan_piece *piece = &plan->pieces[i];
@@ -435,6 +438,7 @@ ct_writer_new(void)
     return writer;
 }
 
+/* Keeps the capacity of the lists and the chunks of the arena for the next save. */
 static void
 drop_files(ct_writer *writer)
 {
@@ -479,6 +483,7 @@ settle(ct_writer *writer)
     writer->started = false;
 }
 
+/* An error of the thread is raised once, by the first call that can. */
 static ct_status
 take_error(ct_writer *writer, ct_error *err)
 {
@@ -579,6 +584,7 @@ ct_writer_add(ct_writer *writer, ct_plan *plan, bool copy, ct_error *err)
                          plan->name == NULL ? "a file" : plan->name);
     }
     else {
+        /* Without memory for a snapshot the file is written while the caller waits. */
         bool copied = copy && arena_copy(&writer->arena, plan, NULL) == CT_OK;
         status = fileset_keep(&writer->files, plan, &index, err);
         if (status == CT_OK && !copied) {
@@ -626,6 +632,8 @@ ct_writer_remove_after(ct_writer *writer, const char *path, ct_error *err)
     return CT_OK;
 }
 
+/* The order is what makes a save whole or absent: bytes, manifest, and only then the
+ * name. Old folders are removed last, when the new one can take their place. */
 static ct_status
 finish(ct_writer *writer, ct_error *err)
 {
@@ -666,6 +674,8 @@ run_save(void *arg)
     return NULL;
 }
 
+/* One write to each page faults the page in, in this thread instead of the first save.
+ */
 static void *
 run_reserve(void *arg)
 {

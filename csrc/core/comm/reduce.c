@@ -1,3 +1,5 @@
+/* Tiles of the operands are converted, combined in a wider type, and rounded back; each
+ * body is compiled for three instruction sets, with the same bits. */
 #include "core/comm/reduce.h"
 
 #include "core/base/span.h"
