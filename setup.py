@@ -166,8 +166,11 @@ class BuildExt(build_ext):
                     pool.submit(compile_stale, o, *build[o], cc, extra, pp)
                     for o in objects
                 ]
-                for job in jobs:
+                for done, job in enumerate(jobs, 1):
                     job.result()
+                    if sys.stdout.isatty():
+                        end = "\n" if done == len(jobs) else ""
+                        print(f"\r    {done} of {len(jobs)} files", end=end, flush=True)
             return objects
 
         self.compiler.compile = compile_all

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from code_pairs import Pair, load_pairs, split, standard_library
 from code_report import METRICS, compare, draw, retrieval, table, tfidf_scores
+from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, logging, set_seed
 
 import ctrainer
@@ -111,7 +112,7 @@ class Encoder:
         }
 
     @torch.inference_mode()
-    def encode(self, texts: list[str], length: int) -> np.ndarray:
+    def encode(self, texts: list[str], length: int, bar: tqdm) -> np.ndarray:
         """Vectors of many texts, batched by length so that little is padding."""
         self.model.eval()
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
@@ -120,6 +121,7 @@ class Encoder:
             rows = order[start : start + 64]
             tokens = self.tokens([texts[i] for i in rows], length)
             vectors[rows] = embed(self.model, tokens.to(self.model.device)).cpu()
+            bar.update(len(rows))
         return vectors
 
 
@@ -212,7 +214,7 @@ class Index:
         if file.exists() and file.stat().st_mtime > newest:
             self.vectors = np.load(file)["vectors"]
             return
-        print(f"reading {len(self.pairs)} functions ...", flush=True)
+        print(f"indexing {len(self.pairs)} functions for the search", flush=True)
         self.vectors = self.describe()
         np.savez(file, vectors=self.vectors)
 
@@ -223,10 +225,13 @@ class Index:
             pair.code.replace("def f(", f"def {pair.name}(", 1) for pair in self.pairs
         ]
         encode = self.encoder.encode
-        return (encode(named, CODE_TOKENS) + encode(docs, DOC_TOKENS)) / 2
+        # Each function is encoded twice. The bar is drawn on a terminal alone.
+        with tqdm(total=2 * len(docs), unit="text", disable=None) as bar:
+            return (encode(named, CODE_TOKENS, bar) + encode(docs, DOC_TOKENS, bar)) / 2
 
     def best(self, question: str, count: int = 5) -> list[tuple[float, Pair]]:
-        scores = self.vectors @ self.encoder.encode([question], DOC_TOKENS)[0]
+        silent = tqdm(disable=True)
+        scores = self.vectors @ self.encoder.encode([question], DOC_TOKENS, silent)[0]
         order = np.argsort(-scores)[:count]
         return [(float(scores[i]), self.pairs[i]) for i in order]
 

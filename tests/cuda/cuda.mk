@@ -26,7 +26,7 @@ PLUGIN_CORE := base/alloc base/status base/wait \
 EMUL_FLAGS := -O1 -g -Wall -Wextra -Wshadow -Werror -ffp-contract=off -fPIC -pthread $(SAN)
 
 .PHONY: cuda cuda-emul cuda-emul-build cuda-emul-libraries cuda-emul-python cuda-emul-plain cuda-check
-cuda: cuda-emul
+cuda: cuda-emul $(TESTABLE)
 	command -v $(NVCC) >/dev/null || test -x /usr/local/cuda/bin/nvcc || \
 	  $(PY) -m pip install -q --disable-pip-version-check $(NVCC_WHEELS)
 	CTRAINER_CUDA=1 PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
