@@ -5,7 +5,7 @@
 #   make test-all  the same with every example of the generated tests: an hour or more
 #   make install   make $(VENV) and install ctrainer into it, editable, with what the demo needs
 #   make install-test   add what the tests, the benchmarks and lint need
-#   make bench     run the benchmarks and write their table into the README
+#   make bench     run the benchmarks and write their tables into the docs
 #   make lint      clang-format, clang-tidy, ruff, mypy, stubtest
 #   make format    let clang-format and ruff rewrite the sources
 #   make ext       rebuild the extension in place
@@ -94,7 +94,7 @@ test-all:
 bench: ext $(TESTABLE)
 	mkdir -p out/benchmarks
 	set -e; for b in $(BENCHES); do $(PY) $$b > out/benchmarks/$$(basename $$b .py).jsonl; done
-	$(PY) benchmarks/report.py out/benchmarks README.md docs/optimizers.md
+	$(PY) benchmarks/report.py out/benchmarks docs/benchmarks.md docs/optimizers.md README.md
 
 lint: ext $(TESTABLE)
 	$(VENV)/bin/clang-format -n --Werror $(FORMATTED)

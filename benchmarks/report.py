@@ -1,7 +1,8 @@
-"""Writes the tables of benchmarks from what the benchmarks printed: into the README,
-and that of all optimizers into their page.
+"""Writes the tables of benchmarks from what the benchmarks printed: into their page,
+that of all optimizers into theirs, and anew the rows that the README has.
 
-    python benchmarks/report.py out/benchmarks README.md docs/optimizers.md
+    python benchmarks/report.py out/benchmarks docs/benchmarks.md docs/optimizers.md \
+        README.md
 
 Each bench_*.jsonl holds a JSON object a line: name, unit, ours, peer, theirs, ratio
 (how many times better ours is; null where ours costs nothing, so that there is nothing
@@ -89,17 +90,32 @@ def rewrite(page: Path, text: str) -> None:
     page.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
 
 
+def refresh(page: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes anew the rows that a page quotes: those of a job and a peer of ours."""
+    lines = page.read_text().splitlines()
+    for row in rows:
+        new = cells(row).split(" | ")
+        for i, line in enumerate(lines):
+            old = line.split(" | ")
+            if len(old) == 5 and (old[0], old[3]) == (new[0], new[3]):
+                lines[i] = " | ".join(new[:5]) + " |"
+    page.write_text("\n".join(lines) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("page", type=Path)
     parser.add_argument("optimizers", type=Path, nargs="?", help="their page")
+    parser.add_argument("readme", type=Path, nargs="?", help="quotes some rows")
     options = parser.parse_args()
     rows = comparisons(options.folder)
     rewrite(options.page, table([row for row in rows if "share" not in row]))
     every = [row for row in rows if "share" in row]
     if every and options.optimizers is not None:
         rewrite(options.optimizers, optimizer_table(every))
+    if options.readme is not None:
+        refresh(options.readme, rows)
     failures = [row for row in rows if missed(row)]
     print(f"{len(rows)} comparisons written, {len(failures)} goals missed")
     for row in failures:
