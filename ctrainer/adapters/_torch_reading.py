@@ -54,6 +54,9 @@ class Draws(PlaceDraws):
         super().put()
 
 
+_KEPT = 64  # batches whose indices an indexed reader keeps
+
+
 # ---- in a worker -------------------------------------------------------------------
 
 
@@ -279,7 +282,7 @@ class IndexedReader(LoaderReader):
     def _begin(self, state: dict[str, Any], skip: int) -> None:
         super()._begin(state, skip)
         self._sent: collections.deque[Any] = collections.deque()
-        self._seen: Any = None
+        self._seen: collections.deque[Any] = collections.deque([None], _KEPT)
         self._source: Iterator[Any] | None = None
         self._know_draws(state)
         self.place = skip
@@ -288,7 +291,7 @@ class IndexedReader(LoaderReader):
             # The generators are still as they were when the epoch began.
             self._source = self._seek(self.inner)
         expected = state.get("last")
-        if skip and expected not in (None, _order_digest(self._seen)):
+        if skip and expected not in (None, _order_digest(self._seen[-1])):
             raise ValueError(
                 f"batch {skip} of epoch {self.epoch} has not the rows that the "
                 f"checkpoint's run has seen there: {_sampler_name(self.inner)} gives "
@@ -305,7 +308,7 @@ class IndexedReader(LoaderReader):
         if not self.place:
             return batches_of.after(inner, 0)
         source = batches_of.after(inner, self.place - 1)
-        self._seen = next(source, None)
+        self._seen.append(next(source, None))
         return source
 
     def indices(self, place: int) -> Iterator[Any]:
@@ -328,11 +331,16 @@ class IndexedReader(LoaderReader):
 
     def __next__(self) -> Any:
         batch = super().__next__()
-        self._seen = self._sent.popleft()
+        self._seen.append(self._sent.popleft())
         return batch
 
+    def rows_of(self, place: int) -> Any:
+        known = [*self._seen, *self._sent]
+        at = place - self.place + len(self._seen)
+        return known[at] if 0 <= at < len(known) else None
+
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "last": _order_digest(self._seen)}
+        return {**super().state(), "last": _order_digest(self._seen[-1])}
 
 
 def _order_digest(indices: Any) -> int:

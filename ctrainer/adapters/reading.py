@@ -162,6 +162,9 @@ class Reader:
     def describe(self) -> str:
         return type(self.loader).__name__
 
+    def rows_of(self, place: int) -> Any:
+        """The indices of a batch's rows, where they are known: for errors."""
+
     # State
 
     def state(self) -> dict[str, Any]:

@@ -180,6 +180,9 @@ def no_loss(loss: torch.Tensor) -> torch.Tensor:
 
 def add_device_loss(total: torch.Tensor | None, loss: torch.Tensor) -> torch.Tensor:
     """[sum of finite losses, losses that are not finite] on the loss's device."""
+    if not isinstance(loss, torch.Tensor):
+        got = type(loss).__name__
+        raise TypeError(f"training_step returned {got}; return the loss, a tensor")
     loss = loss.detach().double()
     finite = torch.isfinite(loss)
     pair = torch.stack((torch.where(finite, loss, 0.0), (~finite).double()))

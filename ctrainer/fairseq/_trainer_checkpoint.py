@@ -24,6 +24,7 @@ from ctrainer.fairseq import _sharding
 from ctrainer.fairseq._trainer_step import Step
 from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
 from ctrainer.fairseq.config.base import setting
+from ctrainer.runtime.notes import locate
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
 
@@ -507,6 +508,7 @@ class Failures(Checkpoints):
         """After an exception in train_step(): crash.pt and, where numbers of the update
         are not finite, their source. place: of the sample that failed; None: the
         failure was in the update. rng: states of the generators before."""
+        locate(error, "fairseq", (self, "update", samples, place))
         try:
             self._save_crash(error, samples, place, rng)
         finally:

@@ -26,6 +26,7 @@ from ctrainer.fairseq.config.base import setting
 from ctrainer.fairseq.ema import EMA
 from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
 from ctrainer.fairseq.optim import build_trainer_optimizer
+from ctrainer.runtime.notes import locate
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
 
@@ -557,6 +558,9 @@ class Step(_C.FairseqTrainer):
         try:
             with tools.no_grad():
                 return self._evaluate(sample, raise_oom)
+        except Exception as error:
+            locate(error, "fairseq", (self, "validation before update", [sample], 0))
+            raise
         finally:
             context.__exit__(None, None, None)  # fairseq's own forgets its `finally`
 

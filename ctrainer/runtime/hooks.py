@@ -1,4 +1,4 @@
-"""What an overridden hook accepts."""
+"""What an overridden hook accepts, and the errors of what it returns."""
 
 import inspect
 from collections.abc import Callable
@@ -27,3 +27,41 @@ def accepted_keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
     return frozenset(p.name for p in parameters if p.kind in _KEYWORD)
+
+
+def definition(owner: Any, name: str) -> str:
+    """Class, name, file and line of the method that `owner` has by this name."""
+    method = vars(owner).get(name) if hasattr(owner, "__dict__") else None
+    cls = next((c for c in type(owner).__mro__ if name in vars(c)), type(owner))
+    function = inspect.unwrap(method or vars(cls).get(name) or owner)
+    code = getattr(function, "__code__", None)
+    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return f"{cls.__name__}.{name}{place}"
+
+
+def wrong_return(owner: Any, name: str, value: Any, wanted: str) -> str:
+    """What is wrong where a hook has returned something else than it has to."""
+    shown = "None" if value is None else f"a {type(value).__name__}"
+    lacks = " (is there a `return`?)" if value is None else ""
+    return f"{definition(owner, name)} returned {shown}; {wanted}{lacks}"
+
+
+def not_named(batch: Any) -> str:
+    """What is wrong with a batch that compute_loss cannot pass to a model."""
+    return (
+        "compute_loss expects a batch that maps the names of the model's arguments "
+        f"to tensors, got {type(batch).__name__}; return dicts from the dataset "
+        "or the data_collator, or override compute_loss"
+    )
+
+
+def no_loss(model: Any, outputs: Any, inputs: Any) -> str:
+    """What is wrong with a model's outputs without a loss."""
+    if outputs is None:
+        wanted = "return a dict with 'loss', or (loss, ...)"
+        return wrong_return(model, "forward", outputs, wanted)
+    return (
+        f"the model returned no loss, only {list(outputs)}, for the inputs "
+        f"{list(inputs)}; give it labels, pass compute_loss_func, or override "
+        "compute_loss"
+    )

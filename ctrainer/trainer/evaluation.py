@@ -15,6 +15,7 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer.comm.run import unpickled
+from ctrainer.runtime.hooks import wrong_return
 from ctrainer.trainer.checkpoint import set_mode
 from ctrainer.trainer.step import entry, is_mapping
 from ctrainer.trainer_utils import (
@@ -338,10 +339,8 @@ def _taker(
             "prediction_step", model, inputs, loss_only, ignore_keys=ignore_keys
         )
         if not isinstance(answer, tuple | list) or len(answer) != 3:
-            raise TypeError(
-                "prediction_step must return (loss, predictions, labels), got "
-                f"{str(answer)[:200]}"
-            )
+            wanted = "return (loss, predictions, labels)"
+            raise TypeError(wrong_return(trainer, "prediction_step", answer, wanted))
         loss, predictions, labels = answer
         if preprocess is not None and predictions is not None:
             predictions = preprocess(predictions, labels)
@@ -526,10 +525,10 @@ def _loss_and_outputs(trainer: TrainerRun, model: Any, inputs: Any) -> tuple[Any
         num_items_in_batch=count,
     )  # fmt: skip
     if not isinstance(pair, tuple) or len(pair) != 2:
-        raise TypeError(
-            "compute_loss(..., return_outputs=True) must return (loss, outputs), got a "
-            f"{type(pair).__name__}; evaluation needs the outputs"
+        wanted = (
+            "return (loss, outputs) with return_outputs=True: evaluation needs both"
         )
+        raise TypeError(wrong_return(trainer, "compute_loss", pair, wanted))
     loss, outputs = pair
     if hasattr(loss, "detach"):
         loss = loss.detach()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ctrainer.runtime.hooks import no_loss, not_named, wrong_return
 from ctrainer.trainer.checkpoint import set_mode
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ def training_step(
         inputs (dict): A batch.
         num_items_in_batch (Tensor | int | None, default None): Targets of the update,
             on all ranks.
+
+    Raises:
+        TypeError: compute_loss returns no tensor.
     """
     # A wrapper keeps the flag when the model within is put into eval mode.
     if not (getattr(model, "training", True) and getattr(trainer.model, "training", 1)):
@@ -39,6 +43,9 @@ def training_step(
             "compute_loss", model, inputs, num_items_in_batch=count
         )
     del inputs  # memory for backward
+    if not hasattr(loss, "backward"):
+        wanted = "return the loss, a tensor"
+        raise TypeError(wrong_return(trainer, "compute_loss", loss, wanted))
     weighted = _is_weighted(trainer, count)
     # The mean loss of a micro-batch without targets is 0 / 0 and adds nothing to the
     # update. On several ranks backward runs on 0: the exchange of gradients waits for
@@ -128,11 +135,7 @@ def compute_loss(
         ValueError: the model returns no loss.
     """
     if not is_mapping(inputs):
-        raise TypeError(
-            "compute_loss expects a batch that maps the names of the model's arguments "
-            f"to tensors, got {type(inputs).__name__}; return dicts from the dataset "
-            "or the data_collator, or override compute_loss"
-        )
+        raise TypeError(not_named(inputs))
     function, smoother = trainer.compute_loss_func, trainer.label_smoother
     count, labels = num_items_in_batch, None
     if (function is not None or smoother is not None) and "labels" in inputs:
@@ -146,16 +149,12 @@ def compute_loss(
     elif labels is not None:
         shifts = trainer._loss_shifts_labels
         loss = smoother(outputs, labels, shifts, num_items_in_batch=count)
-    elif not isinstance(outputs, dict):
-        loss = outputs[0]
-    elif "loss" in outputs:
+    elif isinstance(outputs, dict) and "loss" in outputs:
         loss = outputs["loss"]
+    elif isinstance(outputs, dict) or outputs is None:
+        raise ValueError(no_loss(trainer.model, outputs, inputs))
     else:
-        raise ValueError(
-            f"the model returned no loss, only {list(outputs)}, for the inputs "
-            f"{list(inputs)}; give it labels, pass compute_loss_func, or override "
-            "compute_loss"
-        )
+        loss = outputs[0]
     # Divided by the targets of all ranks: the mean of the gradients divides by
     # world_size once more.
     if count is not None and getattr(count, "was_read", True):

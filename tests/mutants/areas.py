@@ -238,6 +238,8 @@ AREAS = {
             "ctrainer/introspect.py ctrainer/runtime/hooks.py":
                 "binding/trainer/test_trainer_hooks.py "
                 "python/optim/test_optimizer_in_trainer.py parity/test_clients.py",
+            "ctrainer/runtime/notes.py":
+                "python/runtime/test_notes.py",
             "ctrainer/trainer/base.py":
                 "binding/engine/test_gradient_metrics.py "
                 "binding/trainer/test_trainer_hooks.py "

@@ -279,6 +279,10 @@ notify(CallbackHandler *self, PyObject *callback, event_call *call, PyObject **c
     if (result != NULL) {
         status = take_control(self, callback, call->event, result, control);
     }
+    else {
+        (void)ctpy_locate_error("callback", "(OOOO)", callback, call->event,
+                                call->stack[1], call->stack[2]);
+    }
 done:
     Py_XDECREF(result);
     Py_XDECREF(plan);

@@ -352,7 +352,9 @@ Trainer__evaluate_batches(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     result = run_loop(&loop, batches, ctpy_state_borrow(op));
     Py_DECREF(loop.waiting);
-    return result;
+    return result == NULL
+               ? ctpy_locate_error("evaluation", "(OOn)", op, batches, loop.n_batches)
+               : result;
 }
 
 PyMethodDef Trainer_evaluate_loop_methods[] = {

@@ -100,6 +100,39 @@ ctpy_call_function(const char *module, const char *name, const char *format, ...
     return answer;
 }
 
+PyObject *
+ctpy_locate_error(const char *place, const char *format, ...)
+{
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+        return NULL;
+    }
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != NULL) {
+        (void)PyException_SetTraceback(value, trace);
+    }
+    va_list values;
+    va_start(values, format);
+    PyObject *facts = Py_VaBuildValue(format, values);
+    va_end(values);
+    PyObject *answer = facts == NULL
+                           ? NULL
+                           : ctpy_call_function("ctrainer.runtime.notes", "locate",
+                                                "(OsO)", value, place, facts);
+    if (answer != NULL || ctpy_forgive()) {
+        PyErr_Restore(type, value, trace);
+    }
+    else { /* out of memory or Ctrl-C */
+        Py_XDECREF(trace);
+        Py_XDECREF(value);
+        Py_XDECREF(type);
+    }
+    Py_XDECREF(answer);
+    Py_XDECREF(facts);
+    return NULL;
+}
+
 /* ---- lifetime of types without Python objects ------------------------------------ */
 
 int

@@ -68,6 +68,11 @@ ctpy_drop_steal(PyObject *answer)
 PyObject *
 ctpy_call_function(const char *module, const char *name, const char *format, ...);
 
+/* Gives the exception that is set, if it is an Exception, a note of where it was
+ * raised: ctrainer.runtime.notes.locate(exception, place, facts); format: of
+ * Py_BuildValue, the tuple of facts. The exception stays set. Returns NULL. */
+PyObject *ctpy_locate_error(const char *place, const char *format, ...);
+
 /* Looks an optional attribute op.name up: 1 and a new reference in *value; 0 and NULL,
  * no exception; or -1 with the exception. */
 int ctpy_lookup(PyObject *op, PyObject *name, PyObject **value);

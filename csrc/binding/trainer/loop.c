@@ -376,8 +376,9 @@ run_micro_batch(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
     int result = read_loss(op, answer, &value);
     Py_DECREF(answer);
     *loss += value;
-    run->micro_step++;
-    return result < 0 ? -1 : account_batch(op, inputs);
+    result = result < 0 ? -1 : account_batch(op, inputs);
+    run->micro_step += result == 0;
+    return result;
 }
 
 /* Forward and backward of a micro-batch other than the last, within no_sync(). */
@@ -639,7 +640,7 @@ Trainer__run_epochs(PyObject *op, PyObject *arg)
         ((Trainer *)op)->epoch = run->epoch;
         if (run_epoch(op, run) < 0 ||
             flag(op, names->str_should_training_stop, &stop) < 0) {
-            return NULL;
+            return ctpy_locate_error("training", "(OO)", op, run);
         }
         run->micro_step = 0;
         Py_CLEAR(run->checkpoint); /* its position was for the first epoch */
