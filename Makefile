@@ -94,7 +94,7 @@ test-all:
 bench: ext $(TESTABLE)
 	mkdir -p out/benchmarks
 	set -e; for b in $(BENCHES); do $(PY) $$b > out/benchmarks/$$(basename $$b .py).jsonl; done
-	$(PY) benchmarks/report.py out/benchmarks docs/benchmarks.md docs/optimizers.md README.md
+	$(PY) benchmarks/report.py out/benchmarks docs/benchmarks.md docs/reference/optimizers.md README.md
 
 lint: ext $(TESTABLE)
 	$(VENV)/bin/clang-format -n --Werror $(FORMATTED)

@@ -1,5 +1,5 @@
 """A training step of ctrainer.fairseq.Trainer against fairseq's own Trainer, where
-fairseq is installed (docs/fairseq_package.md), and against a loop written by hand.
+fairseq is installed (docs/start/from_fairseq.md), and against a loop written by hand.
 
 All take turns in one process on one thread, over one task, criterion and model each;
 times are of the CPU. The loop does what every trainer has to, the task's forward and

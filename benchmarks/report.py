@@ -1,8 +1,8 @@
 """Writes the tables of benchmarks from what the benchmarks printed: into their page,
 that of all optimizers into theirs, and anew the rows that the README has.
 
-    python benchmarks/report.py out/benchmarks docs/benchmarks.md docs/optimizers.md \
-        README.md
+    python benchmarks/report.py out/benchmarks docs/benchmarks.md \
+        docs/reference/optimizers.md README.md
 
 Each bench_*.jsonl holds a JSON object a line: name, unit, ours, peer, theirs, ratio
 (how many times better ours is; null where ours costs nothing, so that there is nothing

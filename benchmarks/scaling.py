@@ -1,6 +1,6 @@
 """What many workers do with their time, by the cost model of cost.py.
 
-Prints the tables of docs/scaling.md. Every assumption is an option.
+Prints the tables of docs/concepts/scaling.md. Every assumption is an option.
 """
 
 import argparse

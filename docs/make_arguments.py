@@ -1,4 +1,4 @@
-"""Writes docs/arguments.md from the fields and the table of the code.
+"""Writes docs/reference/arguments.md from the fields and the table of the code.
 
 python docs/make_arguments.py            rewrites the page
 python docs/make_arguments.py --check    exits 1 when it is not current
@@ -16,7 +16,7 @@ from ctrainer.arguments.older_fields import ALIASES, OlderFields
 from ctrainer.arguments.table import status_of
 from ctrainer.training_args import Seq2SeqTrainingArguments, TrainingArguments
 
-PAGE = Path(__file__).with_name("arguments.md")
+PAGE = Path(__file__).parent / "reference" / "arguments.md"
 
 HEAD = """\
 # Training arguments

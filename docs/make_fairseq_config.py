@@ -1,4 +1,4 @@
-"""Writes docs/fairseq_config.md from the dataclasses and the table of the code.
+"""Writes docs/reference/fairseq_config.md from the dataclasses and their table.
 
 python docs/make_fairseq_config.py            rewrites the page
 python docs/make_fairseq_config.py --check    exits 1 when it is not current
@@ -19,7 +19,7 @@ from ctrainer.fairseq.config.components import component_class, component_names
 from ctrainer.fairseq.config.root import COMPONENTS
 from ctrainer.fairseq.config.trees import groups
 
-PAGE = Path(__file__).with_name("fairseq_config.md")
+PAGE = Path(__file__).parent / "reference" / "fairseq_config.md"
 
 HEAD = """\
 # fairseq's configuration

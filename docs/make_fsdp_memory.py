@@ -1,4 +1,4 @@
-"""Writes docs/fsdp_memory.md from the formulas of ctrainer.fsdp.memory_plan.
+"""Writes docs/reference/fsdp_memory.md from the formulas of ctrainer.fsdp.memory_plan.
 
 python docs/make_fsdp_memory.py            rewrites the page
 python docs/make_fsdp_memory.py --check    exits 1 when it is not current
@@ -20,7 +20,7 @@ from ctrainer.fsdp.memory_plan import (
     table,
 )
 
-PAGE = Path(__file__).with_name("fsdp_memory.md")
+PAGE = Path(__file__).parent / "reference" / "fsdp_memory.md"
 MACHINE = 8  # GPUs
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -72,13 +72,13 @@ ALLOWED = {
     "csrc/binding/runtime/dlpack_abi.h": r"codes",  # of dtypes
     "ctrainer/fairseq/indexed_dataset.py": r"codes|CODES",  # of dtypes, and Huffman's
     "ctrainer/fsdp/memory_plan.py": r"codes|feedback",  # an alias, and a field
-    "docs/fsdp.md": r"feedback",  # public methods
+    "docs/reference/fsdp.md": r"feedback",  # public methods
     "ctrainer/fsdp/module.py": r"feedback",  # public methods
     "ctrainer/trainer/shards.py": r"feedback",  # these, and an old file's name
     "ctrainer/fairseq/_trainer_checkpoint.py": r"feedback",  # the same
-    "docs/display.md": r"codes",  # of terminals
+    "docs/reference/display.md": r"codes",  # of terminals
     "ctrainer/bmuf.py": r"roll_call",  # an alias
-    "docs/scaling.md": r"\S+ 16 bits|16-bit rows",  # columns of the benchmark
+    "docs/concepts/scaling.md": r"\S+ 16 bits|16-bit rows",  # columns of the benchmark
     "csrc/math/half.h": r"spares|16-bit lanes",  # a processor time; of vectors
     "csrc/cpu/gemm.c": r"two levels",  # of caches
     "csrc/core/schedule/deepspeed.c": r"rate|RATE",  # of a decay or a range

@@ -1,5 +1,6 @@
-"""The status of each training argument: the one table, from which docs/arguments.md
-is made and by which every TrainingArguments, ours or transformers', is checked.
+"""The status of each training argument: the one table, from which
+docs/reference/arguments.md is made and by which every TrainingArguments, ours or
+transformers', is checked.
 
 Nothing is silently ignored: an argument is supported, unless it is in one of the tables
 below: supported for some values and rejected for others; or rejected when set; or

@@ -60,7 +60,7 @@ class CheckpointWriter(_C.CheckpointWriter):
 
     begin() returns a temporary folder beside the final one; add_* put files into it and
     so may anybody else; commit() passes it to a thread of C, which writes, synchronises
-    and renames it. docs/checkpoints.md says what is guaranteed.
+    and renames it. docs/concepts/checkpoints.md says what is guaranteed.
 
     Args of methods:
         name (str): Of the file, in the folder.

@@ -44,7 +44,7 @@ def plugin() -> Any:
     except ImportError as error:
         raise RuntimeError(
             "NCCL needs ctrainer's CUDA plugin, which is not here: install ctrainer "
-            f"where nvcc of CUDA 13 or newer is found (docs/cuda.md); {error}"
+            f"where nvcc of CUDA 13 or newer is found (docs/reference/cuda.md); {error}"
         ) from error
     why = _cuda.why_no_device()
     if why is not None:

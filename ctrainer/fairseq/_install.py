@@ -201,8 +201,8 @@ def install(trainer: bool = True) -> list[str]:
     if "fairseq" not in sys.modules and find_spec("fairseq") is None:
         raise ImportError(
             "fairseq is not installed, so there is nothing to install into; "
-            "docs/fairseq_package.md says how to get it, and ctrainer.fairseq.Trainer "
-            "does without"
+            "docs/start/from_fairseq.md says how to get it, and "
+            "ctrainer.fairseq.Trainer does without"
         )
     before = len(_lines())
     try:

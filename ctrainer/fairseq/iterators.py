@@ -578,7 +578,7 @@ class EpochBatchIterator(EpochBatchIterating):
         ValueError: shard_id is not below num_shards.
 
     Source: fairseq, data/iterators.py, but where an epoch would not be resumed exactly:
-    docs/fairseq.md lists these places.
+    docs/reference/fairseq_data.md lists these places.
 
     Example:
         >>> import torch

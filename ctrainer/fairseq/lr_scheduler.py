@@ -5,7 +5,7 @@ attributes of one, of which those that are missing keep fairseq's defaults; it i
 once and never written to.
 An optimizer is a FairseqOptimizer or anything with its get_lr() and set_lr(lr).
 
-Learning rates are the original's at every update. docs/schedules.md lists the
+Learning rates are the original's at every update. docs/reference/schedules.md lists the
 differences.
 Source: fairseq 0.12, fairseq/optim/lr_scheduler.
 """

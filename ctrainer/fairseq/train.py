@@ -1,7 +1,7 @@
 """`python -m ctrainer fairseq-train DATA --task ... --arch ...`: fairseq's program.
 
-Source of the loop: fairseq, fairseq_cli/train.py. docs/fairseq_train.md says where ours
-differs.
+Source of the loop: fairseq, fairseq_cli/train.py. docs/how-to/fairseq_train.md says
+where ours differs.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Trainer(TrainerRun):
         RuntimeError: neither model nor model_init, or both.
         TypeError: another keyword.
 
-    Source: transformers 5.17, trainer.py; docs/migrating.md says what differs.
+    Source: transformers 5.17, trainer.py; differences: docs/start/from_transformers.md.
 
     Example:
         >>> import torch

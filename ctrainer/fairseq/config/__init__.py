@@ -1,8 +1,8 @@
 """fairseq's configuration: groups of options as dataclasses, out of any source.
 
 Names, types, defaults and order are those of fairseq's last commit,
-fairseq/dataclass/configs.py; docs/fairseq_config.md lists them. torch is imported only
-to count GPUs, when a config is made.
+fairseq/dataclass/configs.py; docs/reference/fairseq_config.md lists them. torch is
+imported only to count GPUs, when a config is made.
 """
 
 from dataclasses import fields

@@ -23,7 +23,7 @@ class TokenBlockDataset(SizedDataset, DatasetOverAnother):
         pad, eos (int): The numbers of these words.
         break_mode (str | None, default None): "none" (None too) fills blocks,
             "complete" takes whole items, "complete_doc" whole items of one document,
-            "eos" an item each; docs/fairseq_train.md has more.
+            "eos" an item each; docs/how-to/fairseq_train.md has more.
         include_targets (bool, default False): An item is (source, target, past), the
             target being the block, the source the tokens before each of them, and past
             those before these; a block that begins an item has </s> before it, and

@@ -1,4 +1,4 @@
-"""The cost model of docs/scaling.md: its formulas by hand, and what has to hold."""
+"""The cost model of docs/concepts/scaling.md: formulas by hand, and what must hold."""
 
 from __future__ import annotations
 

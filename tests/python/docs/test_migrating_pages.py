@@ -13,7 +13,7 @@ from places import ROOT
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-PAGE = (ROOT / "docs" / "migrating_sharding.md").read_text()
+PAGE = (ROOT / "docs/start/from_sharding.md").read_text()
 
 
 def section(name: str) -> str:
@@ -42,7 +42,7 @@ def test_every_flag_of_accelerates_is_named() -> None:
 
 def test_its_code_and_that_of_the_page_on_sharding_run(tmp_path: Path) -> None:
     """One after the other, as written, in a process of their own."""
-    pages = [PAGE, (ROOT / "docs" / "fsdp.md").read_text()]
+    pages = [PAGE, (ROOT / "docs/reference/fsdp.md").read_text()]
     blocks = [b for p in pages for b in re.findall(r"```python\n(.*?)```", p, re.S)]
     alone = [b for b in blocks if "args" not in b]  # of which some need a model of HF's
     assert len(alone) >= 5

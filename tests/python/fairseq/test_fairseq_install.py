@@ -25,7 +25,7 @@ from ctrainer.fairseq._install import Patches
 INSTALLED = importlib.util.find_spec("fairseq") is not None
 needs_fairseq = pytest.mark.skipif(
     not INSTALLED,
-    reason="fairseq is not installed here; docs/fairseq_package.md says how",
+    reason="fairseq is not installed here; docs/start/from_fairseq.md says how",
 )
 
 
@@ -170,7 +170,7 @@ def test_the_trainer_is_replaced_where_it_is_bound_and_nowhere_else(
 @pytest.mark.skipif(INSTALLED, reason="fairseq is installed here")
 def test_without_fairseq_it_says_so_and_changes_nothing():
     before = dataclasses.dataclass
-    with pytest.raises(ImportError, match=r"not installed.*docs/fairseq_package\.md"):
+    with pytest.raises(ImportError, match=r"not installed.*from_fairseq\.md"):
         install()
     uninstall()
     assert dataclasses.dataclass is before

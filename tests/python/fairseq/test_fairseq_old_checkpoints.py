@@ -142,7 +142,7 @@ def test_a_run_goes_on_from_an_old_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(
     find_spec("fairseq") is None,
-    reason="fairseq is not installed here; docs/fairseq_package.md says how",
+    reason="fairseq is not installed here; docs/start/from_fairseq.md says how",
 )
 def test_fairseq_makes_the_same_of_them() -> None:
     """Of the options too, but for those that it then hands to its parsers."""
