@@ -45,6 +45,11 @@ A YAML file in the layout of fairseq's Hydra configs is loaded by OmegaConf, wit
 overrides, or by PyYAML:
 
 ```python
+from ctrainer.fairseq.config import as_config
+from omegaconf import OmegaConf
+
+with open("lm.yaml", "w") as file:
+    file.write("optimization: {lr: [0.0005]}")
 cfg = as_config(OmegaConf.merge(OmegaConf.load("lm.yaml"), {"optimizer": "adam"}))
 ```
 

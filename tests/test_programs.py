@@ -19,7 +19,6 @@ CODE = (
 SUBJECTS = {
     "test_mutants.py": "functions of which faults are made",
     "test_programs.py": "the examples below",
-    "python/docs/test_migrating_pages.py": "the code of the pages is run",
 }
 
 
