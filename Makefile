@@ -6,6 +6,7 @@
 #   make install   make $(VENV) and install ctrainer into it, editable, with what the demo needs
 #   make install-test   add what the tests, the benchmarks and lint need
 #   make bench     run the benchmarks and write their tables into the docs
+#   make docs      the site of the docs, with the reference of the code, into out/site
 #   make lint      clang-format, clang-tidy, ruff, mypy, stubtest
 #   make format    let clang-format and ruff rewrite the sources
 #   make ext       rebuild the extension in place
@@ -48,7 +49,7 @@ FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c cuda/*.[hc]
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
 .PHONY: install install-test demo test test-all test-python test-engine test-sharding bench lint format ext check-core asan asan-core asan-ext tsan clean
-.PHONY: bench-kernels mutants step-files
+.PHONY: docs bench-kernels mutants step-files
 install: $(INSTALLED)
 install-test: $(TESTABLE)
 
@@ -95,6 +96,10 @@ bench: ext $(TESTABLE)
 	mkdir -p out/benchmarks
 	set -e; for b in $(BENCHES); do $(PY) $$b > out/benchmarks/$$(basename $$b .py).jsonl; done
 	$(PY) benchmarks/report.py out/benchmarks docs/benchmarks.md docs/reference/optimizers.md README.md
+
+docs: ext
+	$(call stage,installing MkDocs,$(EDITABLE) '.[docs]')
+	$(PY) -m mkdocs build --strict -q
 
 lint: ext $(TESTABLE)
 	$(VENV)/bin/clang-format -n --Werror $(FORMATTED)
