@@ -351,6 +351,11 @@ def _with_interface(cfg: Any, optimizer: Any) -> Any:
     """The optimizer if it has fairseq's interface, or one over it that has."""
     if hasattr(optimizer, "get_lr") and hasattr(optimizer, "optimizer"):
         return optimizer
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            "optimizer must be one with param_groups, as torch's and ctrainer.optim's "
+            f"have them, not a {type(optimizer).__name__}"
+        )
     from ctrainer.adapters.fairseq_optimizer import FairseqOptimizer
 
     return FairseqOptimizer(cfg, optimizer)

@@ -458,6 +458,16 @@ _DISPLAYS = {"ProgressCallback", "NotebookProgressCallback", "PrinterCallback"}
 _COUNTERPARTS = {"NotebookProgressCallback": "ProgressCallback"}
 
 
+def listed(callbacks: Any) -> list[Any]:
+    """The callbacks of a constructor's argument. Raises TypeError for no list."""
+    if callbacks is not None and not isinstance(callbacks, Iterable):
+        raise TypeError(
+            f"callbacks must be a list, not a {type(callbacks).__name__}; pass "
+            "callbacks=[...]"
+        )
+    return list(callbacks or ())
+
+
 def _names(cls: type) -> set[str]:
     """Names of those classes in the MRO that are transformers' or ours."""
     roots = ("transformers", "ctrainer")

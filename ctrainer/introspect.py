@@ -88,3 +88,14 @@ class LabelSmoother:
         return adapter.smoothed_loss(
             model_output, labels, self.epsilon, shift_labels, num_items_in_batch
         )
+
+
+def named(datasets: Any, name: str) -> Any:
+    """The data set of this name. Raises KeyError with the names there are."""
+    if isinstance(datasets, dict) and name in datasets:
+        return datasets[name]
+    known = list(datasets) if isinstance(datasets, dict) else type(datasets).__name__
+    raise KeyError(
+        f"no eval_dataset is named {name!r}; the trainer has {known}: pass a name of "
+        "these, or a data set"
+    )

@@ -185,6 +185,12 @@ def default_collator(features: list[Any]) -> dict[str, Any]:
     `label` and `label_ids` become `labels`: int64, or float32 for floats. Strings and
     None are left out. Source: transformers' default_data_collator.
     """
+    if isinstance(features[0], tuple | list):
+        raise TypeError(
+            f"the default data_collator needs rows that are dicts, not a "
+            f"{type(features[0]).__name__}; return dicts from the dataset, or pass a "
+            "data_collator that makes them"
+        )
     rows = [f if isinstance(f, Mapping) else vars(f) for f in features]
     first, batch = rows[0], {}
     for name in ("label", "label_ids"):

@@ -7,10 +7,7 @@ of a union, hence the unusual places of None. `table.py` has the status of each 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, field
-from functools import cache
 from typing import Any, Literal, Self
 
 from ctrainer.arguments.settings import (
@@ -20,8 +17,8 @@ from ctrainer.arguments.settings import (
     Natural,
     NotNegative,
     Seed,
-    nearest,
     read,
+    reject_keywords,
     without_none,
 )
 from ctrainer.enums import (
@@ -56,14 +53,6 @@ def read_field(spec: Field[Any], hint: Any, value: Any) -> Any:
     return read(value, hint, spec.name)
 
 
-@cache
-def _keywords(cls: Any) -> Iterable[str] | None:
-    """The keywords that the constructor takes; None: any."""
-    found = inspect.signature(cls.__init__).parameters.values()
-    names = [p.name for p in found if p.kind is not p.VAR_POSITIONAL]
-    return None if any(p.kind is p.VAR_KEYWORD for p in found) else names
-
-
 @dataclass(init=False, repr=False, eq=False)
 class CurrentFields:
     """In the groups of transformers' documentation: training, optimizer, precision,
@@ -71,13 +60,7 @@ class CurrentFields:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Raise TypeError for a keyword that is no field, with the nearest that is."""
-        known = _keywords(cls)  # type: ignore[arg-type]
-        for name in kwargs:
-            if known is not None and name not in known:
-                raise TypeError(
-                    f"{cls.__name__}() got an unexpected keyword argument {name!r}; "
-                    f"{nearest(name, known)}"
-                )
+        reject_keywords(cls.__name__, cls.__init__, kwargs)
         return super().__new__(cls)
 
     output_dir: str | None = arg(

@@ -97,6 +97,26 @@ def nearest(name: object, known: Iterable[str]) -> str:
     return f"there is {', '.join(names) or 'none'}" if few else "no name is near it"
 
 
+@cache
+def _keywords(function: Any) -> list[str] | None:
+    """The keywords that a function takes; None: any."""
+    found = inspect.signature(function).parameters.values()
+    names = [p.name for p in found if p.kind is not p.VAR_POSITIONAL]
+    return None if any(p.kind is p.VAR_KEYWORD for p in found) else names
+
+
+def reject_keywords(name_of: str, function: Any, given: Iterable[str]) -> None:
+    """Raise TypeError for a keyword that a function, by the name that users know, does
+    not take, with the nearest that it takes."""
+    known = _keywords(function)
+    for name in given:
+        if known is not None and name not in known:
+            raise TypeError(
+                f"{name_of}() got an unexpected keyword argument {name!r}; "
+                f"{nearest(name, known)}"
+            )
+
+
 def reject_unknown(where: str, given: Iterable[Any], known: Iterable[str]) -> None:
     """Raise ValueError for the first of `given` that is not among `known`."""
     known = list(known)

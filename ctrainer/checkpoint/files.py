@@ -120,7 +120,8 @@ def naming(path: StrPath) -> Iterator[None]:
         if isinstance(error, ValueError) and text in str(error):
             raise
         raise ValueError(
-            f"{text}: holds what does not fit here: {type(error).__name__}: {error}"
+            f"{text}: holds what does not fit here: {type(error).__name__}: {error}; "
+            "load it into what saved it"
         ) from error
 
 

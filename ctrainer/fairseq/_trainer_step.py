@@ -230,7 +230,10 @@ class Step(_C.FairseqTrainer):
         if sample is None or len(sample) == 0:
             dummy = self._dummy_batch
             if dummy is None or len(dummy) == 0:
-                raise AssertionError(f"Invalid dummy batch: {dummy}")
+                raise AssertionError(
+                    f"Invalid dummy batch: {dummy}; an empty sample needs one to take "
+                    "its place: call reset_dummy_batch() with a sample"
+                )
             return self._prepare_sample(dummy, is_dummy=True)[0], True
         if self._fp16 or self._bf16 or self.cuda:
             early = setting(self.cfg, "common", "on_cpu_convert_precision")

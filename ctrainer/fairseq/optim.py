@@ -128,8 +128,13 @@ def is_composite(cfg: Any) -> bool:
 
 def _pair(value: Any) -> tuple[float, float]:
     """(0.9, 0.98) or its text, as --adam-betas has it."""
-    first, second = ast.literal_eval(value) if isinstance(value, str) else value
-    return float(first), float(second)
+    try:
+        first, second = ast.literal_eval(value) if isinstance(value, str) else value
+        return float(first), float(second)
+    except (TypeError, ValueError, SyntaxError):
+        raise ValueError(
+            f"adam_betas must be two numbers, such as '(0.9, 0.98)', not {value!r}"
+        ) from None
 
 
 def _engine_class(cfg: Any) -> tuple[Any, dict[str, Any]]:

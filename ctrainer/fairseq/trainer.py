@@ -44,7 +44,9 @@ def check_config(cfg: Any) -> None:
     _sharding.check_zero(cfg)
     _check_slowmo(cfg)
     if setting(cfg, "common", "fp16"):
-        assert not setting(cfg, "common", "amp"), "Cannot use fp16 and AMP together"
+        assert not setting(cfg, "common", "amp"), (
+            "Cannot use fp16 and AMP together; set one of both"
+        )
     for group, name, allowed, why in _REJECTED:
         value = setting(cfg, group, name, allowed[0])
         if value not in allowed:

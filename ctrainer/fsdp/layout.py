@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -180,10 +181,13 @@ class Sharding:
             group.size = math.ceil(shape.numel() / unit) * unit
             group.shard_shape = torch.Size([group.size // self.world_size])
             return
-        assert self.pads or shape[0] % self.world_size == 0, (
-            f"{group.name} of shape {tuple(shape)} cannot be sharded on dimension 0 "
-            f"over {self.world_size} ranks; pass on_neuron=False, which pads"
-        )
+        if shape[0] % self.world_size and not self.pads:
+            name = re.sub("_fsdp_wrapped_module[.]|_fpw_module[.]", "", group.name)
+            raise ValueError(
+                f"{name} of shape {tuple(shape)} cannot be sharded on dimension "
+                f"0 over {self.world_size} ranks, as on_neuron=True has it: their "
+                "number must divide its rows; pass on_neuron=False, which pads"
+            )
         own = math.ceil(shape[0] / self.world_size)
         group.shard_shape = torch.Size([own, *shape[1:]])
         group.size = group.shard_shape.numel() * self.world_size

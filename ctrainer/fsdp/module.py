@@ -131,9 +131,9 @@ class FullyShardedDataParallel(ShardedModule):
         RuntimeError: a module that is wrapped already or has no forward; on a GPU, a
             part of the plugin that is missing.
         ValueError: dtypes, bits, prefetches or groups that make no sense; text for a
-            truth value; parameters on two devices.
-        TypeError: parameters that are not float32; a policy that cannot be called so.
-        AssertionError: rows that the ranks do not divide.
+            truth value; parameters on two devices; rows that the ranks do not divide.
+        TypeError: no module; parameters that are not float32; a policy that cannot be
+            called so; another keyword.
 
     Source: torch_xla's XlaFullyShardedDataParallel, whose names, files and states it
     has; Rajbhandari et al., "ZeRO", 2020.

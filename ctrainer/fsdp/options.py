@@ -18,6 +18,11 @@ from ctrainer.fsdp.layout import FLOAT_DTYPES
 
 def check_module(module: nn.Module, wrapper: type) -> None:
     """Reject what is wrapped already, and containers that are never called."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            "module must be an nn.Module, whose parameters FSDP shards, not a "
+            f"{type(module).__name__}"
+        )
     if isinstance(module, wrapper):
         raise RuntimeError(
             "Cannot wrap a module that is already wrapped with FSDP. For nested FSDP, "
@@ -44,9 +49,12 @@ def check_module(module: nn.Module, wrapper: type) -> None:
 
 def check_parameters(module: nn.Module) -> None:
     """Only float32 ones can be sharded, those of inner units among them."""
-    for param in module.parameters():
+    for name, param in module.named_parameters():
         if param.dtype != torch.float32:
-            raise TypeError("only fp32 parameters are supported")
+            raise TypeError(
+                f"only fp32 parameters are supported, and {name} is {param.dtype}: "
+                "call module.float() first, and pass compute_dtype for the passes"
+            )
 
 
 def float_dtype(name: str, dtype: Any, default: torch.dtype) -> torch.dtype:

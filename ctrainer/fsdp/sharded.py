@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ctrainer import _C
+from ctrainer.arguments.settings import reject_keywords
 from ctrainer.fsdp import initial_values, layout, options, shard_files
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.layout import new_zeros
@@ -98,6 +99,7 @@ def cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
 
 
 M = TypeVar("M")
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 @contextlib.contextmanager
@@ -170,9 +172,21 @@ _INHERITED = (
 )  # fmt: skip
 
 
+def _checks_keywords(init: Init) -> Init:
+    """The constructor, which names an unknown keyword by the class that users call."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        reject_keywords(type(self).__name__, init, kwargs)
+        init(self, *args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
 class ShardedModule(nn.Module):
     """FullyShardedDataParallel before it is called: see there."""
 
+    @_checks_keywords
     def __init__(
         self,
         module: nn.Module,

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ctrainer.arguments.accelerator import config_of
+from ctrainer.arguments.settings import reject_unknown
 from ctrainer.comm.environment import set_local_rendezvous
 
 
@@ -41,6 +42,7 @@ def reporting_callbacks(
     integrations = _integrations()
     if logging_dir is not None:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", logging_dir)
+    reject_unknown("report_to", names, integrations.INTEGRATION_TO_CALLBACK)
     return list(integrations.get_reporting_integration_callbacks(names))
 
 

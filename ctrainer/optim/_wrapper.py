@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from ctrainer._C import OptimEngine
 from ctrainer.optim._precision import Precision, keep_float32, new_master
+from ctrainer.runtime.notes import locate
 
 
 def given(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +76,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._engine = OptimEngine(self._kind)
         names = Precision.__annotations__.keys() & options.keys()
         self._precision = {name: options.pop(name) for name in names}
-        super().__init__(params, **options)
+        try:
+            super().__init__(params, **options)
+        except (TypeError, ValueError, IndexError) as error:
+            locate(error, "optimizer", (self, params, options))
+            raise
         self.defaults.update(self._precision)
         self._fill_in_precision()
         # torch.amp.GradScaler would leave unscaling to a fused step.
@@ -210,6 +215,13 @@ class EngineOptimizer(torch.optim.Optimizer):
             ValueError: the groups, or their numbers of parameters, are others.
         """
         self._engine.check_idle("load_state_dict()")
+        groups = len(state_dict["param_groups"])
+        if groups != len(self.param_groups):
+            raise ValueError(
+                "loaded state dict has a different number of parameter groups: "
+                f"{groups}, and the optimizer has {len(self.param_groups)} in "
+                "param_groups; make the optimizer with the groups of the one that saved"
+            )
         inspect.unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)
         self._fill_in_precision()
         keep_float32(self, state_dict)

@@ -46,6 +46,19 @@ def wrong_return(owner: Any, name: str, value: Any, wanted: str) -> str:
     return f"{definition(owner, name)} returned {shown}; {wanted}{lacks}"
 
 
+def no_tensor(trainer: Any, loss: Any) -> str:
+    """What is wrong with a loss that has no backward()."""
+    wanted = "return the loss, a tensor"
+    return wrong_return(trainer, "compute_loss", loss, wanted)
+
+
+def check_optimizer_made(trainer: Any) -> None:
+    """Raise TypeError where create_optimizer has left no optimizer."""
+    if trainer.optimizer is None:
+        wanted = "set self.optimizer and return it"
+        raise TypeError(wrong_return(trainer, "create_optimizer", None, wanted))
+
+
 def not_named(batch: Any) -> str:
     """What is wrong with a batch that compute_loss cannot pass to a model."""
     return (

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ctrainer.runtime.hooks import definition
+from ctrainer.runtime.hooks import definition, wrong_return
 
 _BEGIN = "ctrainer: raised in "
 _PACKAGE = str(Path(__file__).parents[1])
@@ -49,6 +49,10 @@ _REMEDIES = (
         "the model returned the loss alone: return {'loss': loss}, or (loss, outputs)",
     ),
     (
+        r"takes \d+ positional arguments? but",
+        "take the arguments that the base class's method has, and **kwargs",
+    ),
+    (
         r"out of memory",
         "set a smaller per_device_train_batch_size and as many times more "
         "gradient_accumulation_steps, or gradient_checkpointing=True",
@@ -68,6 +72,15 @@ _REMEDIES = (
         "columns of the dataset, or set remove_unused_columns=True",
     ),
     (
+        r"shape '.*' is invalid for input",
+        "compare the shape with those of the batch; the last one of an epoch may have "
+        "fewer rows: dataloader_drop_last=True leaves it out",
+    ),
+    (
+        r"gradients are Nan/Inf",
+        "set a smaller lr or clip_norm, or look at the samples of the update",
+    ),
+    (
         r"[Ee]xpected all tensors to be on the same device",
         "make new tensors on the device of the inputs: torch.zeros(n, device=x.device)",
     ),
@@ -82,7 +95,7 @@ def locate(error: BaseException, place: str, facts: tuple[Any, ...]) -> None:
     try:
         if not any(n.startswith(_BEGIN) for n in getattr(error, "__notes__", ())):
             lines = [line for line in _PLACES[place](error, *facts) if line]
-            remedy = _remedy(error)
+            remedy = () if "remedy: " in str(lines) else _remedy(error)
             error.add_note(_BEGIN + "\n  ".join([*lines, *remedy]))
     except MemoryError:
         raise
@@ -96,11 +109,15 @@ def _training(error: BaseException, trainer: Any, run: Any) -> Iterator[str]:
     reader, state, place = trainer._reader, trainer.state, None
     if hook == "get_batch_samples" and reader is not None:
         place = reader.place
-    elif hook in _OF_A_BATCH or (not frames and trainer._in_update):
+    elif hook in _OF_A_BATCH or "the loss must be a scalar" in str(error):
         place = run.micro_step
     returned = hook in ("", "add_device_loss") and place is not None
     step = "training_step"
     yield definition(trainer, step) if returned else _ran(frames, trainer.model)
+    if run.loader is None:
+        yield wrong_return(trainer, "get_train_dataloader", None, "return a DataLoader")
+    if "0-dim tensor" in str(error):
+        yield f"the outputs, of {definition(trainer.model, 'forward')}"
     if place is None:
         yield _join(f"after step {state.global_step} of {state.max_steps}",
                     _epoch(run), _rank(trainer.args))  # fmt: skip
@@ -150,7 +167,13 @@ def _fairseq(
     error: BaseException, trainer: Any, what: str, samples: list[Any], place: int | None
 ) -> Iterator[str]:
     frames = list(_frames(error))
-    yield _ran(frames, trainer.get_model())
+    alone = definition(trainer.task, "train_step")
+    yield _ran(frames, trainer.get_model()) if frames or place is None else alone
+    if "unpack non-iterable NoneType" in str(error):
+        yield wrong_return(
+            trainer.get_criterion(), "forward", None,
+            "return (loss, sample_size, logging_output)",
+        )  # fmt: skip
     ranks = trainer.data_parallel_world_size
     rank = f"rank {trainer.data_parallel_rank} of {ranks}" if ranks > 1 else ""
     at = "" if place is None else _nth("sample", place, len(samples))
@@ -162,9 +185,21 @@ def _fairseq(
         yield _join(_rows(rows), _shapes({**sample, **(sample.get("net_input") or {})}))
 
 
+def _optimizer(
+    error: BaseException, optimizer: Any, params: Any, options: Any
+) -> Iterator[str]:
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    kind = type(optimizer).__name__
+    yield f"{kind}(params: a {type(params).__name__}, {given})"
+    yield (
+        f"remedy: pass model.parameters(), or a list of groups, and options in the "
+        f"ranges that help({kind}) has"
+    )
+
+
 _PLACES: dict[str, Callable[..., Iterator[str]]] = {
     "training": _training, "evaluation": _evaluation, "callback": _callback,
-    "fairseq": _fairseq,
+    "fairseq": _fairseq, "optimizer": _optimizer,
 }  # fmt: skip
 
 
@@ -274,5 +309,7 @@ def _shape(value: Any) -> str:
 
 def _remedy(error: BaseException) -> Iterator[str]:
     text = str(error)
+    if isinstance(error, KeyError) and re.search(r"(^|: )'[^']*'\s*$", text):
+        yield "remedy: compare the key with the names that the rows and the batch have"
     found = (said for pattern, said in _REMEDIES if re.search(pattern, text))
     yield from (f"remedy: {said}" for said in list(found)[:1])

@@ -14,6 +14,7 @@ from ctrainer.callbacks import (
     DefaultFlowCallback,
     EmptyCacheCallback,
     PrinterCallback,
+    listed,
 )
 from ctrainer.display.progress import ProgressCallback
 from ctrainer.memory_tracker import TrainerMemoryTracker
@@ -144,7 +145,7 @@ class Trainer(TrainerRun):
         self._take_model(model)
         self.data_collator = data_collator or self._default_collator()
         self._validate()
-        self._start_state(callbacks or [])
+        self._start_state(listed(callbacks))
         self._memory_tracker.stop_and_update_metrics(stage="init")
 
     def _take_model(self, model: Any) -> None:
@@ -208,7 +209,7 @@ class Trainer(TrainerRun):
         if data is not None and not has_length(data) and args.max_steps <= 0:
             raise ValueError(
                 "train_dataset has no length, so max_steps must say how many updates "
-                "to make"
+                f"to make; it is {args.max_steps}"
             )
         if args.batch_eval_metrics and self.compute_metrics is not None:
             taken = inspect.signature(self.compute_metrics).parameters

@@ -371,7 +371,7 @@ def determine_best_metric(
     if name not in metrics:
         raise KeyError(
             f"metric_for_best_model={name!r} is not among the metrics of the "
-            f"evaluation, which are {sorted(metrics)}"
+            f"evaluation, {sorted(metrics)}; let compute_metrics return it"
         )
     value, best = metrics[name], trainer.state.best_metric
     greater = bool(trainer.args.greater_is_better)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctrainer import _C
 from ctrainer.checkpoint.files import naming
-from ctrainer.introspect import base_model
+from ctrainer.introspect import base_model, named
 from ctrainer.runtime.hooks import takes_positional
 from ctrainer.trainer.checkpoint import own_state_file
 from ctrainer.trainer_utils import has_length
@@ -57,7 +57,7 @@ def get_eval_dataloader(trainer: TrainerRun, eval_dataset: Any = None) -> Any:
     if key in kept and trainer.args.dataloader_persistent_workers:
         return kept[key]
     chosen = trainer.eval_dataset if eval_dataset is None else eval_dataset
-    chosen = trainer.eval_dataset[chosen] if isinstance(chosen, str) else chosen
+    chosen = named(trainer.eval_dataset, chosen) if isinstance(chosen, str) else chosen
     if chosen is None:
         raise ValueError("evaluation needs an eval_dataset; pass one")
     return trainer._get_dataloader(
@@ -98,7 +98,7 @@ def get_dataloader(
     else:
         collator = trainer._get_collator_with_removed_columns(collator, description)
     if has_length(dataset) and len(dataset) == 0:
-        raise ValueError(f"the {description.lower()} data set is empty")
+        raise ValueError(f"the {description.lower()} data set is empty; pass rows")
     indexed = not trainer._adapter.is_iterable(dataset)
     loader = trainer._adapter.data_loader(
         dataset,

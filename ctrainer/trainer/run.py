@@ -20,6 +20,7 @@ from ctrainer import _C, adapters, average
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.comm import world
+from ctrainer.runtime.hooks import check_optimizer_made
 from ctrainer.trainer import blocks, checkpoint, data, evaluation, search, shards, step
 from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer.checkpoint import set_mode
@@ -529,6 +530,7 @@ class TrainerRun(TrainerBase):
             num_training_steps (int): Updates of the run.
         """
         self.create_optimizer()
+        check_optimizer_made(self)
         self.create_scheduler(num_training_steps=num_training_steps)
 
     def create_optimizer(self, model: Any = None) -> Any:

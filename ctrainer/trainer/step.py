@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ctrainer.runtime.hooks import no_loss, not_named, wrong_return
+from ctrainer.runtime.hooks import no_loss, no_tensor, not_named
 from ctrainer.trainer.checkpoint import set_mode
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def training_step(
         )
     del inputs  # memory for backward
     if not hasattr(loss, "backward"):
-        wanted = "return the loss, a tensor"
-        raise TypeError(wrong_return(trainer, "compute_loss", loss, wanted))
+        raise TypeError(no_tensor(trainer, loss))
     weighted = _is_weighted(trainer, count)
     # The mean loss of a micro-batch without targets is 0 / 0 and adds nothing to the
     # update. On several ranks backward runs on 0: the exchange of gradients waits for

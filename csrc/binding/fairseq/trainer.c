@@ -403,6 +403,12 @@ add_result(PyObject *op, update *u, PyObject *result)
     }
     PyObject *sum = PyNumber_Add(u->sample_size, PyTuple_GET_ITEM(result, 1));
     if (sum == NULL) {
+        if (ctpy_forgive()) {
+            PyErr_Format(PyExc_TypeError,
+                         "task.train_step() returned the sample_size %.100R; expected "
+                         "a number, or a tensor of one",
+                         PyTuple_GET_ITEM(result, 1));
+        }
         return -1;
     }
     Py_SETREF(u->sample_size, sum);

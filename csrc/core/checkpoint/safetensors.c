@@ -601,7 +601,8 @@ check_layout(ct_st_file *file, ct_error *err)
         return ct_fail(err, CT_EINVAL,
                        "%s: holds %llu bytes of data where its header promises %llu%s",
                        file->path, (unsigned long long)available,
-                       (unsigned long long)at, at > available ? ": cut short" : "");
+                       (unsigned long long)at,
+                       at > available ? ": cut short; use another checkpoint" : "");
     }
     for (size_t i = 0; i < file->n_tensors; i++) {
         /* Offsets in the file are relative to the data; callers read by places in the
