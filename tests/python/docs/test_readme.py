@@ -42,10 +42,29 @@ def test_the_versions_are_those_that_the_tests_ask_for() -> None:
         assert f"| {name} | {pinned}" in README
 
 
-def test_the_commands_are_targets_of_the_makefile() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+def commands(pattern: str) -> set[str]:
+    """What follows a command in the README and in the pages."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    return {name for page in pages for name in re.findall(pattern, page.read_text())}
+
+
+def test_what_is_made_are_targets_of_the_makefiles() -> None:
+    makefiles = [ROOT / "Makefile", ROOT / "tests/cuda/cuda.mk"]
+    text = "".join(path.read_text() for path in makefiles)
+    targets = commands(r"(?m)(?:^|`)make ([a-z-]+)(?=[`\s])")
+    assert {"demo", "test", "bench", "docs"} <= targets
+    left = [
+        t for t in targets if not re.search(rf"^[\w -]*\b{t}\b[^:=\n]*:", text, re.M)
+    ]
+    assert not left
+
+
+def test_programs_are_those_of_the_package() -> None:
+    program = [sys.executable, "-m", "ctrainer", "--help"]
+    done = subprocess.run(program, check=True, capture_output=True, text=True)
+    named = commands(r"python -m ctrainer ([a-z-]+)")
+    assert {"consolidate", "plan"} <= named
+    assert not [name for name in named if name not in done.stdout]
 
 
 def test_the_table_of_benchmarks_is_made_from_their_output(tmp_path: Path) -> None:
