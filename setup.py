@@ -162,9 +162,9 @@ class BuildExt(build_ext):
             )
             cc = self.compiler._get_cc_args(pp, debug, extra_preargs)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                jobs = [
+                jobs = [  # the last files, of kernels, take longest
                     pool.submit(compile_stale, o, *build[o], cc, extra, pp)
-                    for o in objects
+                    for o in reversed(objects)
                 ]
                 for done, job in enumerate(jobs, 1):
                     job.result()

@@ -1,4 +1,4 @@
-"""`python -m ctrainer COMMAND`."""
+"""`ctrainer COMMAND`, or `python -m ctrainer COMMAND`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import argparse
 import sys
 from importlib import import_module
 
+from ctrainer import __version__
+
 # Command: the module whose main(arguments) it is, and what it does.
 _COMMANDS = {
     "consolidate": (
         "ctrainer.fsdp.consolidate",
         "make one file, or other shards, of the shard files of FSDP",
+    ),
+    "demo": (
+        "ctrainer.commands.demo",
+        "fine-tune a small model that searches code, and ask it",
+    ),
+    "env": (
+        "ctrainer.commands.environment",
+        "print the versions and settings that a report of a bug needs",
     ),
     "fairseq-preprocess": (
         "ctrainer.fairseq.preprocess",
@@ -29,7 +39,15 @@ _COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run a command of the command line; return its exit status."""
     given = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="python -m ctrainer")
+    parser = argparse.ArgumentParser(
+        prog="ctrainer", description="A trainer whose insides are C."
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"ctrainer {__version__}",
+        help="Print the version and exit.",
+    )
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, (_, purpose) in _COMMANDS.items():
         commands.add_parser(name, help=purpose, add_help=False)

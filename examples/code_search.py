@@ -30,6 +30,7 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, logging, set_seed
 
 import ctrainer
+from ctrainer.runtime.command_line import HelpFormatter
 
 DOC_TOKENS, CODE_TOKENS = 32, 64
 SCALE = 20.0  # cosine to logit: 1 / temperature
@@ -256,22 +257,47 @@ def take_questions(index: Index, asked: list[str]) -> None:
         index.answer(question)
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=standard_library())
-    parser.add_argument("--out", type=Path, default=Path("out/code_search"))
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--held-out", type=int, default=400)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--peer", action="store_true", help="compare in alternation")
-    parser.add_argument("--rounds", type=int, default=2, help="of --peer")
-    parser.add_argument("--ask", action="append", default=[], metavar="QUESTION")
-    return parser.parse_args()
+def parse_options(
+    arguments: list[str] | None, program: str | None
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=program, description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--folder",
+        type=Path,
+        default=standard_library(),
+        help="Folder of Python files to learn from and to search.",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("out/code_search"),
+        help="Folder of checkpoints, model, index and report.",
+    )
+    add("--steps", type=int, default=40, help="Updates of the training.")
+    add("--batch", type=int, default=32, help="Pairs in an update.")
+    add("--held-out", type=int, default=400, help="Pairs to evaluate on.")
+    add("--resume", action="store_true", help="Go on where a run was stopped.")
+    add(
+        "--peer",
+        action="store_true",
+        help="Compare with transformers' Trainer, in alternation.",
+    )
+    add("--rounds", type=int, default=2, help="Runs of each trainer with --peer.")
+    add(
+        "--ask",
+        action="append",
+        default=[],
+        metavar="QUESTION",
+        help="Answer a question with the trained model; may be repeated.",
+    )
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    options = parse_options()
+def main(arguments: list[str] | None = None, program: str | None = None) -> None:
+    options = parse_options(arguments, program)
     start = time.perf_counter()
     if options.peer:
         compare(train, options)

@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[set[str], set[str]], ...] = (
         {"average", "bmuf", "fsdp", "introspect", "trainer_pt_utils", "training_args"}
         | {"plotting", "progress"},
     ),
-    ({"binding/evaluate", "binding/fairseq"}, {"compat"}),
+    ({"binding/evaluate", "binding/fairseq"}, {"commands", "compat"}),
     ({"binding/trainer"}, {"fairseq", "trainer"}),
     ({"binding"}, {"__init__", "__main__", "hf", "seq2seq"}),
 )

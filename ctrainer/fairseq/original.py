@@ -1,4 +1,4 @@
-"""`python -m ctrainer original PROGRAM ...`: fairseq's own programs, with our Trainer.
+"""`ctrainer original PROGRAM ...`: fairseq's own programs, with our Trainer.
 
 PROGRAM is a module of fairseq_cli: train, preprocess, generate, validate and so on.
 """
@@ -11,21 +11,27 @@ from importlib import import_module
 
 from ctrainer.fairseq._install import install
 from ctrainer.fairseq.program_log import log_to_stdout
+from ctrainer.runtime.command_line import HelpFormatter
 
 
 def main(arguments: list[str]) -> int:
     """The command: run the program with the arguments that follow its name."""
     parser = argparse.ArgumentParser(
-        prog="python -m ctrainer original",
+        prog="ctrainer original",
         description="Run a program of an installed fairseq with our Trainer.",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--keep-trainer",
         action="store_true",
-        help="leave fairseq its own Trainer, to compare the two",
+        help="Leave fairseq its own Trainer, to compare the two.",
     )
-    parser.add_argument("program", help="train, preprocess, generate, ...")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="as fairseq has it")
+    parser.add_argument("program", help="Program, such as train or generate.")
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        help="Its options, as in fairseq.",
+    )
     options = parser.parse_args(arguments)
     if options.program != "generate":  # which logs beside its results
         # As the programs do before they import fairseq, of which some modules would

@@ -1,4 +1,4 @@
-"""`python -m ctrainer fairseq-preprocess`: dictionaries and binarised data of text.
+"""`ctrainer fairseq-preprocess`: dictionaries and binarised data of text.
 
 Options, names of files and their formats are those of fairseq-preprocess.
 """
@@ -15,44 +15,49 @@ from ctrainer.fairseq import tasks
 from ctrainer.fairseq.binarizer import binarize_file
 from ctrainer.fairseq.program_log import log_to_stdout
 from ctrainer.fairseq.utils import import_user_module
+from ctrainer.runtime.command_line import HelpFormatter
 
 logger = logging.getLogger(__name__)
 
 _OPTIONS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    (("-s", "--source-lang"), {"help": "language of the source"}),
-    (("-t", "--target-lang"), {"help": "language of the target"}),
-    (("--trainpref",), {"help": "training text, without its .LANG"}),
-    (("--validpref",), {"help": "validation texts, separated by commas"}),
-    (("--testpref",), {"help": "test texts, separated by commas"}),
-    (("--destdir",), {"default": "data-bin", "help": "folder of what is written"}),
-    (("--thresholdsrc",), {"type": int, "default": 0, "help": "words of the source "
-     "seen less often become <unk>"}),
-    (("--thresholdtgt",), {"type": int, "default": 0, "help": "the same of the "
-     "target"}),
-    (("--nwordssrc",), {"type": int, "default": -1, "help": "words of the source's "
-     "dictionary at most"}),
-    (("--nwordstgt",), {"type": int, "default": -1, "help": "words of the target's "
-     "dictionary at most"}),
-    (("--srcdict",), {"help": "a dictionary to use for the source"}),
-    (("--tgtdict",), {"help": "a dictionary to use for the target"}),
-    (("--joined-dictionary",), {"action": "store_true", "help": "one dictionary for "
-     "both"}),
-    (("--only-source",), {"action": "store_true", "help": "there is no target"}),
-    (("--padding-factor",), {"type": int, "default": 8, "help": "number of which a "
-     "dictionary's size is a multiple"}),
-    (("--workers",), {"type": int, "default": 1, "help": "processes"}),
-    (("--dict-only",), {"action": "store_true", "help": "write the dictionaries "
-     "alone"}),
+    (("-s", "--source-lang"), {"help": "Language of the source."}),
+    (("-t", "--target-lang"), {"help": "Language of the target."}),
+    (("--trainpref",), {"help": "Training text, without its .LANG."}),
+    (("--validpref",), {"help": "Validation texts, separated by commas."}),
+    (("--testpref",), {"help": "Test texts, separated by commas."}),
+    (("--destdir",), {"default": "data-bin", "help": "Folder of what is written."}),
+    (("--thresholdsrc",), {"type": int, "default": 0, "help": "Words of the source "
+     "seen less often become <unk>."}),
+    (("--thresholdtgt",), {"type": int, "default": 0, "help": "The same of the "
+     "target."}),
+    (("--nwordssrc",), {"type": int, "default": -1, "help": "Words of the source's "
+     "dictionary at most."}),
+    (("--nwordstgt",), {"type": int, "default": -1, "help": "Words of the target's "
+     "dictionary at most."}),
+    (("--srcdict",), {"help": "A dictionary to use for the source."}),
+    (("--tgtdict",), {"help": "A dictionary to use for the target."}),
+    (("--joined-dictionary",), {"action": "store_true", "help": "One dictionary for "
+     "both."}),
+    (("--only-source",), {"action": "store_true", "help": "There is no target."}),
+    (("--padding-factor",), {"type": int, "default": 8, "help": "Number of which a "
+     "dictionary's size is a multiple."}),
+    (("--workers",), {"type": int, "default": 1, "help": "Processes."}),
+    (("--dict-only",), {"action": "store_true", "help": "Write the dictionaries "
+     "alone."}),
     (("--dataset-impl",), {"default": "mmap", "choices": ["raw", "mmap"],
-     "help": "format of the data"}),
-    (("--task",), {"default": "translation", "help": "task whose dictionaries are "
-     "made"}),
-    (("--user-dir",), {"help": "Python package with tasks of your own"}),
+     "help": "Format of the data."}),
+    (("--task",), {"default": "translation", "help": "Task whose dictionaries are "
+     "made."}),
+    (("--user-dir",), {"help": "Python package with tasks of your own."}),
 ]  # fmt: skip
 
 
 def parse_args(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m ctrainer fairseq-preprocess")
+    parser = argparse.ArgumentParser(
+        prog="ctrainer fairseq-preprocess",
+        description="Make dictionaries and binarised data of text.",
+        formatter_class=HelpFormatter,
+    )
     for names, details in _OPTIONS:
         parser.add_argument(*names, **details)
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`python -m ctrainer replay crash.pt`: the update that failed, once more.
+"""`ctrainer replay crash.pt`: the update that failed, once more.
 
 The file holds the run's configuration, from which task, model and criterion are made as
 fairseq-train makes them. It is read as plain data; what the run imported, its
@@ -15,6 +15,7 @@ from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.adapters.nan_detector import NanDetector, NonFiniteError
+from ctrainer.runtime.command_line import HelpFormatter
 
 __all__ = ["replay"]
 
@@ -22,16 +23,17 @@ __all__ = ["replay"]
 def main(arguments: list[str]) -> int:
     """The command; 0 when the failure was found again."""
     parser = argparse.ArgumentParser(
-        prog="python -m ctrainer replay",
+        prog="ctrainer replay",
         description="Run the update of a crash.pt again.",
+        formatter_class=HelpFormatter,
     )
-    parser.add_argument("crash", help="the file that a failed update has left")
+    parser.add_argument("crash", help="File that a failed update has left.")
     parser.add_argument(
         "--setup",
         metavar="MODULE:FUNCTION",
-        help="called with the run's config, as nested dicts, for one worker; returns "
-        "its Trainer. Needed for a Trainer that a program of your own has made of a "
-        "config that is not fairseq-train's",
+        help="Function that is called with the run's config, as nested dicts, for one "
+        "worker; returns its Trainer. It is needed for a Trainer that a program of "
+        "your own has made of a config that is not fairseq-train's.",
     )
     return _run(parser.parse_args(arguments))
 

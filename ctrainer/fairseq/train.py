@@ -1,4 +1,4 @@
-"""`python -m ctrainer fairseq-train DATA --task ... --arch ...`: fairseq's program.
+"""`ctrainer fairseq-train DATA --task ... --arch ...`: fairseq's program.
 
 Source of the loop: fairseq, fairseq_cli/train.py. docs/how-to/fairseq_train.md says
 where ours differs.
@@ -64,7 +64,7 @@ def parse_args(
     import_components(first.parse_known_args(arguments)[0])
 
     def modify(parser: argparse.ArgumentParser) -> None:
-        parser.prog = "python -m ctrainer fairseq-train"
+        parser.prog = "ctrainer fairseq-train"
         if modify_parser is not None:
             modify_parser(parser)
 

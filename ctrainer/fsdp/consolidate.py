@@ -40,6 +40,7 @@ from ctrainer.fsdp.shard_files import (
     with_orig_name,
 )
 from ctrainer.fsdp.stored import Item, Stored, joined
+from ctrainer.runtime.command_line import HelpFormatter
 
 # Optimizer states of shards: to those of whole parameters, and to other shards.
 
@@ -614,19 +615,31 @@ def one_shard(shards: list[Shard], rank: int, world_size: int) -> dict[str, Any]
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m ctrainer consolidate`."""
-    parser = argparse.ArgumentParser(prog="python -m ctrainer consolidate")
-    parser.add_argument("--ckpt_prefix", required=True, help="beginning of the files")
-    parser.add_argument("--ckpt_suffix", default="*.pth", help="the rest, a pattern")
+    """`ctrainer consolidate`."""
+    parser = argparse.ArgumentParser(
+        prog="ctrainer consolidate",
+        description="Make one file, or other shards, of the shard files of FSDP.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "--ckpt_prefix",
+        required=True,
+        help="Beginning of the shard files' paths.",
+    )
+    parser.add_argument("--ckpt_suffix", default="*.pth", help="Pattern of the rest.")
     parser.add_argument(
         "--save_path",
         default="",
-        help="the file, .safetensors or .pth; with --world_size what the shards' "
-        "names begin with",
+        help="File to write, .safetensors or .pth; with --world_size, what the "
+        "paths of the new shards begin with.",
     )
-    parser.add_argument("--world_size", type=int, help="write shards for so many ranks")
     parser.add_argument(
-        "--optimizer", action="store_true", help="its state, too (shards always have)"
+        "--world_size", type=int, help="Write shards for so many ranks."
+    )
+    parser.add_argument(
+        "--optimizer",
+        action="store_true",
+        help="Write the optimizer's state; shards always have it.",
     )
     given = parser.parse_args(arguments)
     try:

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ctrainer.runtime.command_line import HelpFormatter
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BLOCK = 256  # quantized values with one scale, a float32
 _ALIGN = 8  # bytes that messages are padded to
@@ -492,27 +494,71 @@ def table(plans: Sequence[MemoryPlan]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ctrainer plan")
-    parser.add_argument("--model", choices=list(DECODERS), default="8B")
-    parser.add_argument("--world_size", type=int, nargs="+", default=WORLD_SIZES)
-    dtypes = list(DTYPE_BYTES)
-    parser.add_argument("--compute_dtype", choices=dtypes, default="bfloat16")
-    parser.add_argument("--reduce_dtype", choices=dtypes)
-    parser.add_argument("--optimizer_bytes", type=int, default=8)
-    parser.add_argument("--prefetch", type=int, default=0)
-    parser.add_argument("--no_reshard_after_forward", action="store_true")
-    parser.add_argument("--gather_bits", type=int, choices=(4, 8))
-    parser.add_argument("--reduce_bits", type=int, choices=(4, 8))
-    parser.add_argument("--no_error_feedback", action="store_true")
-    parser.add_argument(
-        "--group_size", type=int, help="GPUs of a sharding group: hybrid"
+    parser = argparse.ArgumentParser(
+        prog="ctrainer plan",
+        description="Print memory and traffic of sharded training.",
+        formatter_class=HelpFormatter,
     )
-    parser.add_argument("--machine_size", type=int, default=8)
+    add, dtypes = parser.add_argument, list(DTYPE_BYTES)
+    add("--model", choices=list(DECODERS), default="8B", help="Size of the decoder.")
+    add(
+        "--world_size",
+        type=int,
+        nargs="+",
+        default=WORLD_SIZES,
+        help="Numbers of GPUs, a row of the table for each.",
+    )
+    add(
+        "--compute_dtype",
+        choices=dtypes,
+        default="bfloat16",
+        help="Dtype of the gathered parameters.",
+    )
+    add(
+        "--reduce_dtype",
+        choices=dtypes,
+        help="Dtype of the reduced gradients; unset, that of --compute_dtype.",
+    )
+    add(
+        "--optimizer_bytes",
+        type=int,
+        default=8,
+        help="Bytes of optimizer state for each parameter.",
+    )
+    add("--prefetch", type=int, default=0, help="Units to prefetch.")
+    add(
+        "--no_reshard_after_forward",
+        action="store_true",
+        help="Keep the parameters gathered between forward and backward pass.",
+    )
+    add(
+        "--gather_bits",
+        type=int,
+        choices=(4, 8),
+        help="Bits of a gathered value; unset, the values are not quantized.",
+    )
+    add(
+        "--reduce_bits",
+        type=int,
+        choices=(4, 8),
+        help="Bits of a reduced gradient; unset, gradients are not quantized.",
+    )
+    add(
+        "--no_error_feedback",
+        action="store_true",
+        help="Keep no residuals of quantized gradients.",
+    )
+    add(
+        "--group_size",
+        type=int,
+        help="GPUs of a sharding group, for hybrid sharding; unset, all of them.",
+    )
+    add("--machine_size", type=int, default=8, help="GPUs of a machine.")
     return parser
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m ctrainer plan`."""
+    """`ctrainer plan`."""
     parser = _parser()
     given: dict[str, Any] = vars(parser.parse_args(arguments))
     model, sizes = DECODERS[given.pop("model")], given.pop("world_size")

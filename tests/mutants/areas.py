@@ -769,6 +769,9 @@ NOT_DRAWN = {
     "ctrainer/runtime/lazy.py":
         "names that are imported when they are asked for",
     "ctrainer/__main__.py": "the table of commands",
+    "ctrainer/commands/demo.py ctrainer/commands/environment.py "
+    "ctrainer/runtime/command_line.py":
+        "what commands print; tests/python/commands/test_commands.py reads it",
     "csrc/cpu/device.c": "the table of the CPU's kernels",
     "ctrainer/arguments/fields.py": "a table of fields and their defaults",
 }  # fmt: skip

@@ -32,6 +32,7 @@ from ctrainer.fairseq.config.distributed import DistributedTrainingConfig
 from ctrainer.fairseq.config.root import COMPONENTS, FairseqConfig
 from ctrainer.fairseq.config.trees import nested_class, tree_of_flat
 from ctrainer.fairseq.config.values import convert, is_reference
+from ctrainer.runtime.command_line import with_default
 
 # The default components of a program that trains, as in fairseq.
 _CHOSEN = {
@@ -93,7 +94,7 @@ def _add(parser: Adder, option: Field[Any], hint: Any) -> None:
 
 def _details(option: Field[Any], hint: Any) -> dict[str, Any]:
     """The keywords of add_argument."""
-    details: dict[str, Any] = {"default": SUPPRESS, "help": option.metadata.get("help")}
+    details: dict[str, Any] = {"default": SUPPRESS, "help": _help(option)}
     if without_none(hint)[0] is bool:
         if is_reference(option.default):  # a flag that can also be turned off
             return {
@@ -112,6 +113,19 @@ def _details(option: Field[Any], hint: Any) -> dict[str, Any]:
     if "argparse_const" in option.metadata:
         details.update(const=option.metadata["argparse_const"], nargs="?")
     return details
+
+
+def _help(option: Field[Any]) -> str | None:
+    """The help of an option, with its default unless the option is required."""
+    text: str | None = option.metadata.get("help")
+    if option.default == MISSING or option.name == "data":
+        return text
+    default: Any = option.default
+    if callable(option.default_factory):
+        default = option.metadata.get("default_text") or option.default_factory()
+    if is_reference(default):
+        default = f"that of {default[2:-1]}"
+    return with_default(text, default)
 
 
 def _reader(name: str, hint: Any) -> Callable[[str], Any]:
@@ -157,12 +171,15 @@ def training_parser(**chosen: str | None) -> _Parser:
     for component in COMPONENTS:
         names = component_names(component)
         is_model = component == "model"
+        default = {**_CHOSEN, **chosen}.get(component)
         parser.add_argument(
             *(["--arch", "-a"] if is_model else [f"--{component.replace('_', '-')}"]),
-            default={**_CHOSEN, **chosen}.get(component) or SUPPRESS,
+            default=default or SUPPRESS,
             choices=names or None,
             metavar="NAME",
-            help=f"Name of the {component}: {', '.join(names) or 'any'}.",
+            help=with_default(
+                f"Name of the {component}: {', '.join(names) or 'any'}.", default
+            ),
         )
     for title, cls in _GROUPS.items():
         add_options(parser.add_argument_group(title), cls)

@@ -80,11 +80,7 @@ class DatasetConfig(FairseqDataclass):
 
 @dataclass
 class OptimizationConfig(FairseqDataclass):
-    """When to stop, and how gradients become updates.
-
-    Args:
-        debug_param_names: Nothing here reads it.
-    """
+    """When to stop, and how gradients become updates."""
 
     max_epoch: Natural = opt(0, "Epoch after which training stops; 0: none.")
     max_update: Natural = opt(0, "Update after which training stops; 0: none.")
@@ -110,7 +106,7 @@ class OptimizationConfig(FairseqDataclass):
     skip_remainder_batch: bool | None = opt(
         False, "Leave out the last updates of an epoch that are not full."
     )
-    debug_param_names: bool = False
+    debug_param_names: bool = opt(False, "Nothing here reads it.")
 
 
 @dataclass

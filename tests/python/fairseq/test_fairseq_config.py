@@ -99,7 +99,7 @@ def test_every_option_has_help_but_those_that_refer() -> None:
         for option in dataclasses.fields(cls)
         if "help" not in option.metadata and not str(option.default).startswith("${")
     ]
-    assert set(without) == {"_name", "debug_param_names"}
+    assert set(without) == {"_name"}
 
 
 def test_importing_it_loads_no_torch_and_no_omegaconf() -> None:

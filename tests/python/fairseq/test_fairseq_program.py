@@ -148,5 +148,5 @@ def test_an_option_that_is_misspelt_ends_the_program(
         main(program.lm_arguments(data, tmp_path, "--decoder-layer", "3"))
     assert stopped.value.code == 2
     message = capsys.readouterr().err
-    assert "python -m ctrainer fairseq-train: error" in message
+    assert "ctrainer fairseq-train: error" in message
     assert "did you mean --decoder-layers?" in message
