@@ -119,9 +119,11 @@ def missing(model: nn.Module) -> dict[str, bool]:
 
 
 def train_whole(case: Case, made: Maker = adamw) -> Trained:
-    """In one process, by torch alone."""
+    """In one process, by torch alone. noise: the seed of changes of the inputs by 1e-7."""
     with seeded(0):
         model = Model()
+    source = torch.Generator().manual_seed(case.get("noise", 0))
+    size = 1e-7 if "noise" in case else 0.0
     optimizer, told = made(model), []
     for step, (used, frozen) in enumerate(
         zip(case["used"], case["frozen"], strict=True)
@@ -129,7 +131,9 @@ def train_whole(case: Case, made: Maker = adamw) -> Trained:
         freeze(model, frozen)
         for rank in range(case["world"]):
             for part in range(1 if case["passes"] == "one" else 2):
-                loss = model(rows(step, rank, part), used[rank]).square().mean()
+                x = rows(step, rank, part)
+                x = x * (1 + size * torch.randn(x.shape, generator=source))
+                loss = model(x, used[rank]).square().mean()
                 (loss / case["world"]).backward()
         told.append(missing(model))
         optimizer.step()

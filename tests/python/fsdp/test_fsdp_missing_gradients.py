@@ -72,15 +72,20 @@ def test_optimizers_of_whole_parameters_update_what_any_rank_has_used(
         return optimizer
 
     expected = trainings.train_whole(case, made)
-    # Where a gradient is next to nothing its sign decides, and rounding that.
-    most = 1e-4 if kind == "Muon" else 2e-3
+    # Where a gradient is next to nothing its sign decides, and rounding that. Muon
+    # rounds to bfloat16: inputs changed by a rounding move the same training so far.
+    most = dict.fromkeys(expected[0], 1e-4 if kind == "Muon" else 2e-3)
+    for noise in range(8 if kind == "Muon" else 0):
+        moved = trainings.train_whole(case | {"noise": noise}, made)[0]
+        for name, value in expected[0].items():
+            most[name] = max(most[name], 2 * (moved[name] - value).abs().max().item())
 
     def train(group: _C.Communicator) -> None:
         found = trainings.train_sharded(case, group, made)
         trainings.compare(case, found, expected, exact=False)
         for name, value in expected[0].items():
             difference = (found[0][name] - value).abs().max().item()
-            assert difference < most, (name, difference, case)
+            assert difference < most[name], (name, difference, case)
 
     on_ranks(case["world"], train)
 
