@@ -285,7 +285,9 @@ class BMUF(_C.BMUF):
             stays (bool, default True): False on a rank that is about to leave.
         """
         warnings.warn(
-            "BMUF.roll_call is called remaining_ranks", DeprecationWarning, stacklevel=2
+            "BMUF.roll_call is called remaining_ranks; the old name stays until 0.3",
+            DeprecationWarning,
+            stacklevel=2,
         )
         return self.remaining_ranks(stays)
 

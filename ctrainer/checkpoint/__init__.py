@@ -26,10 +26,12 @@ from ctrainer.checkpoint.schema import (
     FORMER_SUMS,
     LOSS_SUMS,
     OWN_STATE,
+    OWN_VERSION,
     POSITION,
     TRAINER_STATE,
     Kind,
     check_fields,
+    check_version,
     mapping,
 )
 
@@ -329,6 +331,7 @@ def read_own_state(path: StrPath) -> dict[str, Any]:
     """ctrainer_state.json or a rank's, held against its tables; what "resume" holds has
     been through from_json()."""
     content = read_object(path)
+    check_version(path, content, OWN_VERSION)
     check_fields(path, content, OWN_STATE, ("version", "loss", "resume"))
     check_fields(path, content["loss"], LOSS_SUMS, where="loss")
     for name in FORMER_SUMS:

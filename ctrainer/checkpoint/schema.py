@@ -127,8 +127,10 @@ LOSS_SUMS: dict[str, Kind] = {
 # Sums of the gradient noise scale, which is no longer measured.
 FORMER_SUMS = ("noise_trace", "noise_signal", "noise_weight")
 
+OWN_VERSION = 1  # of the format of ctrainer_state.json; docs/development/releases.md
+
 OWN_STATE: dict[str, Kind] = {
-    "version": whole(1, 1),
+    "version": whole(1, OWN_VERSION),
     "world_size": whole(1, 1 << 24),
     "loss": mapping(),
     "resume": mapping(),
@@ -190,3 +192,15 @@ def check_fields(
             text = repr(content[field])
             text = text if len(text) <= 80 else f"{text[:77]}..."
             raise ValueError(f"{name}: {field!r} is {text}; it must be {kind.what}")
+
+
+def check_version(path: str | os.PathLike[str], content: Any, newest: int) -> None:
+    """Raise ValueError where `content` has a newer version than we read. Before its
+    fields are checked: another version may have others."""
+    version = content.get("version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > newest:
+        raise ValueError(
+            f"{os.fspath(path)}: has version {version} of its format, and this "
+            f"ctrainer reads versions up to {newest}: a newer release wrote it, so "
+            "update ctrainer"
+        )

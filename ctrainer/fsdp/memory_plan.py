@@ -112,7 +112,9 @@ class MemoryPlan:
     def codes(self) -> int:
         """The former name of `quantized`."""
         warnings.warn(
-            "MemoryPlan.codes is called quantized", DeprecationWarning, stacklevel=2
+            "MemoryPlan.codes is called quantized; the old name stays until 0.3",
+            DeprecationWarning,
+            stacklevel=2,
         )
         return self.quantized
 

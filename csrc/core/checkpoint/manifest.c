@@ -204,13 +204,22 @@ typedef struct content {
     bool has_files;
 } content;
 
-/* The version is judged after the parse, as members may come in any order. */
+/* A newer version is an error at once: what follows may have another form. That there
+ * is a version is judged after the parse, as members may come in any order. */
 static ct_status
 read_member(void *arg, ct_json *json, ct_text key, ct_error *err)
 {
     content *c = arg;
     if (ct_text_is(key, "version")) {
-        return ct_json_u64(json, &c->version, err);
+        ct_status status = ct_json_u64(json, &c->version, err);
+        if (status == CT_OK && c->version > VERSION) {
+            return ct_fail(err, CT_EINVAL,
+                           "%s: has version %llu of its format, and this ctrainer "
+                           "reads versions up to %d: a newer release wrote it, so "
+                           "update ctrainer",
+                           json->what, (unsigned long long)c->version, VERSION);
+        }
+        return status;
     }
     if (!ct_text_is(key, "files") || c->has_files) {
         return ct_json_skip(json, err);
