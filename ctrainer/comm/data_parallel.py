@@ -247,7 +247,6 @@ def torch_data_parallel(module: nn.Module, args: Any, **options: Any) -> nn.Modu
         processes.join(
             backend, "env://", place.rank, place.world_size, args.ddp_timeout
         )
-        processes.leave_at_exit()
     return DistributedDataParallel(module, device_ids=[args.device], **options)
 
 

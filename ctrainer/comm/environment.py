@@ -288,5 +288,4 @@ def _engine(place: Place, timeout_seconds: float) -> _C.Communicator:
             )
         where = f"tcp://{address}:{port}"
         processes.join("gloo", where, place.rank, place.world_size, timeout_seconds)
-        processes.leave_at_exit()
     return process_group.communicator()

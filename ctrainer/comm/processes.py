@@ -27,7 +27,10 @@ def is_initialized() -> bool:
 def join(
     backend: str, init_method: str, rank: int, world_size: int, timeout_seconds: float
 ) -> int:
-    """Join the default group unless this process has; return this process's rank."""
+    """Join the default group unless this process has; return this process's rank.
+
+    A group that is made here is left at the end of the process.
+    """
     if not is_initialized():
         dist.init_process_group(
             backend=backend,
@@ -36,6 +39,7 @@ def join(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),
         )
+        leave_at_exit()
     return dist.get_rank()
 
 
@@ -46,8 +50,8 @@ def leave() -> None:
 
 
 def leave_at_exit() -> None:
-    """Leave the default group while Python still runs: gloo's threads may end the
-    process with an abort where they outlive it."""
+    """Leave the default group while Python still runs: one of gloo's threads that
+    releases a collective's tensor after it ends the process by an abort."""
     atexit.register(by_parent_alone(leave))
 
 

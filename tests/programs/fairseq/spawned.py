@@ -1,9 +1,22 @@
 """fairseq's call_main() starts the ranks."""
 
+import atexit
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 from ctrainer.fairseq import distributed
+
+
+noted = []
+
+
+@atexit.register  # before the group is joined, so it runs after the group is left
+def note_threads():
+    """Write the names of gloo's threads that the end of Python would meet."""
+    for path in noted:
+        names = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
+        path.write_text("".join(name for name in names if "gloo" in name))
 
 
 def main(cfg, folder):
@@ -13,6 +26,7 @@ def main(cfg, folder):
     total = torch.ones(1) + dist.get_rank()
     dist.all_reduce(total)
     rank = cfg.distributed_training.distributed_rank
+    noted.append(Path(folder, f"threads{rank}"))
     open(f"{folder}/{rank}", "w").write(f"{dist.get_backend()} {total.item()}")
     if sys.argv[2] == "fail" and rank == 1:
         raise RuntimeError("rank 1 has had enough")
