@@ -119,7 +119,7 @@ def missing(model: nn.Module) -> dict[str, bool]:
 
 
 def train_whole(case: Case, made: Maker = adamw) -> Trained:
-    """In one process, by torch alone. noise: the seed of changes of the inputs by 1e-7."""
+    """By torch, in one process. noise: the seed of changes of the inputs by 1e-7."""
     with seeded(0):
         model = Model()
     source = torch.Generator().manual_seed(case.get("noise", 0))

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 from ctrainer.fairseq import distributed
 
-
 noted = []
 
 
