@@ -6,6 +6,7 @@
 #   make install   make $(VENV) and install ctrainer into it, editable, with what the demo needs
 #   make install-test   add what the tests, the benchmarks and lint need
 #   make bench     run the benchmarks and write their tables into the docs
+#   make dist      an sdist, a wheel from it, and a run of the wheel in a clean environment
 #   make docs      the site of the docs, with the reference of the code, into out/site
 #   make lint      clang-format, clang-tidy, ruff, mypy, stubtest
 #   make format    let clang-format and ruff rewrite the sources
@@ -49,7 +50,7 @@ FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c cuda/*.[hc]
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
 .PHONY: install install-test demo test test-all test-python test-engine test-sharding bench lint format ext check-core asan asan-core asan-ext tsan clean
-.PHONY: docs bench-kernels mutants step-files
+.PHONY: dist docs bench-kernels mutants step-files
 install: $(INSTALLED)
 install-test: $(TESTABLE)
 
@@ -100,6 +101,9 @@ bench: ext $(TESTABLE)
 docs: ext
 	$(call stage,installing MkDocs,$(EDITABLE) '.[docs]')
 	$(PY) -m mkdocs build --strict -q
+
+dist: $(INSTALLED)
+	$(PY) release/dist.py
 
 lint: ext $(TESTABLE)
 	$(VENV)/bin/clang-format -n --Werror $(FORMATTED)

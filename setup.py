@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
@@ -47,6 +48,19 @@ SHARED = [
         *("comm/comm", "device/update"),
     )
 ]
+
+
+def why_not_here() -> str | None:
+    """What this machine or its Python is, where ctrainer is not built for it."""
+    if sys.platform != "linux":
+        return f"this is {sys.platform}, and ctrainer is built for Linux alone"
+    if sys.maxsize < 2**32:
+        return "this Python has 32 bits, and ctrainer is built for 64"
+    if sys.implementation.name != "cpython":
+        return f"this is {sys.implementation.name}, and ctrainer is built for CPython"
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "this Python has no GIL, under which ctrainer has not been tested"
+    return None
 
 
 class Nvcc:
@@ -206,6 +220,9 @@ cuda = Extension(
     optional=os.environ.get("CTRAINER_CUDA", "auto") == "auto",
 )
 
+why = why_not_here()
+if why is not None:
+    sys.exit(f"ctrainer cannot be built: {why} (docs/start/install.md)")
 Path("build").mkdir(exist_ok=True)
 setup(
     ext_modules=[native, cuda] if cuda_wanted() else [native],

@@ -1,0 +1,94 @@
+"""make dist: an sdist, a wheel built from the sdist alone, and a test of the wheel.
+
+All of it happens outside the checkout; build/dist gets the two files.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_BYTES = 3_000_000
+
+
+def run(*command: str | Path, cwd: Path, **changed: str) -> str:
+    """The standard output of a command; SystemExit with all that it printed."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    done = subprocess.run(
+        [str(c) for c in command], cwd=cwd, env={**kept, **changed},
+        text=True, capture_output=True,
+    )  # fmt: skip
+    if done.returncode != 0:
+        sys.exit(f"failed: {' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def sdist(tree: Path, into: Path) -> Path:
+    """Write the sdist of a tree; the files of a former one are forgotten."""
+    for former in tree.glob("*.egg-info"):
+        shutil.rmtree(former)
+    program = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", program, into, cwd=tree)
+    (file,) = into.glob("ctrainer-*.tar.gz")
+    return file
+
+
+def wheel(sources: Path, into: Path, python: str = sys.executable) -> Path:
+    """Build the wheel of unpacked sources, without the CUDA plugin."""
+    program = (
+        "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))"
+    )
+    output = run(python, "-c", program, into, cwd=sources, CTRAINER_CUDA="0")
+    return into / output.split()[-1]
+
+
+def check_wheel(file: Path) -> None:
+    """SystemExit unless the wheel is small and its extension stripped."""
+    if file.stat().st_size > MOST_BYTES:
+        sys.exit(f"{file.name} has {file.stat().st_size} bytes, of {MOST_BYTES}")
+    with zipfile.ZipFile(file) as archive, tempfile.TemporaryDirectory() as folder:
+        (extension,) = (n for n in archive.namelist() if n.endswith(".so"))
+        sections = run("readelf", "-SW", archive.extract(extension, folder), cwd=ROOT)
+    left = re.findall(r"\.(?:debug_\w+|symtab)\b", sections)
+    if left:
+        sys.exit(f"{extension} is not stripped: it has {', '.join(left)}")
+
+
+def smoke(file: Path, python: str = sys.executable) -> str:
+    """Install a wheel and NumPy in a new environment and train there: the verdict."""
+    with tempfile.TemporaryDirectory(prefix="ctrainer-smoke-") as folder:
+        home = Path(folder)
+        run(python, "-m", "venv", "env", cwd=home)
+        inside = home / "env/bin/python"
+        pip = (inside, "-m", "pip", "install", "-q", "--disable-pip-version-check")
+        run(*pip, file, cwd=home)
+        program = shutil.copy(ROOT / "release/smoke.py", home)
+        return run(inside, "-I", program, cwd=home).splitlines()[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--into", type=Path, default=ROOT / "build/dist")
+    options = parser.parse_args()
+    shutil.rmtree(options.into, ignore_errors=True)
+    options.into.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="ctrainer-dist-") as folder:
+        archive = sdist(ROOT, options.into.resolve())
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        built = wheel(Path(folder) / archive.name[:-7], options.into.resolve())
+    check_wheel(built)
+    print(smoke(built))
+    for file in (archive, built):
+        print(f"{file.stat().st_size:>9,} bytes  {file}")
+
+
+if __name__ == "__main__":
+    main()
