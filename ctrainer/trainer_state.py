@@ -143,6 +143,11 @@ class TrainerState:
     trial_params: dict[str, Any] | None = None
     stateful_callbacks: Any = None
 
+    # Of one train(), not stored: no fields, so that transformers reads what is.
+    samples_done = 0  # rows that this rank has trained on
+    resumed_at = 0  # global_step at the begin
+    resumed_from = ""  # folder of the checkpoint
+
     def __post_init__(self) -> None:
         if self.log_history is None:
             self.log_history = []

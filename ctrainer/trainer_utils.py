@@ -274,7 +274,9 @@ def speed_metrics(
     counts = {"samples": num_samples, "steps": num_steps, "tokens": num_tokens}
     for name, count in counts.items():
         if count is not None and runtime > 0:
-            metrics[f"{split}_{name}_per_second"] = round(count / runtime, 3)
+            rate = count / runtime
+            rounded = round(rate, 3) if rate >= 1 else float(f"{rate:.4g}")
+            metrics[f"{split}_{name}_per_second"] = rounded
     return metrics
 
 

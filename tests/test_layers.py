@@ -40,8 +40,8 @@ LAYERS: tuple[tuple[set[str], set[str]], ...] = (
     ({"binding/data", "binding/optim"}, {"adapters", "integrations"}),
     (
         {"binding/engine", "binding/ddp", "binding/fsdp", "binding/bmuf"},
-        {"average", "bmuf", "fsdp", "introspect", "trainer_pt_utils", "training_args"}
-        | {"plotting", "progress"},
+        {"average", "bmuf", "fsdp", "introspect", "throughput", "trainer_pt_utils"}
+        | {"plotting", "progress", "training_args"},
     ),
     ({"binding/evaluate", "binding/fairseq"}, {"commands", "compat"}),
     ({"binding/trainer"}, {"fairseq", "trainer"}),

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from ctrainer.callbacks import TrainerCallback
 from ctrainer.display.text import (
     Progress,
+    ends_run,
     evaluation_line,
     log_json,
     log_line,
@@ -112,49 +113,76 @@ def _encodes(text: str, encoding: str) -> bool:
     return True
 
 
+class Speed:
+    """How much a count grows a second, over the last seconds."""
+
+    def __init__(self) -> None:
+        self.marks: deque[tuple[float, int]] = deque()  # time, count
+
+    def add(self, now: float, count: int) -> None:
+        if self.marks and count == self.marks[-1][1]:
+            return
+        self.marks.append((now, count))
+        while len(self.marks) > 2 and now - self.marks[0][0] > _RATE_WINDOW_SECONDS:
+            self.marks.popleft()
+
+    def per_second(self) -> float | None:
+        """None before two marks."""
+        (then, had), (now, has) = self.marks[0], self.marks[-1]
+        return (has - had) / (now - then) if now > then else None
+
+
 class Meter:
-    """Follows a run by its events and measures its speed."""
+    """Follows a run by its events and measures its speeds: those of the last seconds of
+    training, evaluations left out, and at the end those of the whole run, as its log
+    has them."""
 
     def __init__(self) -> None:
         self.progress = Progress()
-        self.started = time.monotonic()
-        self.marks: deque[tuple[float, int, int]] = deque()  # time, step, tokens
+        self.started = self.seen = time.monotonic()  # seen: the last step's end
+        self.paused_seconds = 0.0
+        self.of_run = False  # the speeds are those of the whole run
+        self.steps, self.samples, self.tokens = Speed(), Speed(), Speed()
 
     def start(self, args: Any, state: Any) -> None:
-        self.progress = Progress(
-            total=state.max_steps if 0 < state.max_steps < sys.maxsize else 0,
-            epochs=state.num_train_epochs or None,
+        self.__init__()  # type: ignore[misc]
+        self.progress.total = (
+            state.max_steps if 0 < state.max_steps < sys.maxsize else 0
         )
-        self.started = time.monotonic()
-        self.marks.clear()
+        self.progress.epochs = state.num_train_epochs or None
         self.move(args, state)
 
     def move(self, args: Any, state: Any) -> None:
         """Take over how far the run is."""
         p, now = self.progress, time.monotonic()
         p.step, p.epoch = state.global_step, state.epoch
-        p.elapsed_seconds = now - self.started
         p.memory_bytes = memory_in_use()
-        self.marks.append((now, state.global_step, state.num_input_tokens_seen))
-        while len(self.marks) > 2 and now - self.marks[0][0] > _RATE_WINDOW_SECONDS:
-            self.marks.popleft()
-        self._measure(args)
-
-    def _measure(self, args: Any) -> None:
-        (then, step0, tokens0), (now, step1, tokens1) = self.marks[0], self.marks[-1]
-        if now <= then or step1 <= step0:
+        if self.of_run:
             return
-        p, per_second = self.progress, (step1 - step0) / (now - then)
-        rows = args.train_batch_size * args.gradient_accumulation_steps
-        p.samples_per_second = per_second * rows
-        if tokens1 > tokens0:
-            p.tokens_per_second = (tokens1 - tokens0) / (now - then)
-        if p.total:
-            p.eta_seconds = (p.total - p.step) / per_second
+        p.elapsed_seconds = now - self.started
+        trained = self.seen - self.paused_seconds
+        ranks = getattr(args, "world_size", 1)
+        self.steps.add(trained, state.global_step)
+        self.samples.add(trained, getattr(state, "samples_done", 0) * ranks)
+        self.tokens.add(trained, state.num_input_tokens_seen)
+        p.samples_per_second = self.samples.per_second()
+        p.tokens_per_second = self.tokens.per_second()
+        p.eta_seconds = self._remaining(state)
 
-    def skip_pause(self) -> None:
-        """Measure anew after time that was not spent on training."""
-        self.marks.clear()
+    def _remaining(self, state: Any) -> float | None:
+        """Seconds, with as much time for evaluations as these have taken so far."""
+        rate, p = self.steps.per_second(), self.progress
+        if not rate or not p.total:
+            return None
+        done = state.global_step - getattr(state, "resumed_at", 0)
+        paused = self.paused_seconds / done if done > 0 else 0.0
+        return (p.total - p.step) * (1 / rate + paused)
+
+    def resume(self) -> None:
+        """The time since the last step was not spent on training."""
+        now = time.monotonic()
+        self.paused_seconds += now - self.seen
+        self.seen = now
 
     def note(self, logs: Mapping[str, Any], step: int) -> None:
         """Take over the numbers of a log. Of a long course every other loss goes."""
@@ -165,6 +193,11 @@ class Meter:
             del p.losses[:-1:2]
         p.learning_rate = _finite(logs.get("learning_rate"), p.learning_rate)
         p.grad_norm = _finite(logs.get("grad_norm"), p.grad_norm)
+        if ends_run(logs):
+            self.of_run, p.eta_seconds = True, None
+            p.elapsed_seconds = logs["train_runtime"]
+            p.samples_per_second = logs.get("train_samples_per_second")
+            p.tokens_per_second = logs.get("train_tokens_per_second")
 
 
 def _finite(value: Any, otherwise: float | None) -> float | None:
@@ -238,6 +271,7 @@ class ProgressCallback(TrainerCallback):
         return True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.seen = time.monotonic()
         if self._is_due():
             self.meter.move(args, state)
             self._draw(state)
@@ -254,12 +288,13 @@ class ProgressCallback(TrainerCallback):
         if self._is_due():
             of = len(eval_dataloader) if has_length(eval_dataloader) else None
             self.meter.progress.evaluating = (self.predicted, of)
+            self.meter.progress.step = state.global_step
             self._draw(state)
 
     def _end_prediction(self) -> None:
         self.predicted, self.due = 0, 0.0
         self.meter.progress.evaluating = None
-        self.meter.skip_pause()
+        self.meter.resume()
 
     def on_evaluate(
         self,
@@ -270,6 +305,8 @@ class ProgressCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         self._end_prediction()
+        if self.training:
+            self.meter.move(args, state)
         if self.mode == "live" and state.is_world_process_zero and metrics:
             self.line.finish(evaluation_line(state.global_step, metrics))
         self._draw(state, force=True)
@@ -307,7 +344,6 @@ class ProgressCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training:
             self.meter.move(args, state)
-        self.meter.progress.eta_seconds = None
         self._draw(state, force=True)
         self.training = False
         self._close_frame(state)
@@ -316,7 +352,9 @@ class ProgressCallback(TrainerCallback):
         if self.mode == "live":
             self.line.finish(self.line.text(self.meter.progress))
         out = self.line.stream if self.mode == "live" else sys.stdout
-        print("\n".join(summary(state.log_history, state.global_step)), file=out)
+        first = getattr(state, "resumed_at", 0)
+        lines = summary(state.log_history, state.global_step, first)
+        print("\n".join(lines), file=out)
 
     def _may_draw(self) -> bool:
         return self.mode in _INTERVALS and time.monotonic() >= self.next_draw
@@ -375,7 +413,7 @@ class ProgressCallback(TrainerCallback):
 
     def _note_nonfinite(self, logs: Mapping[str, Any], step: int) -> None:
         count = logs.get("nonfinite_steps")
-        if not count or "train_runtime" in logs:
+        if not count or ends_run(logs):
             return
         note = f"step {step}: gradients NaN or Inf, updates affected: {count}"
         self.warnings.append(note)

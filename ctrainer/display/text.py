@@ -44,12 +44,20 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def rate(value: float) -> str:
-    """Per second, with k and M: 8.1, 312, 12.4k."""
-    for limit, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{unit}"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+def rate(value: float, unit: str) -> str:
+    """Per second, with k and M: 8.12 samples/s, 12.4k samples/s; below 1 its inverse:
+    4.00 s/sample."""
+    if 0 < value < 1:
+        return f"{_digits(1 / value)} s/{unit.removesuffix('s')}"
+    return f"{_digits(value)} {unit}/s"
+
+
+def _digits(value: float) -> str:
+    for limit, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * limit:
+            return f"{value / limit:.1f}{letter}"
+    places = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{places}f}"
 
 
 def memory(n_bytes: int) -> str:
@@ -134,8 +142,8 @@ def measures(p: Progress) -> dict[str, str]:
     known: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "lr": (p.learning_rate, lambda v: f"lr {v:.1e}"),
         "norm": (p.grad_norm, lambda v: f"gn {number(v)}"),
-        "samples": (p.samples_per_second, lambda v: f"{rate(v)} samples/s"),
-        "tokens": (p.tokens_per_second, lambda v: f"{rate(v)} tok/s"),
+        "samples": (p.samples_per_second, lambda v: rate(v, "samples")),
+        "tokens": (p.tokens_per_second, lambda v: rate(v, "tok")),
         "memory": (p.memory_bytes, memory),
         "eta": (p.eta_seconds, lambda v: f"eta {clock(v)}"),
     }
@@ -259,18 +267,23 @@ def columns_of(rows: Iterable[Mapping[str, str]]) -> list[str]:
 LAST_ROWS = 12
 
 
-def summary(history: Sequence[Mapping[str, Any]], step: int) -> list[str]:
-    """Lines that end a run: what it took and its evaluations, the last dozen."""
+def summary(
+    history: Sequence[Mapping[str, Any]], step: int, first: int = 0
+) -> list[str]:
+    """Lines that end a run of the updates after step `first`: what it took and its
+    evaluations, the last dozen."""
     last: dict[str, Any] = {}
     for entry in history:
         last.update(entry)
-    parts = [f"ctrainer: {step} updates"]
-    if "train_runtime" in last:
+    parts = [f"ctrainer: {step - first} updates"]
+    if ends_run(last):
         parts[0] += f" in {clock(last['train_runtime'])}"
-    for name, unit in (("samples", "samples/s"), ("steps", "updates/s")):
+    if first:
+        parts[0] += f" from step {first} to {step}"
+    for name, unit in (("samples", "samples"), ("steps", "updates")):
         value = last.get(f"train_{name}_per_second")
         if value is not None:
-            parts.append(f"{rate(value)} {unit}")
+            parts.append(rate(value, unit))
     if "train_loss" in last:
         parts.append(f"train loss {number(last['train_loss'])}")
     nonfinite = _nonfinite_steps(history)
@@ -283,10 +296,16 @@ def summary(history: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     ]
 
 
+def ends_run(logs: Mapping[str, Any]) -> bool:
+    """Are these the metrics of a whole run? Each log has a train_runtime where tokens
+    are counted."""
+    return "train_loss" in logs and "train_runtime" in logs
+
+
 def _nonfinite_steps(history: Iterable[Mapping[str, Any]]) -> int:
     """As the metrics of the run say; before these, the sum of the logs."""
     total = 0
     for entry in history:
         count = int(entry.get("nonfinite_steps", 0))
-        total = (count or total) if "train_runtime" in entry else total + count
+        total = (count or total) if ends_run(entry) else total + count
     return total

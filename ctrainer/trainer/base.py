@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctrainer import _C, adapters
+from ctrainer import _C, adapters, throughput
 from ctrainer.average import WeightAverage
 from ctrainer.callbacks import CallbackHandler, is_log_due
 from ctrainer.memory_tracker import TrainerMemoryTracker
 from ctrainer.trainer_state import TrainerControl, TrainerState
-from ctrainer.trainer_utils import speed_metrics
 
 if TYPE_CHECKING:
     from ctrainer.arguments.fsdp import Sharding
@@ -149,25 +148,7 @@ class TrainerBase(_C.Trainer):
 
     # Tokens
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Count a micro-batch's tokens, with or without padding, where it maps names to
-        tensors. Of several ranks they come into the state together, before a log or a
-        checkpoint."""
-        name = self._main_input_name
-        if not hasattr(inputs, "keys") or name not in inputs:
-            return
-        tokens = inputs[name]
-        count = int(tokens.numel() if hasattr(tokens, "numel") else np.size(tokens))
-        if self.args.include_num_input_tokens_seen == "non_padding":
-            pad = getattr(self.processing_class, "pad_token_id", None)
-            if "attention_mask" in inputs:
-                count = int(inputs["attention_mask"].sum())
-            elif pad is not None:
-                count = int((tokens != pad).sum())
-        if self.args.world_size == 1:
-            self.state.num_input_tokens_seen += count
-        else:
-            self._counted_tokens += count
+    _track_num_input_tokens = throughput.track_tokens
 
     # Logs
 
@@ -184,11 +165,9 @@ class TrainerBase(_C.Trainer):
         if state.epoch is not None:
             logs["epoch"] = state.epoch
         if self._counts_tokens:
-            seen = state.num_input_tokens_seen
-            logs["num_input_tokens_seen"] = seen
-            if start_time is not None:
-                new = seen - self._initial_num_input_tokens_seen
-                logs.update(speed_metrics("train", start_time, num_tokens=new))
+            logs["num_input_tokens_seen"] = state.num_input_tokens_seen
+        if start_time is not None:
+            logs.update(throughput.since(self, start_time))
         state.log_history.append({**logs, "step": state.global_step})
         self.control = self.callback_handler.on_log(
             self.args, state, self.control, logs=logs

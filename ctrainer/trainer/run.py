@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ctrainer import _C, adapters, average
+from ctrainer import _C, adapters, average, throughput
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.comm import world
@@ -31,7 +31,6 @@ from ctrainer.trainer_utils import (
     has_length,
     seed_loaded,
     set_seed,
-    speed_metrics,
 )
 
 logger = logging.getLogger("ctrainer.trainer")
@@ -151,7 +150,8 @@ class TrainerRun(TrainerBase):
         if self.args.eval_on_start:
             self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         self._run_epochs(run)
-        return self._finalize_training(run.trial, run.samples, run.start_time)
+        samples, _ = self._sum_over_ranks(run.samples, 0)
+        return self._finalize_training(run.trial, int(samples), run.start_time)
 
     def _prepare_run(self, run: _C.Run) -> None:
         """Fill in the run: its length, its place and the model, all of it ready."""
@@ -162,10 +162,8 @@ class TrainerRun(TrainerBase):
                 "set_initial_training_values must return a tuple of 7 values, got "
                 f"{values!r}"
             )
-        run.epochs, run.updates_in_epoch, rows, samples, _, steps, run.max_steps = (
-            values
-        )
-        run.samples, run.steps_in_epoch = int(samples), steps
+        run.epochs, run.updates_in_epoch, rows, _, _, steps, run.max_steps = values
+        run.steps_in_epoch = steps
         if self._communicator.world_size > 1:
             self._agree_on_length(run, rows)
         run.epoch, run.micro_step = self._init_training_state(
@@ -337,7 +335,8 @@ class TrainerRun(TrainerBase):
             checkpoint.load_trainer_state(self, resume_from_checkpoint)
             position = data.position(self, num_update_steps_per_epoch)
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
-        self._globalstep_last_logged = self.state.global_step
+        self.state.resumed_at = self._globalstep_last_logged = self.state.global_step
+        self.state.resumed_from = resume_from_checkpoint or ""
         return position
 
     def _prepare_for_training(
@@ -444,11 +443,8 @@ class TrainerRun(TrainerBase):
         if self._blocks is not None:
             self._blocks.finish()  # the average that is still pending
         loss = self._training_loss()
-        metrics = speed_metrics(
-            "train", start_time, num_samples=num_train_samples,
-            num_steps=self.state.max_steps,
-        )  # fmt: skip
         self.store_flos()
+        metrics = throughput.of_run(self, start_time, num_train_samples)
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = loss
         skipped = self._loss_state()["nonfinite_total"]

@@ -165,7 +165,10 @@ AREAS = {
                 "python/callbacks/test_callbacks.py",
             "ctrainer/display/html.py ctrainer/display/plotting.py "
             "ctrainer/display/progress.py ctrainer/display/text.py":
-                "python/display/test_progress.py",
+                "python/display/test_progress.py "
+                "python/display/test_terminal_runs.py",
+            "ctrainer/throughput.py":
+                "python/display/test_terminal_runs.py",
             "ctrainer/memory_tracker.py":
                 "python/callbacks/test_memory_tracker.py",
             "ctrainer/integrations/__init__.py":

@@ -331,6 +331,21 @@ is_interrupt(PyObject *op)
     return false;
 }
 
+/* Adds the rows of a micro-batch to state.samples_done, for the samples a second. */
+static int
+count_rows(PyObject *op, ctpy_run *run, PyObject *inputs)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    const Py_ssize_t rows = ctpy_batch_size(inputs, names);
+    PyObject *state = rows == -2 ? NULL : PyObject_GetAttr(op, names->str_state);
+    run->samples += rows < 0 ? 0 : rows; /* -1: not known */
+    const int result =
+        state == NULL ? -1
+                      : ctpy_set_int64(state, names->str_samples_done, run->samples);
+    Py_XDECREF(state);
+    return result;
+}
+
 /* Counts floating-point operations and tokens by transformers' hooks. */
 static int
 account_batch(PyObject *op, PyObject *inputs)
@@ -367,9 +382,10 @@ run_micro_batch(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
         failed = PyObject_SetAttr(count, names->str_was_read, Py_False);
         Py_DECREF(seen);
     }
-    PyObject *answer = failed ? NULL
-                              : ctpy_call_adapted(op, names->str_training_step, stack,
-                                                  2, names->kw_num_items_in_batch);
+    PyObject *answer = failed || count_rows(op, run, inputs) < 0
+                           ? NULL
+                           : ctpy_call_adapted(op, names->str_training_step, stack, 2,
+                                               names->kw_num_items_in_batch);
     if (answer == NULL) {
         return -1;
     }

@@ -19,8 +19,6 @@ class Run:
     def __init__(self, update_seconds: float, batch_seconds: float) -> None:
         self.update_seconds, self.batch_seconds = update_seconds, batch_seconds
         self.args = SimpleNamespace(
-            train_batch_size=8,
-            gradient_accumulation_steps=2,
             logging_strategy="steps",
             eval_strategy="steps",
             save_strategy="no",
@@ -59,6 +57,7 @@ class Run:
         time.sleep(self.update_seconds)
         state = self.state
         state.global_step += 1
+        state.samples_done += 16
         state.epoch = state.global_step / 15
         control = self.fire("on_step_end")
         loss = 3 * math.exp(-state.global_step / 10) + 1

@@ -148,11 +148,13 @@ class TestLiveLine:
             "1e-05",
             "1.23e+05",
         ]
-        assert [text.rate(v) for v in (8.12, 312.4, 12400, 3e6)] == [
-            "8.1",
-            "312",
-            "12.4k",
-            "3.0M",
+        assert [text.rate(v, "rows") for v in (8.12, 312.4, 12400, 3e6, 0.25, 0)] == [
+            "8.12 rows/s",
+            "312 rows/s",
+            "12.4k rows/s",
+            "3.0M rows/s",
+            "4.00 s/row",
+            "0.00 rows/s",
         ]
         assert [text.clock(s) for s in (0, 61.4, 3600, -5)] == [
             "00:00",
@@ -198,12 +200,18 @@ class TestLines:
 
     def test_summary(self) -> None:
         assert text.summary(HISTORY, 20) == [
-            "ctrainer: 20 updates in 01:15, 1.2k samples/s, 0.3 updates/s, "
+            "ctrainer: 20 updates in 01:15, 1.2k samples/s, 3.76 s/update, "
             "train loss 2.000, 3 of them with gradients NaN or Inf",
             "step  epoch  train loss  eval loss     f1",
             "  10   0.50       2.500      2.250  0.500",
             "  20   1.00       1.500      1.750  0.625",
         ]
+
+    def test_summary_of_a_resumed_run_is_of_its_own_updates(self) -> None:
+        line = text.summary([{"train_runtime": 2.0, "train_loss": 1.0}], 20, 15)[0]
+        assert (
+            line == "ctrainer: 5 updates in 00:02 from step 15 to 20, train loss 1.000"
+        )
 
     def test_summary_of_a_run_without_logs(self) -> None:
         assert text.summary([], 0) == ["ctrainer: 0 updates"]
@@ -343,7 +351,7 @@ class TestTerminal:
         assert shown[1] == "log 10  reward 0.750"
         assert shown[2].startswith("eval 15  loss ")
         assert shown[3].startswith("eval 30  loss ")
-        assert shown[4].startswith("30/30 100%")
+        assert shown[4].startswith("ctrainer 30/30 100%")
         assert shown[5].startswith("ctrainer: 30 updates in 01:15, train loss 1.500")
         assert shown[6].split() == "step epoch train loss eval loss accuracy".split()
         assert [line.split()[0] for line in shown[7:9]] == ["15", "30"]
@@ -411,11 +419,12 @@ class TestPace:
         clock = SimpleNamespace(monotonic=lambda: 100.0)
         monkeypatch.setattr(progress, "time", clock)
         meter = progress.Meter()
-        args = SimpleNamespace(train_batch_size=8, gradient_accumulation_steps=2)
+        args = SimpleNamespace(world_size=2)
         state = TrainerState(max_steps=20)
         meter.start(args, state)
         clock.monotonic = lambda: 104.0
         state.global_step, state.num_input_tokens_seen = 8, 4000
+        state.samples_done, meter.seen = 64, 104.0  # of this rank
         meter.move(args, state)
         found = meter.progress
         assert found.elapsed_seconds == 4.0
@@ -426,42 +435,86 @@ class TestPace:
     def test_speeds_are_those_of_the_last_fifteen_seconds(self, monkeypatch) -> None:
         chance, clock = random.Random(5), SimpleNamespace(monotonic=lambda: 0.0)
         monkeypatch.setattr(progress, "time", clock)
-        args = SimpleNamespace(train_batch_size=4, gradient_accumulation_steps=2)
+        args = SimpleNamespace()
         state = TrainerState(global_step=0, max_steps=10_000)
         meter = progress.Meter()
         meter.start(args, state)
-        marks = [(0.0, 0, 0)]
+        marks = [(0.0, 0, 0, 0)]
         for _ in range(60):
             now = marks[-1][0] + chance.choice([0.25, 2.0, 5.0, 15.0, 16.0, 40.0])
             clock.monotonic = lambda now=now: now
+            meter.seen = now
             state.global_step += chance.randrange(1, 5)
+            state.samples_done += chance.randrange(1, 40)
             state.num_input_tokens_seen += chance.randrange(1, 1000)
             meter.move(args, state)
-            marks.append((now, state.global_step, state.num_input_tokens_seen))
+            counts = (
+                state.global_step,
+                state.samples_done,
+                state.num_input_tokens_seen,
+            )
+            marks.append((now, *counts))
             # At least two, however long ago the first of them was.
             late = [mark for mark in marks if now - mark[0] <= 15.0]
-            then, step, tokens = (late if len(late) > 1 else marks[-2:])[0]
+            then, step, rows, tokens = (late if len(late) > 1 else marks[-2:])[0]
             found, steps = meter.progress, state.global_step - step
-            assert found.samples_per_second == steps / (now - then) * 8
+            assert found.samples_per_second == (state.samples_done - rows) / (
+                now - then
+            )
             tokens = state.num_input_tokens_seen - tokens
             assert found.tokens_per_second == tokens / (now - then)
             left = 10_000 - state.global_step
-            assert found.eta_seconds == left / (steps / (now - then))
+            assert found.eta_seconds == left * (1 / (steps / (now - then)))
 
-    def test_an_evaluation_does_not_count_as_time_of_updates(self, monkeypatch) -> None:
+    def test_an_evaluation_counts_for_the_time_that_remains_alone(
+        self, monkeypatch
+    ) -> None:
         callback, _ = self.display(monkeypatch)
         clock = SimpleNamespace(monotonic=lambda: 100.0)
         monkeypatch.setattr(progress, "time", clock)
-        args = SimpleNamespace(train_batch_size=8, gradient_accumulation_steps=2)
-        state = TrainerState(max_steps=20)
+        args, state = SimpleNamespace(), TrainerState(max_steps=20)
         callback.on_train_begin(args, state, None)
-        for seconds, step in ((104.0, 0), (106.0, 4)):
-            clock.monotonic = lambda now=seconds: now
-            if step == 0:
-                callback.on_evaluate(args, state, None, metrics={"eval_loss": 1.0})
-            state.global_step = step
-            callback.meter.move(args, state)
-        assert callback.meter.progress.samples_per_second == 4 * 16 / 2
+        for now in (102.0, 104.0):  # two updates of 2 s
+            clock.monotonic = lambda now=now: now
+            state.global_step += 1
+            state.samples_done += 16
+            callback.on_step_end(args, state, None)
+        clock.monotonic = lambda: 124.0  # 20 s of evaluation
+        callback.on_evaluate(args, state, None, metrics={"eval_loss": 1.0})
+        clock.monotonic = lambda: 126.0
+        state.global_step, state.samples_done = 3, 48
+        callback.on_step_end(args, state, None)
+        found = callback.meter.progress
+        assert found.samples_per_second == 16 / 2
+        assert found.elapsed_seconds == 26.0
+        assert found.eta_seconds == pytest.approx(17 * (2 + 20 / 3))
+
+    def test_tokens_that_arrive_with_the_logs_of_several_ranks(
+        self, monkeypatch
+    ) -> None:
+        clock = SimpleNamespace(monotonic=lambda: 0.0)
+        monkeypatch.setattr(progress, "time", clock)
+        args, state, meter = SimpleNamespace(), TrainerState(), progress.Meter()
+        meter.start(args, state)
+        for now in range(1, 13):
+            clock.monotonic = lambda now=now: float(now)
+            state.global_step, meter.seen = now, float(now)
+            state.num_input_tokens_seen = now // 5 * 500  # 100 a second
+            meter.move(args, state)
+        assert meter.progress.tokens_per_second == 100
+
+    def test_the_end_shows_the_rates_of_the_log(self, monkeypatch) -> None:
+        callback, stream = self.display(monkeypatch)
+        args, state = SimpleNamespace(), TrainerState(max_steps=9)
+        callback.on_train_begin(args, state, None)
+        logs = {"train_runtime": 61.2, "train_samples_per_second": 42.0}
+        state.global_step, state.samples_done = 4, 8
+        callback.on_log(args, state, None, logs={**logs, "loss": 1.0})
+        assert not callback.meter.of_run  # a log where tokens are counted
+        callback.on_log(args, state, None, logs={**logs, "train_loss": 1.0})
+        callback.on_train_end(args, state, None)
+        assert callback.meter.progress.elapsed_seconds == 61.2
+        assert "42.0 samples/s" in stream.getvalue().splitlines()[-2]
 
     @pytest.mark.parametrize("event", ["on_predict", "on_evaluate"])
     def test_each_prediction_is_counted_from_its_begin(

@@ -1,0 +1,231 @@
+"""What runs show in a terminal and in a file, held against what the runs counted for
+themselves: every rate, and every line that was written beside the display."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from places import PYTHONPATH
+from ranks import free_port, torchrun
+
+RUN = Path(__file__).resolve().parent / "terminal_run.py"
+STEPS = {"eval_strategy": "steps", "eval_steps": 10}
+UNTIL_BEST = {**STEPS, "metric_for_best_model": "loss", "load_best_model_at_end": True}
+SAVES = {"save_strategy": "steps", "save_steps": 10}
+EPOCHS = {"max_steps": -1, "num_train_epochs": 3}
+EXHAUSTIVE = bool(os.environ.get("CTRAINER_EXHAUSTIVE"))
+
+# Of runs of 30 updates of 10 ms, each with what differs from that.
+RATES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "epochs": {"rows": 42, "args": EPOCHS},  # the last batch of an epoch has 2 rows
+    "accumulated": {"args": {"gradient_accumulation_steps": 2, "max_steps": 15}},
+    "stopped": {"stop_at": 25, "args": {"max_steps": 1000}},
+    "stopped in its first epoch": {"stop_at": 25, "rows": 400, "args": EPOCHS},
+    "stopped early": {
+        "patience": 1,
+        "args": {**UNTIL_BEST, "save_strategy": "steps", "save_steps": 10},
+    },
+    "evaluated": {"args": STEPS, "eval_seconds": 0.03},
+    "saved": {"args": SAVES},
+    "saved and evaluated": {"args": {**STEPS, **SAVES}},
+    "slow": {"seconds": 1.3, "args": {"max_steps": 2, "logging_steps": 1}},
+    "evaluated at its begin": {"args": {"eval_on_start": True, **STEPS}},
+}
+
+
+class Shown(NamedTuple):
+    """What a run wrote to its terminal, its exit code, and what it counted."""
+
+    text: str
+    code: int
+    report: dict[str, Any]
+
+    @property
+    def lines(self) -> list[str]:
+        return screen(self.text)
+
+
+def run(
+    folder: Path, options: dict[str, Any], columns: int = 120, ranks: int = 1,
+    **environ: str,
+) -> Shown:  # fmt: skip
+    """A run on a terminal; of several ranks all have it, and rank 0's counts are
+    returned."""
+    master, slave = pty.openpty()
+    ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    job, port = folder.name, free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, RUN, json.dumps({"folder": str(folder), **options})],
+            stdin=slave, stdout=slave, stderr=slave,
+            env=environment(**environ)
+            | (torchrun(rank, ranks, job, port) if ranks > 1 else {}),
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    os.close(slave)
+    text = b""
+    while chunk := _read(master):
+        text += chunk
+    os.close(master)
+    codes = [process.wait(60) for process in processes]
+    return Shown(text.decode(), max(codes, key=abs), counts(folder))
+
+
+def _read(master: int) -> bytes:
+    try:
+        return os.read(master, 65536)
+    except OSError:  # the other end is closed
+        return b""
+
+
+def environment(**changed: str) -> dict[str, str]:
+    drop = ("CTRAINER_LOG", "NO_COLOR")
+    kept = {k: v for k, v in os.environ.items() if k not in drop}
+    own = {"PYTHONPATH": PYTHONPATH, "PYTHONUTF8": "1", "TERM": "xterm"}
+    return {**kept, **own, "OMP_NUM_THREADS": "1", **changed}
+
+
+def counts(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "report0.json").read_text())
+    return report
+
+
+def screen(text: str) -> list[str]:
+    """Lines as a terminal shows them: carriage return, newline, erase to the end."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[\d*[A-Za-z]|.|\n|\r", text):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            row += 1
+            lines.append("")
+        elif token == "\x1b[K":
+            lines[row] = lines[row][:column]
+        elif not token.startswith("\x1b"):
+            line = lines[row].ljust(column)
+            lines[row] = line[:column] + token + line[column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+def frames(text: str) -> list[str]:
+    """Each state of the live line, in order."""
+    plain = re.sub(r"\x1b\[\d*m", "", text)
+    drawn = re.findall(r"\r([^\r\n\x1b]*?\d+/\d+[^\r\n\x1b]*)\x1b\[K", plain)
+    return [line for line in drawn if " eval " not in line]
+
+
+NUMBER = r"([\d.]+)([kM]?) "
+
+
+def rate_of(line: str, unit: str) -> float | None:
+    """The rate of a live line or summary, a second."""
+    if found := re.search(rf"{NUMBER}{unit}/s", line):
+        return float(found[1]) * {"": 1, "k": 1e3, "M": 1e6}[found[2]]
+    if found := re.search(rf"{NUMBER}s/{unit.removesuffix('s')}", line):
+        return 1 / (float(found[1]) * {"": 1, "k": 1e3, "M": 1e6}[found[2]])
+    return None
+
+
+def check_whole_run(shown: dict[str, float], report: dict[str, Any], ranks: int) -> int:
+    """Rates of the run, by the names that they have in the metrics; how many."""
+    seconds = report["end"] - report["begin"]
+    updates = report["updates"]
+    done = {
+        "train_samples_per_second": ranks * updates[-1][2] / seconds,
+        "train_steps_per_second": len(updates) / seconds,
+        "train_runtime": seconds,
+    }
+    for name, value in done.items():
+        assert shown[name] == pytest.approx(value, rel=0.05), name
+    return len(done)
+
+
+def check_frames(text: str, report: dict[str, Any], ranks: int) -> int:
+    """Each frame's samples a second, by the updates until then, without evaluations."""
+    updates = {step: (now, rows) for now, step, rows in report["updates"]}
+    checked = 0
+    for frame in frames(text):
+        step = int(re.search(r"(\d+)/\d+", frame)[1])  # type: ignore[index]
+        shown = rate_of(frame, "samples")
+        if shown is None or (step == max(updates) and "eta" not in frame):
+            continue  # before the second mark; the end, which shows the whole run's
+        now, rows = updates[step]
+        paused = sum(b - a for a, b in report["pauses"] if b <= now)
+        seconds = now - report["begin"] - paused
+        assert shown == pytest.approx(ranks * rows / seconds, rel=0.05), frame
+        checked += 1
+    return checked
+
+
+def check_rates(shown: Shown, ranks: int = 1) -> None:
+    report = shown.report
+    check_whole_run(report["returned"], report, ranks)
+    check_whole_run(report["history"][-1], report, ranks)
+    assert check_frames(shown.text, report, ranks) > 0
+    (summary,) = [line for line in shown.lines if line.startswith("ctrainer: ")]
+    assert summary.startswith(f"ctrainer: {len(report['updates'])} updates in ")
+    last = shown.lines[shown.lines.index(summary) - 1]
+    metrics = report["returned"]
+    for line, unit, name in (
+        (last, "samples", "train_samples_per_second"),
+        (summary, "samples", "train_samples_per_second"),
+        (summary, "updates", "train_steps_per_second"),
+    ):
+        assert rate_of(line, unit) == pytest.approx(metrics[name], rel=0.01), line
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_every_rate_is_that_of_a_recount(name: str, tmp_path: Path) -> None:
+    shown = run(tmp_path, RATES[name], columns=150)
+    assert shown.code == 0, shown.text
+    check_rates(shown)
+
+
+@pytest.mark.parametrize("ranks", [2, 3] if EXHAUSTIVE else [2])
+def test_rates_of_several_ranks(ranks: int, tmp_path: Path) -> None:
+    shown = run(tmp_path, {"rows": 66}, 150, ranks)
+    assert shown.code == 0, shown.text
+    check_rates(shown, ranks)
+
+
+@pytest.mark.parametrize("at", [1, 12, 30])
+def test_a_resumed_run_counts_its_own_updates(at: int, tmp_path: Path) -> None:
+    args = {"save_strategy": "steps", "save_steps": at}
+    run(tmp_path, {"stop_at": at, "args": args})
+    shown = run(tmp_path, {"resume": True, "args": args}, 150)
+    assert shown.code == 0, shown.text
+    if at < 30:
+        check_rates(shown)
+        return
+    assert shown.report["returned"]["train_samples_per_second"] == 0  # nothing left
+    assert shown.report["returned"]["train_steps_per_second"] == 0
+
+
+@pytest.mark.parametrize("name", ["stopped", "epochs", "slow"])
+@pytest.mark.parametrize("mode", ["json", "plain"])
+def test_rates_in_a_file(mode: str, name: str, tmp_path: Path) -> None:
+    given = json.dumps({"folder": str(tmp_path), **RATES[name]})
+    done = subprocess.run(
+        [sys.executable, RUN, given], capture_output=True, text=True, check=True,
+        env=environment(CTRAINER_LOG=mode),
+    )  # fmt: skip
+    line = [line for line in done.stdout.splitlines() if "train_loss" in line][-1]
+    if mode == "json":
+        shown = json.loads(line)
+    else:
+        shown = {k: float(v) for k, v in re.findall(r" (\w+)=(\S+)", line)}
+    check_whole_run(shown, counts(tmp_path), 1)
