@@ -3,6 +3,7 @@
 #include "../emul.h"
 #include "math/half.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <map>
 #include <mutex>
@@ -186,9 +187,10 @@ ncclGetVersion(int *version)
 int
 ncclGetUniqueId(id *made)
 {
-    static int count;
+    static std::atomic<uint64_t> count;
+    const uint64_t number = ++count;
     memset(made, 0, sizeof *made);
-    made->bytes[0] = (char)++count;
+    memcpy(made->bytes, &number, sizeof number);
     return SUCCESS;
 }
 
