@@ -2,7 +2,7 @@
 #include "binding/optim/optim.h"
 #include "binding/runtime/ctpy.h"
 
-#include "core/device/device.h"
+#include "cpu/kernels.h"
 #include "core/base/wait.h"
 #include "core/base/pool.h"
 
@@ -77,8 +77,9 @@ module_exec(PyObject *module)
     if (check_environment() < 0) {
         return -1;
     }
-    /* Once a process would do; every interpreter sets the same function. */
+    /* Once a process would do; every interpreter sets the same functions. */
     ct_interrupt_set(is_interrupted);
+    ct_cpu_use_blas(ctpy_torch_gemm);
     ctpy_state *state = PyModule_GetState(module);
 #define CTPY_NAME(name)                                                                \
     if (intern(#name, &state->str_##name) < 0) {                                       \

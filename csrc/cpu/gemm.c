@@ -4,125 +4,26 @@
  * A tile of the result, the packed blocks of both factors and the sums stay in the
  * first two levels of cache. Factors in bfloat16 are converted to float32 exactly, and
  * the product is rounded once. */
-#define _GNU_SOURCE /* dl_iterate_phdr */
-
 #include "cpu/kernels.h"
 
 #include "core/base/pool.h"
 
-#include <dlfcn.h>
-#include <link.h>
 #include <stdatomic.h>
-#include <stdint.h>
 #include <string.h>
 
-/* ---- NumPy's OpenBLAS --------------------------------------------------------------
- *
- * NumPy's wheels carry an OpenBLAS with 64-bit integers, marked in the names of its
- * functions; a BLAS with 32-bit integers is ignored. The library is private to NumPy's
- * module, so each call searches the objects of the process until the library is found.
- */
+static _Atomic(ct_blas_fn *) process_blas;
 
-enum {
-    ROW_MAJOR = 101,
-    AS_IT_IS = 111,
-    TRANSPOSED = 112
-};
+void
+ct_cpu_use_blas(ct_blas_fn *blas)
+{
+    atomic_store_explicit(&process_blas, blas, memory_order_release);
+}
 
-typedef void sgemm64_fn(int order, int trans_a, int trans_b, int64_t m, int64_t n,
-                        int64_t k, float alpha, const float *a, int64_t lda,
-                        const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
-typedef void
-dgemm64_fn(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k,
-           double alpha, const double *a, int64_t lda, const double *b, int64_t ldb,
-           double beta, double *c, int64_t ldc);
-
-typedef struct blas {
-    sgemm64_fn *sgemm;
-    dgemm64_fn *dgemm;
-} blas;
-
-static blas found;
-static atomic_bool is_found;
-
-/* Both functions of the same library, or neither. */
 static bool
-load(void *library, const char *sgemm, const char *dgemm, blas *to)
+blas_gemm(const ct_gemm *gemm)
 {
-    void *const s = dlsym(library, sgemm), *const d = dlsym(library, dgemm);
-    memcpy((void *)&to->sgemm, (const void *)&s, sizeof s);
-    memcpy((void *)&to->dgemm, (const void *)&d, sizeof d);
-    return s != NULL && d != NULL;
-}
-
-static int
-visit(struct dl_phdr_info *info, size_t size, void *arg)
-{
-    (void)size;
-    if (info->dlpi_name == NULL || strstr(info->dlpi_name, "openblas") == NULL) {
-        return 0;
-    }
-    void *library = dlopen(info->dlpi_name, RTLD_LAZY | RTLD_NOLOAD);
-    if (library == NULL) {
-        return 0;
-    }
-    /* dlopen's reference is kept: the functions stay loaded. */
-    return load(library, "scipy_cblas_sgemm64_", "scipy_cblas_dgemm64_", arg) ||
-           load(library, "cblas_sgemm64_", "cblas_dgemm64_", arg);
-}
-
-/* Two threads that search at once find the same. */
-static bool
-find(blas *functions)
-{
-    if (!atomic_load_explicit(&is_found, memory_order_acquire)) {
-        if (dl_iterate_phdr(visit, functions) == 0) {
-            return false;
-        }
-        static atomic_flag taken = ATOMIC_FLAG_INIT;
-        if (!atomic_flag_test_and_set(&taken)) {
-            found = *functions;
-            atomic_store_explicit(&is_found, true, memory_order_release);
-        }
-        return true;
-    }
-    *functions = found;
-    return true;
-}
-
-static int
-operation(bool transposed)
-{
-    return transposed ? TRANSPOSED : AS_IT_IS;
-}
-
-/* A stride is at least 1 to a BLAS, whatever the matrix. */
-static int64_t
-stride(size_t ld)
-{
-    return ld > 0 ? (int64_t)ld : 1;
-}
-
-/* Returns false without a loaded BLAS. Runs on the library's threads. */
-static bool
-blas_gemm(const ct_gemm *g)
-{
-    blas functions;
-    if (!find(&functions)) {
-        return false;
-    }
-    const int ta = operation(g->trans_a), tb = operation(g->trans_b);
-    const int64_t m = (int64_t)g->m, n = (int64_t)g->n, k = (int64_t)g->k;
-    if (g->dtype == CT_F64) {
-        functions.dgemm(ROW_MAJOR, ta, tb, m, n, k, g->alpha, g->a, stride(g->lda),
-                        g->b, stride(g->ldb), g->beta, g->c, stride(g->ldc));
-    }
-    else {
-        functions.sgemm(ROW_MAJOR, ta, tb, m, n, k, (float)g->alpha, g->a,
-                        stride(g->lda), g->b, stride(g->ldb), (float)g->beta, g->c,
-                        stride(g->ldc));
-    }
-    return true;
+    ct_blas_fn *blas = atomic_load_explicit(&process_blas, memory_order_acquire);
+    return blas != NULL && blas(gemm);
 }
 
 /* ---- products in tiles ----------------------------------------------------------- */
@@ -192,9 +93,6 @@ check(const ct_gemm *g, ct_error *err)
 static void
 multiply(ct_isa isa, const ct_gemm *gemm)
 {
-    if (blas_gemm(gemm)) {
-        return;
-    }
     gemm_job job = {
         .gemm = gemm,
         .body = bodies[isa][gemm->dtype],
@@ -266,7 +164,9 @@ multiply_bf16(ct_isa isa, ct_scratch *scratch, const ct_gemm *g, ct_error *err)
         status = convert(&wide_c, &c, err);
     }
     if (status == CT_OK) {
-        multiply(isa, &wide);
+        if (!blas_gemm(&wide)) {
+            multiply(isa, &wide);
+        }
         status = convert(&c, &wide_c, err);
     }
     return status;
@@ -283,6 +183,9 @@ ct_cpu_gemm(void *stream, ct_scratch *scratch, const ct_gemm *gemm, ct_error *er
     }
     if (status != CT_OK || gemm->m == 0 || gemm->n == 0) {
         return status;
+    }
+    if (blas_gemm(gemm)) {
+        return CT_OK;
     }
     if (gemm->dtype == CT_BF16) {
         return multiply_bf16(isa, scratch, gemm, err);

@@ -9,6 +9,10 @@
  * -1 with MemoryError. */
 int ctpy_optim_intern(ctpy_state *state);
 
+/* A ct_blas_fn: torch's product, where torch is in the process and its product is the
+ * fastest at hand. */
+bool ctpy_torch_gemm(const ct_gemm *gemm);
+
 /* May the engine of `op` be driven directly: is op a wrapper of ctrainer.optim with an
  * OptimEngine in `_engine`, its own step() and no step hooks? 1 and a new reference in
  * *engine; 0: call op.step() as of any other optimizer; or -1 with an exception. */

@@ -1,4 +1,5 @@
 #include "core/base/alloc.h"
+#include "cpu/kernels.h"
 #include "ct_kernels.h"
 #include "ct_random.h"
 
@@ -211,9 +212,63 @@ test_bad_operands_are_named(void)
     CHECK(strstr(err.message, "got float16") != NULL);
 }
 
+static int asked;
+
+static bool
+multiply_float32_alone(const ct_gemm *gemm)
+{
+    asked++;
+    if (gemm->dtype != CT_F32) {
+        return false;
+    }
+    for (size_t i = 0; i < gemm->m * gemm->n; i++) {
+        ((float *)gemm->c)[i] = 7.0f;
+    }
+    return true;
+}
+
+static void
+test_a_blas_is_asked_first_and_its_no_is_made_up_for(void)
+{
+    ct_random r = {7};
+    ct_gemm bf16 = random_gemm(&r, 1);
+    bf16.dtype = CT_BF16;
+    product p = product_make(&r, bf16);
+    p.gemm.c = p.result;
+    const uint16_t seven = 0x40e0;
+    float x[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    double y[4] = {1.0, 1.0, 1.0, 1.0};
+    ct_gemm g = {.dtype = CT_F32,
+                 .m = 2,
+                 .n = 2,
+                 .k = 2,
+                 .alpha = 1.0,
+                 .a = x,
+                 .b = x,
+                 .c = x,
+                 .lda = 2,
+                 .ldb = 2,
+                 .ldc = 2};
+    ct_cpu_use_blas(multiply_float32_alone);
+    CHECK(ct_device_cpu.gemm(NULL, NULL, &g, NULL) == CT_OK);
+    CHECK(x[0] == 7.0f && x[3] == 7.0f && asked == 1);
+    /* Factors in bfloat16 are offered as they are, then in float32. */
+    CHECK(ct_device_cpu.gemm(NULL, &p.scratch, &p.gemm, NULL) == CT_OK);
+    CHECK(asked == 3 && memcmp(p.result, &seven, sizeof seven) == 0);
+    double c[4];
+    g.dtype = CT_F64;
+    g.a = g.b = y;
+    g.c = c;
+    CHECK(ct_device_cpu.gemm(NULL, NULL, &g, NULL) == CT_OK);
+    CHECK(asked == 4 && c[0] == 2.0 && c[3] == 2.0);
+    ct_cpu_use_blas(NULL);
+    product_free(&p);
+}
+
 int
 main(void)
 {
+    test_a_blas_is_asked_first_and_its_no_is_made_up_for();
     test_random_products_in_all_orientations();
     test_a_scratch_that_cannot_grow_leaves_the_result_alone();
     test_beta_zero_does_not_read_the_result();
