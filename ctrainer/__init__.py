@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ctrainer._C import Communicator as Communicator
     from ctrainer._C import LossScaler as LossScaler
+    from ctrainer.adapters.profiler import ProfilerCallback as ProfilerCallback
     from ctrainer.average import EMA as EMA
     from ctrainer.average import SWA as SWA
     from ctrainer.bmuf import BMUF as BMUF
@@ -48,6 +49,7 @@ _HOMES = {
     "IntervalStrategy": "enums",
     "LossScaler": "_C",
     "PrinterCallback": "callbacks",
+    "ProfilerCallback": "adapters.profiler",
     "ProgressCallback": "display.progress",
     "SchedulerType": "enums",
     "Seq2SeqTrainer": "seq2seq",

@@ -177,6 +177,13 @@ class TrainingArguments(Setters):
             )
         return self._device
 
+    # What transformers' Trainer reads: WandbCallback makes one of our arguments.
+    fsdp_plugin_args = None
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        return self.device
+
     @property
     def n_gpu(self) -> int:
         """Devices used: 1 on a GPU, 0 on the CPU."""

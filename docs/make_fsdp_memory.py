@@ -77,7 +77,7 @@ machine has one GPU.
 replica. Each GPU's shard of the gradients is averaged over the machines, unquantized: \
 quantization saves traffic within a machine only.
 
-`python -m ctrainer plan --model 8B --world_size 8 64 --group_size 8 --gather_bits 8 \
+`ctrainer plan --model 8B --world_size 8 64 --group_size 8 --gather_bits 8 \
 --reduce_dtype float32 --optimizer_bytes 8` prints a table for other settings \
 (`--help` lists them); `memory_plan(units_of(module), world_size)` computes the plan \
 of a wrapped module of yours.

@@ -32,3 +32,16 @@ def by_name(name: str) -> ModuleType:
     if name not in known:
         raise ValueError(f"no adapter is called {name!r}; there are {known}")
     return import_module(name)
+
+
+def callbacks_of(args: Any, adapter: ModuleType) -> list[Any]:
+    """The callbacks that torch_empty_cache_steps and profiler_steps ask for."""
+    from ctrainer.adapters.profiler import ProfilerCallback
+    from ctrainer.callbacks import EmptyCacheCallback
+
+    found: list[Any] = []
+    if every := args.torch_empty_cache_steps:
+        found.append(EmptyCacheCallback(adapter.empty_cache, every))
+    if steps := args.profiler_steps:
+        found.append(ProfilerCallback(steps))
+    return found

@@ -329,6 +329,11 @@ class OwnFields(OlderFields):
         "False: workers are seeded as in torch.",
     )
     async_save: bool = arg(True, "Write checkpoints in the background, from a copy.")
+    profiler_steps: Natural = arg(
+        0,
+        "Updates of each train() that torch.profiler records, from the third on; the "
+        "trace is written to output_dir/profile. 0: none.",
+    )
     save_on_signal: bool = arg(
         True, "On SIGTERM or Ctrl-C save a checkpoint before the end."
     )

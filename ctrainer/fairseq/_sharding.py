@@ -110,7 +110,7 @@ def load_shards(module: Any, filename: str, state: dict[str, Any]) -> None:
         raise ValueError(
             f"{filename} holds the shards of process {found[0]} of {found[1]}, and "
             f"this is {module.rank} of {module.world_size}: run as many, or put the "
-            "shards together with python -m ctrainer consolidate"
+            "shards together with ctrainer consolidate"
         )
     module.load_local_state_dict(state["model"])
 

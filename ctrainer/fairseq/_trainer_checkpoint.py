@@ -531,7 +531,7 @@ class Failures(Checkpoints):
             logger.exception("%s could not be written", path)
             return
         logger.error(
-            "update %s failed; `python -m ctrainer replay %s` repeats it",
+            "update %s failed; `ctrainer replay %s` repeats it",
             self.get_num_updates() + 1,
             path,
         )

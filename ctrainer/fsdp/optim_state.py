@@ -2,7 +2,7 @@
 
 torch's names for them. A full state is what the unwrapped module's optimizer would
 have, by the parameters' names: {"state": {name: {...}}, "param_groups": [{...,
-"params": [names]}]}, as `python -m ctrainer consolidate --optimizer` writes it.
+"params": [names]}]}, as `ctrainer consolidate --optimizer` writes it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from ctrainer import adapters, integrations, introspect, trainer_utils
 from ctrainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
-    EmptyCacheCallback,
     PrinterCallback,
     listed,
 )
@@ -224,10 +223,8 @@ class Trainer(TrainerRun):
         args = self.args
         display = PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
         reporters = integrations.reporting_callbacks(args.report_to, args.logging_dir)
-        defaults: list[Any] = [*DEFAULT_CALLBACKS, *reporters, display]
-        if args.torch_empty_cache_steps:
-            empty, every = self._adapter.empty_cache, args.torch_empty_cache_steps
-            defaults.append(EmptyCacheCallback(empty, every))
+        more = adapters.callbacks_of(args, self._adapter)
+        defaults: list[Any] = [*DEFAULT_CALLBACKS, *reporters, display, *more]
         self.callback_handler = CallbackHandler(
             [*defaults, *callbacks], self.model, self.processing_class,
             self.optimizer, self.lr_scheduler,

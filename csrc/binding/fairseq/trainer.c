@@ -724,7 +724,7 @@ static const char FairseqTrainer_train_step_doc[] =
     "Returns the logging output, a dict; None where the update was not made, after an\n"
     "overflow or with no memory for any sample. A sample that runs out of memory is\n"
     "dropped and counted as 'oom', unless raise_oom. Any exception leaves crash.pt in\n"
-    "cfg.checkpoint.save_dir, for `python -m ctrainer replay`.\n"
+    "cfg.checkpoint.save_dir, for `ctrainer replay`.\n"
     "\n"
     "Raises FloatingPointError where the norm of the gradients is Inf or NaN; a "
     "second\n"

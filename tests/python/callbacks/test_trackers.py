@@ -1,0 +1,151 @@
+"""What trackers have logged of a run is what they log of transformers' own Trainer.
+
+TensorBoard's files are read always, written by tensorboardX where tensorboard is not
+installed; those of W&B, offline, and of MLflow's file store where these are installed.
+"""
+
+import importlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+Logged = dict[str, list[tuple[int, float]]]  # by name: steps and values
+TIMES = ("runtime", "per_second")  # differ from run to run
+
+
+def tiny() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 1}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(**sizes, **ends, n_head=2, resid_pdrop=0,
+                                     embd_pdrop=0, attn_pdrop=0)  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """The first token is no target for either, as transformers counts it."""
+    drawn = torch.randint(50, (24, 8), generator=torch.Generator().manual_seed(1))
+    labels = drawn.masked_fill(torch.arange(8) == 0, -100)
+    return [{"input_ids": x, "labels": y} for x, y in zip(drawn, labels, strict=True)]
+
+
+def run(package: str, tracker: str, folder: Path) -> None:
+    """Six updates, two evaluations in them and one after, a save and a prediction."""
+    source = importlib.import_module(package)
+    args = source.TrainingArguments(
+        output_dir=str(folder / "out"), max_steps=6, per_device_train_batch_size=4,
+        logging_steps=2, logging_first_step=True, eval_strategy="steps", eval_steps=3,
+        save_steps=4, report_to=[tracker], disable_tqdm=True, use_cpu=True, seed=7,
+        run_name="tried", include_num_input_tokens_seen=True,
+    )  # fmt: skip
+    trainer = source.Trainer(
+        tiny(), args, train_dataset=rows(), eval_dataset={"a": rows()[:8]},
+        compute_metrics=lambda p: {"mean(x)": float(p.predictions.mean())},
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    trainer.predict(rows()[:4])
+
+
+def tensorboard(folder: Path) -> Logged:
+    proto = pytest.importorskip("tensorboardX.proto.event_pb2")
+    found: Logged = {}
+    for path in sorted(folder.rglob("events.out.*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):  # length, its checksum, the event, its checksum
+            n = struct.unpack_from("<Q", data, at)[0]
+            event = proto.Event.FromString(data[at + 12 : at + 12 + n])
+            at += n + 16
+            for value in event.summary.value:
+                number = value.simple_value
+                found.setdefault(value.tag, []).append((event.step, number))
+    return found
+
+
+def mlflow(folder: Path) -> Logged:
+    found: Logged = {}
+    for path in sorted(folder.glob("mlruns/*/*/metrics/**/*")):
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            _, value, step = line.split()
+            found.setdefault(path.name, []).append((int(step), float(value)))
+    return found
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Of a .wandb file: LevelDB's log of blocks of 32 KiB, after a header."""
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        n, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + n]
+        at += 7 + n
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def wandb(folder: Path) -> Logged:
+    importlib.import_module("wandb").finish()
+    proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    found: Logged = {}
+    for path in folder.rglob("*.wandb"):
+        for data in _records(path.read_bytes()):
+            items = proto.Record.FromString(data).history.item
+            of_log = {(x.key or "/".join(x.nested_key)): x.value_json for x in items}
+            step = int(of_log.get("_step", -1))
+            for name, value in of_log.items():
+                if name[0] != "_":
+                    found.setdefault(name, []).append((step, float(json.loads(value))))
+    return found
+
+
+@pytest.mark.parametrize("read", [tensorboard, wandb, mlflow], ids=lambda f: f.__name__)
+def test_a_run_logs_what_transformers_logs(
+    read: Callable[[Path], Logged], tmp_path: Path, monkeypatch: Any
+) -> None:
+    tracker = read.__name__
+    if tracker != "tensorboard":
+        pytest.importorskip(tracker)
+    logged = {}
+    for package in ("ctrainer", "transformers"):
+        folder = tmp_path / package
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        for name, value in {
+            "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(folder),
+            "WANDB_LOG_MODEL": "checkpoint", "MLFLOW_ALLOW_FILE_STORE": "true",
+            "MLFLOW_TRACKING_URI": f"file:{folder}/mlruns",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        run(package, tracker, folder)
+        logged[package] = read(folder)
+        assert os.path.isdir(folder / "out/checkpoint-4")
+    ours, theirs = logged.values()
+    assert len(theirs) >= 12
+    assert {name: [step for step, _ in ours[name]] for name in ours} == {
+        name: [step for step, _ in theirs[name]] for name in theirs
+    }
+    for name in theirs:
+        if not name.endswith(TIMES):
+            values = [value for _, value in ours[name]]
+            assert values == pytest.approx([v for _, v in theirs[name]], rel=1e-5), name
+
+
+def test_transformers_trainer_takes_our_arguments(tmp_path: Path) -> None:
+    """WandbCallback makes one to save the model, with WANDB_LOG_MODEL."""
+    from ctrainer import TrainingArguments
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    theirs = transformers.Trainer(args=args, model=tiny(), eval_dataset=["fake"])
+    theirs.save_model(str(tmp_path / "model"))
+    assert (tmp_path / "model/model.safetensors").is_file()
