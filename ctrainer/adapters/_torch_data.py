@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ctrainer.adapters._torch_reading import IndexedReader, StreamReader
 from ctrainer.adapters.reading import Reader
+from ctrainer.runtime.notes import locate
 
 __all__ = [
     "Epoch", "current_device", "default_collate", "loader", "reader", "tensor_over",
@@ -41,7 +42,26 @@ class Epoch:
         return n - self.first if self.reader.kind == "stream" else n
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.reader.start(self.epoch, self.first, self.state))
+        return Located(self.reader.start(self.epoch, self.first, self.state))
+
+
+class Located:
+    """A reader's batches; an exception gets a note with the batch and its rows."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.reader)
+        except StopIteration:
+            raise
+        except Exception as error:
+            locate(error, "epoch", (self.reader,))
+            raise
 
 
 def reader(loader: Any, seed: int | None, rank: int = 0, world_size: int = 1) -> Reader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager
 from typing import Any
 
 from ctrainer.callbacks import TrainerCallback
@@ -33,6 +32,12 @@ class ProfilerCallback(TrainerCallback):
         **options: Of torch.profiler.profile, such as record_shapes, profile_memory,
             with_stack and activities.
 
+    Args of every method:
+        args (TrainingArguments): The run's.
+        state (TrainerState): How far the run is.
+        control (TrainerControl): Stays as it is.
+        **kwargs: Not read.
+
     Raises:
         ValueError: steps is below 1.
 
@@ -48,9 +53,11 @@ class ProfilerCallback(TrainerCallback):
         self.steps, self.options = steps, options
         self._profile: Any = None
         self._written = False
-        self._update: AbstractContextManager[Any] | None = None
+        self._update: Any = None  # the optimizer's part, which has begun
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
         """Start to count updates."""
         from torch import profiler
 
@@ -78,28 +85,33 @@ class ProfilerCallback(TrainerCallback):
         )
         self._profile.start()
 
-    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
         """Mark the beginning of the optimizer's part."""
         if self._profile is not None:
             from torch.profiler import record_function
 
-            self._update = record_function("ctrainer.update")
-            self._update.__enter__()
+            begun: Any = record_function("ctrainer.update")
+            begun.__enter__()
+            self._update = begun
 
-    def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
         """Mark the end of the optimizer's part."""
         if self._update is not None:
             update, self._update = self._update, None
             update.__exit__(None, None, None)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the update; write the files after the last that is recorded."""
         if self._profile is not None:
             self._profile.step()
             if self._written:
                 self._stop()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the files of a run that ends earlier."""
         self._stop()
         if not self._written:

@@ -103,6 +103,15 @@ def locate(error: BaseException, place: str, facts: tuple[Any, ...]) -> None:
         return
 
 
+def computed(compute: Callable[[Any], Any], predicted: Any, trainer: Any) -> Any:
+    """compute_metrics(predicted); its exception gets a note."""
+    try:
+        return compute(predicted)
+    except Exception as error:
+        locate(error, "metrics", (trainer, predicted))
+        raise
+
+
 def _training(error: BaseException, trainer: Any, run: Any) -> Iterator[str]:
     frames = list(_frames(error))
     hook = frames[0].f_code.co_name if frames else ""
@@ -153,6 +162,28 @@ def _evaluation(
     yield from _data(frames, reader or _reader(source), place)
 
 
+def _metrics(error: BaseException, trainer: Any, predicted: Any) -> Iterator[str]:
+    yield f"{_ran(list(_frames(error))[1:])}, as compute_metrics"
+    done = f"after step {trainer.state.global_step}"
+    yield _join(f"at the end of an evaluation, {done}", _rank(trainer.args))
+    outputs, labels = predicted.predictions, predicted.label_ids
+    yield f"predictions {_shape(outputs)}, label_ids {_shape(labels)}"
+    if isinstance(outputs, tuple):
+        yield (
+            f"remedy: predictions has {len(outputs)} outputs of the model; take one, "
+            "such as predictions[0]"
+        )
+
+
+def _epoch_of_fairseq(error: BaseException, reader: Any) -> Iterator[str]:
+    frames = list(_frames(error))
+    yield _ran([f for f in frames if _is_users(f)][-1:] or frames[-1:])
+    ranks = reader.world_size
+    yield _join(f"at batch {reader.place + 1} of epoch {reader.epoch}",
+                f"rank {reader.rank} of {ranks}" if ranks > 1 else "")  # fmt: skip
+    yield from _data(frames, reader, reader.place)
+
+
 def _callback(
     error: BaseException, callback: Any, event: str, args: Any, state: Any
 ) -> Iterator[str]:
@@ -199,7 +230,8 @@ def _optimizer(
 
 _PLACES: dict[str, Callable[..., Iterator[str]]] = {
     "training": _training, "evaluation": _evaluation, "callback": _callback,
-    "fairseq": _fairseq, "optimizer": _optimizer,
+    "fairseq": _fairseq, "optimizer": _optimizer, "metrics": _metrics,
+    "epoch": _epoch_of_fairseq,
 }  # fmt: skip
 
 
@@ -301,6 +333,8 @@ def _shapes(batch: Any) -> str:
 
 
 def _shape(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shape, value))})"
     if not hasattr(value, "shape"):
         return type(value).__name__
     dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")

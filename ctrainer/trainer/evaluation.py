@@ -16,6 +16,7 @@ import numpy as np
 from ctrainer import _C
 from ctrainer.comm.run import unpickled
 from ctrainer.runtime.hooks import wrong_return
+from ctrainer.runtime.notes import computed
 from ctrainer.trainer.checkpoint import set_mode
 from ctrainer.trainer.step import entry, is_mapping
 from ctrainer.trainer_utils import (
@@ -252,7 +253,7 @@ def evaluation_loop(
         n_rows = trainer.num_examples(dataloader)
     labelled = arrays["predictions"] is not None and arrays["label_ids"] is not None
     if compute is not None and labelled and not args.batch_eval_metrics:
-        metrics = compute(EvalPrediction(**arrays))
+        metrics = computed(compute, EvalPrediction(**arrays), trainer)
     losses = {"loss": loss, "loss_by_token": loss_by_token}
     return EvalLoopOutput(
         arrays["predictions"],

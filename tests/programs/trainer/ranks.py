@@ -78,6 +78,7 @@ try:
     trained(folder, 48, base=Failing, per_device_train_batch_size=4)
 except Exception as problem:
     found["failure"] = f"{type(problem).__name__}: {problem}"
+    found["note"] = problem.__notes__
 again = trained(folder, 48, per_device_train_batch_size=4)
 found["again"] = parameters(again).tolist()
 found["torch.distributed"] = torch.distributed.is_initialized()

@@ -12,6 +12,7 @@ import tiny
 import torch
 
 from ctrainer import Trainer, TrainerCallback
+from ctrainer.fairseq import EpochBatchIterator
 from ctrainer.runtime import notes
 
 
@@ -128,6 +129,56 @@ def test_a_read_of_an_evaluation_is_located() -> None:
     assert lines[0] == "ctrainer: raised in Rows.__getitem__"
     assert lines[1] == "  at batch 3 of an evaluation, after step 0"
     assert lines[2].startswith("  reading row 17, rows 16, 17, 18, 19")
+
+
+def test_compute_metrics_is_located_with_what_it_got() -> None:
+    def squared(predicted: Any) -> Any:
+        return {"error": float((predicted.predictions - predicted.label_ids) ** 2)}
+
+    parts = {"compute_metrics": squared}
+    trainer = make(parts=parts, per_device_eval_batch_size=4)
+    where = "  at the end of an evaluation, after step 0"
+    assert note_of(lambda: trainer.evaluate(tiny.rows(6))) == [
+        "ctrainer: raised in squared, as compute_metrics",
+        where,
+        "  predictions float32 [6], label_ids float32 [6]",
+    ]
+
+
+def test_compute_metrics_of_several_outputs_has_the_remedy() -> None:
+    class Two(tiny.Net):
+        def forward(self, x: Any, labels: Any = None) -> Any:
+            out = super().forward(x, labels)
+            return {"loss": out["loss"], "a": x, "b": labels}
+
+    def best(predicted: Any) -> Any:
+        return {"best": predicted.predictions.argmax(-1)}
+
+    trainer = make(Two(), parts={"compute_metrics": best})
+    lines = note_of(lambda: trainer.evaluate(tiny.rows(6)))
+    assert lines[0] == "ctrainer: raised in best, as compute_metrics"
+    assert lines[2:] == [
+        "  predictions (float32 [6, 8], float32 [6]), label_ids float32 [6]",
+        "  remedy: predictions has 2 outputs of the model; take one, such as "
+        "predictions[0]",
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("buffered", [0, 2])
+def test_an_iterator_of_fairseq_is_located(workers: int, buffered: int) -> None:
+    epochs = EpochBatchIterator(
+        Rows(19), None, [[i, i + 1] for i in range(0, 32, 2)], num_shards=2,
+        shard_id=1, num_workers=workers, buffer_size=buffered,
+    )  # fmt: skip
+    batches = epochs.next_epoch_itr(shuffle=False)
+    lines = note_of(lambda: list(batches))
+    # Rank 1 has the batches 1, 3, 5, 7 and 9; that with rows 18 and 19 is its fifth.
+    rows = "rows 18, 19 of the dataset"
+    if workers == 0:
+        assert lines[0] == "ctrainer: raised in Rows.__getitem__"
+        rows = f"reading row 19, {rows}"
+    assert lines[1:3] == ["  at batch 5 of epoch 1, rank 1 of 2", f"  {rows}"]
 
 
 def test_the_layer_is_named_and_the_remedy() -> None:

@@ -43,5 +43,10 @@ def test_like_one_process_and_alike_on_both(tmp_path) -> None:
         assert found["accelerator"] == [2, number, [0, 1]]
     assert [found["left over"] > 0 for found in ranks] == [True, False]
     assert ranks[1]["failure"] == "ZeroDivisionError: of its own"
+    (note,) = ranks[1]["note"]
+    assert note.splitlines()[:2] == [
+        "ctrainer: raised in Failing.compute_loss, in training_step",
+        "  at step 3 of 6, epoch 1 of 1, micro-batch 1 of 1, rank 1 of 2",
+    ]
     assert "rank 1 (process" in ranks[0]["failure"]
     assert "has left the group" in ranks[0]["failure"]
