@@ -165,16 +165,12 @@ AREAS = {
                 "python/callbacks/test_callbacks.py",
             "ctrainer/display/html.py ctrainer/display/plotting.py "
             "ctrainer/display/progress.py ctrainer/display/text.py":
-<<<<<<< HEAD
                 "python/display/test_progress.py "
                 "python/display/test_terminal_runs.py",
             "ctrainer/throughput.py":
                 "python/display/test_terminal_runs.py",
-=======
-                "python/display/test_progress.py",
             "ctrainer/adapters/profiler.py":
                 "python/callbacks/test_profiler.py",
->>>>>>> 2c4e51d (Notes of compute_metrics and of fairseq's iterators; trackers compared with transformers')
             "ctrainer/memory_tracker.py":
                 "python/callbacks/test_memory_tracker.py",
             "ctrainer/integrations/__init__.py":
