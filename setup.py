@@ -206,15 +206,19 @@ native = Extension(
     extra_compile_args=CFLAGS,
     extra_link_args=LDFLAGS,
 )
-# The runtime is linked in and its symbols hidden, so that they meet no other copy.
+# The runtime is linked in and its symbols hidden, so that they meet no other copy. One
+# file serves every Python from 3.11 on.
 cuda = Extension(
     "ctrainer._cuda",
     sorted(glob("cuda/*.c") + glob("cuda/*.cu")) + SHARED,
     include_dirs=["csrc"],
-    depends=[*HEADERS, *glob("cuda/*.h"), *glob("cuda/*.cuh")],
+    define_macros=[("Py_LIMITED_API", "0x030B0000")],
+    py_limited_api=True,
+    depends=[*HEADERS, *glob("cuda/*.h"), *glob("cuda/*.cuh"), "cuda/exports.map"],
     extra_compile_args=CFLAGS,
     extra_link_args=[
-        *("-lcudart_static", "-ldl", "-lrt", "-Wl,--exclude-libs,ALL"),
+        *("-lcudart_static", "-ldl", "-lrt"),
+        "-Wl,--version-script=cuda/exports.map",
         *LDFLAGS,
     ],
     optional=os.environ.get("CTRAINER_CUDA", "auto") == "auto",

@@ -152,8 +152,8 @@ encode_path(const char **folders, Py_ssize_t capacity, size_t *n)
     if (owner == NULL || path == NULL || !PyList_Check(path)) {
         return owner;
     }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(path) && i < capacity; i++) {
-        PyObject *entry = PyList_GET_ITEM(path, i);
+    for (Py_ssize_t i = 0; i < PyList_Size(path) && i < capacity; i++) {
+        PyObject *entry = PyList_GetItem(path, i);
         PyObject *bytes =
             PyUnicode_Check(entry) ? PyUnicode_EncodeFSDefault(entry) : NULL;
         if (bytes == NULL && PyErr_Occurred() &&
@@ -165,7 +165,7 @@ encode_path(const char **folders, Py_ssize_t capacity, size_t *n)
             PyErr_Clear();
             continue;
         }
-        folders[(*n)++] = PyBytes_AS_STRING(bytes);
+        folders[(*n)++] = PyBytes_AsString(bytes);
         const int failed = PyList_Append(owner, bytes);
         Py_DECREF(bytes);
         if (failed) {

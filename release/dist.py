@@ -40,37 +40,55 @@ def sdist(tree: Path, into: Path) -> Path:
     return file
 
 
-def wheel(sources: Path, into: Path, python: str = sys.executable) -> Path:
-    """Build the wheel of unpacked sources, without the CUDA plugin."""
+def wheel(
+    sources: Path, into: Path, python: str | Path = sys.executable, **changed: str
+) -> Path:
+    """Build the wheel of unpacked sources, without the CUDA plugin.
+
+    changed: variables of the environment.
+    """
     program = (
         "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))"
     )
-    output = run(python, "-c", program, into, cwd=sources, CTRAINER_CUDA="0")
-    return into / output.split()[-1]
+    command = (python, "-c", program, into)
+    return into / run(*command, cwd=sources, CTRAINER_CUDA="0", **changed).split()[-1]
+
+
+def unpacked_extension(file: Path, folder: Path) -> Path:
+    """The one shared object of a wheel, as a file."""
+    with zipfile.ZipFile(file) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".so"))
+        return Path(archive.extract(name, folder))
 
 
 def check_wheel(file: Path) -> None:
     """SystemExit unless the wheel is small and its extension stripped."""
     if file.stat().st_size > MOST_BYTES:
         sys.exit(f"{file.name} has {file.stat().st_size} bytes, of {MOST_BYTES}")
-    with zipfile.ZipFile(file) as archive, tempfile.TemporaryDirectory() as folder:
-        (extension,) = (n for n in archive.namelist() if n.endswith(".so"))
-        sections = run("readelf", "-SW", archive.extract(extension, folder), cwd=ROOT)
+    with tempfile.TemporaryDirectory() as folder:
+        extension = unpacked_extension(file, Path(folder))
+        sections = run("readelf", "-SW", extension, cwd=ROOT)
     left = re.findall(r"\.(?:debug_\w+|symtab)\b", sections)
     if left:
-        sys.exit(f"{extension} is not stripped: it has {', '.join(left)}")
+        sys.exit(f"{extension.name} is not stripped: it has {', '.join(left)}")
 
 
-def smoke(file: Path, python: str = sys.executable) -> str:
-    """Install a wheel and NumPy in a new environment and train there: the verdict."""
+def smoke(file: Path, python: str | Path = sys.executable, *more: Path) -> str:
+    """Install a wheel and NumPy in a new environment and train there: the verdict.
+
+    more: wheels that are installed beside it, without what these need.
+    """
     with tempfile.TemporaryDirectory(prefix="ctrainer-smoke-") as folder:
         home = Path(folder)
         run(python, "-m", "venv", "env", cwd=home)
         inside = home / "env/bin/python"
         pip = (inside, "-m", "pip", "install", "-q", "--disable-pip-version-check")
         run(*pip, file, cwd=home)
+        if more:
+            run(*pip, "--no-deps", *more, cwd=home)
         program = shutil.copy(ROOT / "release/smoke.py", home)
-        return run(inside, "-I", program, cwd=home).splitlines()[-1]
+        plugin = ["--plugin"] if more else []
+        return run(inside, "-I", program, *plugin, cwd=home).splitlines()[-1]
 
 
 def main() -> None:

@@ -70,14 +70,26 @@ def check_training(folder: str) -> None:
     assert resumed.tobytes() == whole.tobytes(), f"resumed {resumed}, whole {whole}"
 
 
+def check_plugin() -> None:
+    from ctrainer import _cuda
+
+    assert Path(_cuda.__file__).parent.name == "ctrainer_cuda13", _cuda
+    assert _cuda.versions()["runtime"].split(".")[0] == "13", _cuda.versions()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.parse_args()
+    parser.add_argument(
+        "--plugin", action="store_true", help="ctrainer-cuda13 is there"
+    )
+    options = parser.parse_args()
     here = Path(ctrainer.__file__).resolve()
     assert here.is_relative_to(sys.prefix), f"{here} is not of the environment"
     assert version("ctrainer") == ctrainer.__version__
     with tempfile.TemporaryDirectory() as folder:
         check_training(folder)
+    if options.plugin:
+        check_plugin()
     script = Path(sys.executable).with_name("ctrainer")
     for option, expected in (
         ("--version", ctrainer.__version__),

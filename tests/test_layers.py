@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[set[str], set[str]], ...] = (
     ({"cpu"}, set()),
     (
         {"core/schedule", "core/optim", "core/data", "core/checkpoint"},
-        {"checkpoint", "enums", "memory_tracker", "runtime"},
+        {"_cuda", "checkpoint", "enums", "memory_tracker", "runtime"},
     ),
     ({"core/engine"}, {"arguments", "trainer_state", "trainer_utils"}),
     (

@@ -1,5 +1,6 @@
 """What a release is made of: the sdist's files, versions, machines, the wheels."""
 
+import importlib.util
 import re
 import runpy
 import subprocess
@@ -7,14 +8,18 @@ import sys
 import sysconfig
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy  # noqa: F401  before sys.platform is another
 import pytest
 import setuptools
 
+import ctrainer
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PLUGIN = tomllib.loads((ROOT / "release/cuda13/pyproject.toml").read_text())["project"]
 
 
 def test_the_sdist_has_every_file_of_the_repository(tmp_path: Path) -> None:
@@ -67,3 +72,58 @@ def test_the_page_of_extras_has_those_of_the_project() -> None:
     page = (ROOT / "docs/start/install.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ", page, re.M)
     assert sorted(rows) == sorted(PROJECT["optional-dependencies"])
+
+
+def test_the_plugin_and_ctrainer_are_of_one_version() -> None:
+    fields = runpy.run_path(str(ROOT / "release/cuda13/ctrainer_cuda13/__init__.py"))
+    version = ctrainer.__version__
+    assert PROJECT["version"] == PLUGIN["version"] == fields["__version__"] == version
+    assert PROJECT["optional-dependencies"]["cuda13"] == [f"ctrainer-cuda13=={version}"]
+    assert f"ctrainer=={version}" in PLUGIN["dependencies"]
+
+
+def import_plugin(found: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """ctrainer._cuda where no plugin is built in place; found: the wheel's package."""
+    monkeypatch.setitem(sys.modules, "ctrainer_cuda13", found)
+    spec = importlib.util.spec_from_file_location(
+        "cuda_of_a_wheel", ROOT / "ctrainer/_cuda.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return sys.modules[spec.name]
+
+
+def wheel_of(version: str) -> ModuleType:
+    package = ModuleType("ctrainer_cuda13")
+    package.__version__, package._cuda = version, ModuleType("ctrainer_cuda13._cuda")
+    return package
+
+
+def test_the_plugin_is_that_of_its_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = wheel_of(ctrainer.__version__)
+    assert import_plugin(package, monkeypatch) is package._cuda
+
+
+def test_a_plugin_of_another_version_is_an_error_with_both_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ImportError) as caught:
+        import_plugin(wheel_of("0.0.7"), monkeypatch)
+    ours = ctrainer.__version__
+    assert str(caught.value) == (
+        f"ctrainer-cuda13 is of version 0.0.7 and ctrainer of {ours}: "
+        f"pip install 'ctrainer-cuda13=={ours}'"
+    )
+
+
+def test_without_a_plugin_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ctrainer\[cuda13\]'"):
+        import_plugin(None, monkeypatch)
+
+
+def test_from_ctrainer_import_says_it_too() -> None:
+    if importlib.util.find_spec("ctrainer._cuda").origin.endswith(".so"):
+        pytest.skip("a plugin is built in place")
+    with pytest.raises(ImportError, match=r"ctrainer\[cuda13\]"):
+        from ctrainer import _cuda  # noqa: F401

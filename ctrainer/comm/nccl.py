@@ -42,10 +42,7 @@ def plugin() -> Any:
     try:
         from ctrainer import _cuda
     except ImportError as error:
-        raise RuntimeError(
-            "NCCL needs ctrainer's CUDA plugin, which is not here: install ctrainer "
-            f"where nvcc of CUDA 13 or newer is found (docs/reference/cuda.md); {error}"
-        ) from error
+        raise RuntimeError(f"NCCL needs ctrainer's CUDA plugin: {error}") from error
     why = _cuda.why_no_device()
     if why is not None:
         raise RuntimeError(f"NCCL needs a GPU, and this process has none: {why}")
