@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -183,6 +183,17 @@ class TrainingArguments(Setters):
     @property
     def _setup_devices(self) -> torch.device:
         return self.device
+
+    def __getattr__(self, name: str) -> Any:
+        """The default of an argument that only a newer transformers has."""
+        theirs = getattr(
+            sys.modules.get("transformers.training_args"), "TrainingArguments", None
+        )
+        spec = getattr(theirs, "__dataclass_fields__", {}).get(name)
+        if spec is None or spec.default is MISSING:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=self)
+        return spec.default
 
     @property
     def n_gpu(self) -> int:
