@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ctrainer import _C
+from ctrainer.comm import calls
 from ctrainer.comm.run import is_open
 
 _OPS = {
@@ -112,6 +113,12 @@ class ProcessGroupBackend:
         self.world_size: int = dist.get_world_size(self.group)
         on_gpu = dist.get_backend(self.group) == "nccl"
         self.device = torch.device("cuda") if on_gpu else torch.device("cpu")
+        self._on_gloo = dist.get_backend(self.group) == "gloo"
+
+    def note_request(self, request: bytes) -> None:
+        """Note a collective before it begins, for ranks that wait for each other."""
+        if self._on_gloo:
+            calls.of_group(self.group).note(request)
 
     def begin(
         self,
@@ -144,6 +151,11 @@ class ProcessGroupBackend:
             written, home = source, given
         elif what == "all_gather":
             work = _all_gather(target, source, **more)
+        elif what == "reduce_scatter" and self._on_gloo:
+            # As gloo makes it, in work that no time ends before the group's.
+            source = source.clone()
+            work = dist.all_reduce(source, _OPS[op], **more)
+            written = source.view(self.world_size, -1)[self.rank]
         elif what == "reduce_scatter":
             work = _reduce_scatter(target, source, _OPS[op], **more)
         elif what == "all_to_all":
@@ -152,7 +164,9 @@ class ProcessGroupBackend:
             work = dist.barrier(**more)
         _hold(given, result, source, target)
         divisor = self.world_size if op == "mean" else 1
-        return Pending(work, written, home, divisor)
+        return Pending(
+            work, written, home, divisor, self.group if self._on_gloo else None
+        )
 
     def make_group(self, ranks: list[int]) -> ProcessGroupBackend:
         """A smaller group, made by these ranks alone, with this one's time-out."""
@@ -176,17 +190,24 @@ class ProcessGroupBackend:
 
 
 class Pending:
-    """A collective under way."""
+    """A collective under way; compared: the group, where its ranks' calls are."""
 
     def __init__(
-        self, work: Any, written: torch.Tensor, home: torch.Tensor, divisor: int
+        self,
+        work: Any,
+        written: torch.Tensor,
+        home: torch.Tensor,
+        divisor: int,
+        compared: Any,
     ) -> None:
         self._work, self._written, self._home = work, written, home
-        self._divisor = divisor
+        self._divisor, self._compared = divisor, compared
 
     def wait(self) -> None:
         """Wait for the result, make a mean of a sum, and bring it home."""
-        if self._work is not None:
+        if self._work is not None and self._compared is not None:
+            calls.wait(self._work, self._compared)
+        elif self._work is not None:
             self._work.wait()
         if self._divisor > 1:
             whole = not self._written.is_floating_point()

@@ -437,6 +437,8 @@ AREAS = {
                 "python/comm/test_groups_over_machines.py",
             "ctrainer/comm/process_group.py":
                 "binding/comm/test_communicator.py python/comm/test_process_groups.py",
+            "ctrainer/comm/calls.py":
+                "python/comm/test_ranks_differ.py",
             "ctrainer/comm/nccl.py":
                 "cuda/test_nccl_groups.py",
             "ctrainer/comm/environment.py":

@@ -174,8 +174,10 @@ def run(
     wrong: int,
     seed: int,
     prefetches: bool = True,
+    **more: Any,
 ) -> str | None:
-    """What the rank is told, after a step or two that are alike; None: nothing."""
+    """What the rank is told, after a step or two that are alike; None: nothing.
+    more: options of the units."""
     draw = random.Random(seed)
     order = draw.sample(range(EXPERTS), 2)
     options = {
@@ -183,7 +185,7 @@ def run(
         "flatten_parameters": draw.random() < 0.5,
         "forward_prefetch": draw.random() < 0.3 and prefetches,
     }
-    model = Mixture(seed).shard(group, options)
+    model = Mixture(seed).shard(group, options | more)
     rank = Rank(model, group, order, group.rank == wrong)
     try:
         for _ in range(draw.randrange(kind is batch_skipped, 3)):

@@ -181,6 +181,7 @@ typedef struct python_comm {
     ct_comm base; /* first: a ct_comm * of ours is a python_comm * */
     PyObject *backend;
     bool compares; /* all ranks' requests before each collective */
+    bool notes;    /* the backend has note_request() */
 } python_comm;
 
 struct ct_work {
@@ -245,6 +246,74 @@ begin(const python_comm *comm, const ct_request *r)
     return handle;
 }
 
+/* What backend.note_request() gets: the same bytes on all ranks that call alike, so
+ * without addresses and with zeros between the fields. */
+typedef struct noted {
+    ct_rank_names names;
+    ct_request request;
+} noted;
+
+static int
+note(const python_comm *comm, const ct_request *request)
+{
+    const ct_request r = ct_request_labelled(&comm->base, request);
+    noted n;
+    memset(&n, 0, sizeof n);
+    n.names = comm->base.names;
+    n.request.what = r.what;
+    n.request.op = r.op;
+    n.request.root = r.root;
+    n.request.in.n = r.in.n;
+    n.request.in.dtype = r.in.dtype;
+    n.request.out.n = r.out.n;
+    n.request.out.dtype = r.out.dtype;
+    n.request.label.tag = r.label.tag;
+    n.request.label.call = r.label.call;
+    memcpy(n.request.label.name, r.label.name, sizeof r.label.name);
+    n.request.label.is_step = r.label.is_step;
+    PyObject *answer = PyObject_CallMethod(comm->backend, "note_request", "y#",
+                                           (const char *)&n, (Py_ssize_t)sizeof n);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+static const ct_request *
+noted_at(const void *group, int rank)
+{
+    PyObject *bytes = PyList_GET_ITEM((PyObject *)group, rank);
+    return &((const noted *)(const void *)PyBytes_AS_STRING(bytes))->request;
+}
+
+static const char ctpy_compare_requests_doc[] =
+    "compare_requests($module, requests, /)\n--\n\n"
+    "Compare what a backend's note_request() got on all ranks: a list of bytes, by "
+    "rank.\n\n"
+    "Raises ValueError where ranks have called for different collectives; the message "
+    "names\nthe ranks and what they called.";
+
+static PyObject *
+ctpy_compare_requests(PyObject *Py_UNUSED(module), PyObject *requests)
+{
+    const Py_ssize_t n = PyList_Check(requests) ? PyList_GET_SIZE(requests) : 0;
+    bool are_noted = n != 0;
+    for (Py_ssize_t i = 0; are_noted && i < n; i++) {
+        PyObject *each = PyList_GET_ITEM(requests, i);
+        are_noted =
+            PyBytes_Check(each) && PyBytes_GET_SIZE(each) == (Py_ssize_t)sizeof(noted);
+    }
+    if (!are_noted) {
+        PyErr_SetString(PyExc_TypeError, "expected a list of what note_request() got");
+        return NULL;
+    }
+    noted first;
+    ct_error err;
+    memcpy(&first, PyBytes_AS_STRING(PyList_GET_ITEM(requests, 0)), sizeof first);
+    if (ct_requests_compare(noted_at, requests, (int)n, &first.names, &err) != CT_OK) {
+        return ctpy_raise(&err);
+    }
+    Py_RETURN_NONE;
+}
+
 static ct_status
 finish_steal(const ct_comm *comm, const ct_request *request, PyObject *handle,
              ct_error *err)
@@ -283,7 +352,9 @@ begin_checked(ct_comm *comm, const ct_request *request, ct_status *status,
     if (*status != CT_OK) {
         return NULL;
     }
-    PyObject *handle = begin((python_comm *)comm, request);
+    const python_comm *self = (const python_comm *)comm;
+    PyObject *handle =
+        self->notes && note(self, request) < 0 ? NULL : begin(self, request);
     if (handle == NULL) {
         *status = failed(comm, request, err);
     }
@@ -382,6 +453,7 @@ new_over(const ct_comm_ops *ops, PyObject *backend)
         .base = ct_comm_made(ops, rank, world_size),
         .backend = Py_NewRef(backend),
         .compares = compares > 0,
+        .notes = PyObject_HasAttrString(backend, "note_request") != 0,
     };
     return &made->base;
 }
@@ -639,10 +711,11 @@ ctpy_plugin_communicator(PyObject *module, PyObject *args)
 
 PyMethodDef ctpy_comm_group_functions[] = {
     {"plugin_communicator",        ctpy_plugin_communicator,        METH_VARARGS,
-     ctpy_plugin_communicator_doc                                                     },
+     ctpy_plugin_communicator_doc                                                                          },
+    {"compare_requests",           ctpy_compare_requests,           METH_O,       ctpy_compare_requests_doc},
     {"shared_memory_communicator", ctpy_shared_memory_communicator, METH_VARARGS,
-     ctpy_shared_memory_communicator_doc                                              },
+     ctpy_shared_memory_communicator_doc                                                                   },
     {"hierarchical_communicator",  ctpy_hierarchical_communicator,  METH_VARARGS,
-     ctpy_hierarchical_communicator_doc                                               },
-    {NULL,                         NULL,                            0,            NULL},
+     ctpy_hierarchical_communicator_doc                                                                    },
+    {NULL,                         NULL,                            0,            NULL                     },
 };

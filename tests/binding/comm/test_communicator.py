@@ -77,6 +77,32 @@ def test_a_backend_is_asked_by_name_with_the_buffers() -> None:
     ]
 
 
+class Noting(Backend):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[bytes] = []
+
+    def note_request(self, request: bytes) -> None:
+        self.noted.append(request)
+
+
+def test_requests_that_a_backend_has_noted_are_compared() -> None:
+    backend = Noting()
+    group = _C.Communicator(backend)
+    for n in (3, 3, 4):
+        group.all_reduce(np.zeros(n))
+    one, same, other = backend.noted
+    assert one == same  # though the arrays lie elsewhere
+    assert _C.compare_requests([one, same]) is None
+    with pytest.raises(
+        ValueError, match=r"rank 0 called all_reduce of 3 float64.*of 4"
+    ):
+        _C.compare_requests([one, other])
+    for wrong in ([], [one, one[1:]], [one, 3], (one, one)):
+        with pytest.raises(TypeError, match="note_request"):
+            _C.compare_requests(wrong)  # type: ignore[arg-type]
+
+
 def test_a_group_is_split_by_its_backend() -> None:
     class Splits(Backend):
         def begin(self, what: str, out: Any, in_: Any, *more: Any) -> Handle:

@@ -59,6 +59,34 @@ def test_ranks_over_an_engine_are_told_at_the_next_norm(kind, seed: int) -> None
     assert [then for _, then in told] == [None] * world
 
 
+def ahead(draw: random.Random) -> dict[str, object]:
+    behind = draw.choice([None, "BACKWARD_PRE", "BACKWARD_POST"])
+    return {"forward_prefetch": draw.random() < 0.7, "backward_prefetch": behind}
+
+
+@pytest.mark.parametrize("seed", range(draws(1, 12)))
+def test_ranks_over_gloo_are_told_in_seconds_also_of_what_is_begun_ahead(
+    tmp_path: Path, seed: int
+) -> None:
+    """The ranks make other numbers of collectives, and would wait for two minutes."""
+    draw = random.Random(f"gloo {seed}")
+    world = 2 + seed % 2
+    names = [k.__name__ for k, w in desync_scenarios.KINDS.items() if w == "units"]
+    cases = [
+        [name, draw.randrange(world), draw.randrange(99), ahead(draw)]
+        for name in [*names, "batch_skipped", "same"]
+    ]
+    made = ranks.told(ranks.run(tmp_path, "comm.other_units", world, cases=cases))
+    kinds = {kind.__name__: kind for kind in desync_scenarios.KINDS}
+    for number, case in enumerate(cases):
+        told = [rank[number] for rank in made]
+        assert all(seconds < 60 for _, seconds in told), case
+        if case[0] == "same":
+            assert [text for text, _ in told] == [None] * world
+            continue
+        desync_scenarios.check([text for text, _ in told], kinds[case[0]], case[1])
+
+
 @pytest.mark.parametrize("way", desync_scenarios.OTHER_MODULES)
 @pytest.mark.parametrize("over", ["threads", "an engine"])
 @pytest.mark.parametrize("seed", range(draws(1, 10)))
