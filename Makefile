@@ -101,6 +101,7 @@ bench: ext $(TESTABLE)
 	$(PY) benchmarks/report.py out/benchmarks docs/benchmarks.md docs/reference/optimizers.md README.md
 
 docs: ext
+	$(PY) docs/make_tables.py
 	$(call stage,installing MkDocs,$(EDITABLE) '.[docs]')
 	$(PY) -m mkdocs build --strict -q
 

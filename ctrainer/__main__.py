@@ -9,7 +9,7 @@ from importlib import import_module
 from ctrainer import __version__
 
 # Command: the module whose main(arguments) it is, and what it does.
-_COMMANDS = {
+COMMANDS = {
     "consolidate": (
         "ctrainer.fsdp.consolidate",
         "make one file, or other shards, of the shard files of FSDP",
@@ -49,10 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="Print the version and exit.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for name, (_, purpose) in _COMMANDS.items():
+    for name, (_, purpose) in COMMANDS.items():
         commands.add_parser(name, help=purpose, add_help=False)
     command = parser.parse_args(given[:1]).command
-    status: int = import_module(_COMMANDS[command][0]).main(given[1:])
+    status: int = import_module(COMMANDS[command][0]).main(given[1:])
     return status
 
 
