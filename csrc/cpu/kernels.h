@@ -140,7 +140,7 @@ ct_read_fn ct_cpu_read;
 ct_scratch_grow_fn ct_cpu_scratch_grow;
 ct_scratch_release_fn ct_cpu_scratch_release;
 
-/* A product by a BLAS of the process; false, and C as it was, where the BLAS has none. */
+/* A product by a BLAS of the process; false, and C as it was, where it has none. */
 typedef bool ct_blas_fn(const ct_gemm *gemm);
 
 /* ct_cpu_gemm asks `blas` first. */
