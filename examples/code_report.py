@@ -80,7 +80,8 @@ def draw(result: dict, path: Path) -> Path:
     right.set(title="held-out retrieval (dotted: TF-IDF)", xlabel="step")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(loc="center right")
+        # Below the axes: within them it would hide the last points.
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -296,9 +296,25 @@ def parse_options(
     return parser.parse_args(arguments)
 
 
+def plan(options: argparse.Namespace) -> str:
+    """What the program is going to do."""
+    updates = (
+        f"{options.steps} updates of {options.batch} functions of {options.folder}"
+    )
+    if options.peer:
+        return f"Comparing ctrainer with transformers: {updates} by each, in turns."
+    if options.ask and (options.out / "model").exists():
+        return f"Searching {options.folder} with the model of {options.out / 'model'}."
+    return (
+        f"Fine-tuning a small encoder (MiniLM) for {updates}, then answering "
+        "questions with it."
+    )
+
+
 def main(arguments: list[str] | None = None, program: str | None = None) -> None:
     options = parse_options(arguments, program)
     start = time.perf_counter()
+    print(plan(options), flush=True)
     if options.peer:
         compare(train, options)
         return

@@ -19,8 +19,9 @@ from ctrainer.display.text import (
 
 Points = Sequence[tuple[float, float]]
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 150, 44, 8, 8, 18
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 170, 48, 14, 18, 20
 MAX_POINTS = 400
+_MOST_TICKS = 8
 COLORS = {"train": "#4c78a8", "eval": "#e45756"}
 _CELL = "style='text-align:right;padding:1px 8px'"
 _MONO = "font:12px monospace"
@@ -74,27 +75,55 @@ class _Frame:
         return HEIGHT - BOTTOM - (value - self.low) / span * (HEIGHT - TOP - BOTTOM)
 
 
+def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Round numbers from `low` to `high`, three to nine where they fit; whole: of
+    steps, so none between two of them."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    step = 10.0 ** math.floor(math.log10(span / _MOST_TICKS))
+    step *= next(f for f in (1, 2, 5, 10) if span / (step * f) <= _MOST_TICKS)
+    step = max(step, 1.0) if whole else step
+    places = range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1)
+    return [float(f"{i * step:.12g}") for i in places]
+
+
 def _axes(frame: _Frame) -> list[str]:
-    base = HEIGHT - BOTTOM
-    line = "stroke='currentColor' opacity='.35'"
-    text = "fill='currentColor'"
+    base, text = HEIGHT - BOTTOM, "fill='currentColor'"
+    line = "stroke='currentColor' opacity"
+    drawn = [
+        f"<text x='{LEFT - 4}' y='{HEIGHT - 4}' text-anchor='end' {text}>step</text>"
+    ]
+    for value in ticks(frame.low, frame.high):
+        y = frame.y(value)
+        drawn += [
+            f"<line x1='{LEFT}' y1='{y:.1f}' x2='{WIDTH - RIGHT}' y2='{y:.1f}' "
+            f"{line}='.15'/>",
+            f"<text x='{LEFT - 4}' y='{y + 3:.1f}' text-anchor='end' {text}>{value:.6g}"
+            "</text>",
+        ]
+    for value in ticks(frame.left, frame.right, whole=True):
+        x = frame.x(value)
+        drawn += [
+            f"<line x1='{x:.1f}' y1='{base}' x2='{x:.1f}' y2='{base + 3}' "
+            f"{line}='.35'/>",
+            f"<text x='{x:.1f}' y='{HEIGHT - 4}' text-anchor='middle' {text}>{value:g}"
+            "</text>",
+        ]
     return [
-        f"<line x1='{LEFT}' y1='{base}' x2='{WIDTH - RIGHT}' y2='{base}' {line}/>",
-        f"<line x1='{LEFT}' y1='{TOP}' x2='{LEFT}' y2='{base}' {line}/>",
-        f"<text x='{LEFT - 4}' y='{TOP + 8}' text-anchor='end' {text}>"
-        f"{number(frame.high)}</text>",
-        f"<text x='{LEFT - 4}' y='{base}' text-anchor='end' {text}>"
-        f"{number(frame.low)}</text>",
-        f"<text x='{LEFT}' y='{HEIGHT - 4}' {text}>{frame.left:g}</text>",
-        f"<text x='{WIDTH - RIGHT}' y='{HEIGHT - 4}' text-anchor='end' {text}>"
-        f"step {frame.right:g}</text>",
+        *drawn,
+        f"<line x1='{LEFT}' y1='{base}' x2='{WIDTH - RIGHT}' y2='{base}' "
+        f"{line}='.35'/>",
+        f"<line x1='{LEFT}' y1='{TOP}' x2='{LEFT}' y2='{base}' {line}='.35'/>",
     ]
 
 
 def _curve(frame: _Frame, name: str, points: Points, place: int) -> list[str]:
     at = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in thin(points)]
     color = COLORS[name]
-    drawn = []
+    drawn = [  # the name is above the frame, where no curve is
+        f"<text x='{LEFT + 70 * place}' y='10' fill='{color}'>● {name} loss</text>"
+    ]
     if len(at) > 1:
         drawn.append(
             f"<polyline points='{' '.join(at)}' fill='none' stroke='{color}' "
@@ -105,8 +134,7 @@ def _curve(frame: _Frame, name: str, points: Points, place: int) -> list[str]:
         drawn += [
             f"<circle cx='{x}' cy='{y}' r='2.6' fill='{color}'/>" for x, y in circles
         ]
-    label = f"<text x='{WIDTH - RIGHT}' y='{TOP + 10 + 13 * place}' text-anchor='end' "
-    return [*drawn, label + f"fill='{color}'>{name} loss</text>"]
+    return drawn
 
 
 def svg(series: Mapping[str, Points]) -> str:
@@ -125,7 +153,8 @@ def svg(series: Mapping[str, Points]) -> str:
     )
 
 
-def _numbers(p: Progress) -> str:
+def _numbers(p: Progress) -> list[str]:
+    """Two rows: how far the run is, and its measured numbers."""
     parts = [f"{p.step}/{p.total}" if p.total else f"step {p.step}"]
     if p.evaluating is not None:
         done, of = p.evaluating
@@ -136,8 +165,8 @@ def _numbers(p: Progress) -> str:
     parts.append(f"{clock(p.elapsed_seconds)}{remaining}")
     if p.losses:
         parts.append(f"loss {number(p.losses[-1][1])}")
-    parts += [text for name, text in measures(p).items() if name != "eta"]
-    return escape(" · ".join(parts))
+    measured = [text for name, text in measures(p).items() if name != "eta"]
+    return [escape(" · ".join(row)) for row in (parts, measured)]
 
 
 def _table(history: Sequence[Mapping[str, Any]]) -> str:
@@ -156,19 +185,27 @@ def _table(history: Sequence[Mapping[str, Any]]) -> str:
     return f"<table style='{style}'><tr>{head}</tr>{body}</table>"
 
 
+def line(text: str) -> str:
+    """A line alone, as of an evaluation outside of training."""
+    return f"<div style='{_MONO}'>{escape(text)}</div>"
+
+
 def page(
     p: Progress, history: Sequence[Mapping[str, Any]], warnings: Sequence[str] = ()
 ) -> str:
     """The whole frame: progress and numbers, curves, evaluations, warnings."""
     done, of = p.evaluating if p.evaluating is not None else (p.step, p.total)
-    size = "style='width:240px;height:14px;vertical-align:middle'"
+    size = "style='width:200px;height:14px;vertical-align:middle'"
     drawn = f"<progress value='{done}' max='{of}' {size}></progress>" if of else ""
     notes = "".join(
         f"<div style='{_MONO};color:#a15c00'>⚠ {escape(note)}</div>"
         for note in warnings
     )
+    progress, measured = _numbers(p)
     return (
-        f"<div>{drawn} <span style='{_MONO}'>{_numbers(p)}</span></div>"
-        "<div style='display:flex;flex-wrap:wrap;gap:16px;align-items:center'>"
+        f"<div style='{_MONO}'>{drawn} {progress}</div>"
+        f"<div style='{_MONO}'>{measured}</div>"
+        + (line(p.resumed) if p.resumed else "")
+        + "<div style='display:flex;flex-wrap:wrap;gap:16px;align-items:center'>"
         f"{svg(curves(history))}{_table(history)}</div>{notes}"
     )

@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from ctrainer.callbacks import TrainerCallback
+from ctrainer.display.html import line, page
+from ctrainer.display.terminal import Line, release
 from ctrainer.display.text import (
     Progress,
     ends_run,
@@ -35,6 +37,7 @@ _INTERVALS = {"live": 0.1, "notebook": 0.25}  # seconds between two frames, at l
 _DRAWING_SHARE = 20  # at most one part in 21 of the time is spent on frames
 _RATE_WINDOW_SECONDS = 15.0
 _MAX_LOSSES = 1024
+_TEXT_COLUMNS = 100  # of a notebook's text form
 _SHOWN = {
     "loss",
     "grad_norm",
@@ -68,49 +71,6 @@ def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
-
-
-class Line:
-    """The last line of a terminal, rewritten in place."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.color = "NO_COLOR" not in os.environ
-        encoding = getattr(stream, "encoding", None) or "ascii"
-        self.ascii_only = not _encodes("━╸▁█", encoding)
-
-    def width(self) -> int:
-        try:
-            columns = os.get_terminal_size(self.stream.fileno()).columns
-        except (OSError, ValueError):
-            columns = int(os.environ.get("COLUMNS", "80"))
-        return (columns or 80) - 1  # the last column would wrap on some terminals
-
-    def text(self, progress: Progress) -> str:
-        return render(
-            progress, self.width(), color=self.color, ascii_only=self.ascii_only
-        )
-
-    def draw(self, progress: Progress) -> None:
-        self.stream.write(f"\r{self.text(progress)}\x1b[K")
-        self.stream.flush()
-
-    def finish(self, text: str) -> None:
-        """Put a finished line in the place of the live one, which moves down."""
-        self.stream.write(f"\r\x1b[K{text}\n")
-        self.stream.flush()
-
-    def clear(self) -> None:
-        self.stream.write("\r\x1b[K")
-        self.stream.flush()
-
-
-def _encodes(text: str, encoding: str) -> bool:
-    try:
-        text.encode(encoding)
-    except (UnicodeError, LookupError):
-        return False
-    return True
 
 
 class Speed:
@@ -261,6 +221,10 @@ class ProgressCallback(TrainerCallback):
         self.history = state.log_history
         self.handle = None
         self.meter.start(args, state)
+        if self.mode == "live":
+            self.line.hold()
+        if state.global_step > 0:
+            self._say_resumed(state)
         self._draw(state, force=True)
 
     def _is_due(self) -> bool:
@@ -286,6 +250,8 @@ class ProgressCallback(TrainerCallback):
     ) -> None:
         self.predicted += 1
         if self._is_due():
+            if self.mode == "live":
+                self.line.hold()
             of = len(eval_dataloader) if has_length(eval_dataloader) else None
             self.meter.progress.evaluating = (self.predicted, of)
             self.meter.progress.step = state.global_step
@@ -309,16 +275,17 @@ class ProgressCallback(TrainerCallback):
             self.meter.move(args, state)
         if self.mode == "live" and state.is_world_process_zero and metrics:
             self.line.finish(evaluation_line(state.global_step, metrics))
-        self._draw(state, force=True)
-        self._close_frame(state, always=True)
+        if self.training:
+            self._draw(state, force=True)
+        else:
+            self._end_alone(state, metrics)
 
     def on_predict(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
     ) -> None:
         self._end_prediction()
-        if self.mode == "live" and state.is_world_process_zero and not self.training:
-            self.line.clear()
-        self._close_frame(state)
+        if not self.training:
+            self._end_alone(state, metrics)
 
     def on_log(
         self,
@@ -346,15 +313,18 @@ class ProgressCallback(TrainerCallback):
             self.meter.move(args, state)
         self._draw(state, force=True)
         self.training = False
-        self._close_frame(state)
-        if not state.is_world_process_zero or self.mode in ("json", "notebook"):
-            return
         if self.mode == "live":
-            self.line.finish(self.line.text(self.meter.progress))
-        out = self.line.stream if self.mode == "live" else sys.stdout
+            release()
+        if not state.is_world_process_zero or self.mode == "json":
+            return
         first = getattr(state, "resumed_at", 0)
-        lines = summary(state.log_history, state.global_step, first)
-        print("\n".join(lines), file=out)
+        table = "\n".join(summary(state.log_history, state.global_step, first))
+        if self.mode == "notebook":
+            self.handle = None
+            self._show("", table)  # as text alone: the page has it
+            self.handle = None
+        else:
+            print(table, file=self.line.stream if self.mode == "live" else sys.stdout)
 
     def _may_draw(self) -> bool:
         return self.mode in _INTERVALS and time.monotonic() >= self.next_draw
@@ -369,29 +339,46 @@ class ProgressCallback(TrainerCallback):
         if self.mode == "live":
             self.line.draw(self.meter.progress)
         elif self.mode == "notebook":
-            self._show()
+            self._show(*self._page())
         ended = time.monotonic()
         pause = max(self.interval, _DRAWING_SHARE * (ended - begun))
         self.next_draw = ended + pause
 
-    def _show(self) -> None:
-        from IPython.display import HTML, display
+    def _page(self) -> tuple[str, str]:
+        """What a notebook shows: HTML, and text for where there is none."""
+        text = render(self.meter.progress, _TEXT_COLUMNS)
+        if not self.training:
+            return line(text), text
+        return page(self.meter.progress, self.history, self.warnings), text
 
-        from ctrainer.display.html import page
+    def _show(self, html: str, text: str) -> None:
+        from IPython.display import display
 
-        frame = HTML(page(self.meter.progress, self.history, self.warnings))
+        frame = {"text/html": html, "text/plain": text}
         if self.handle is None:
-            self.handle = display(frame, display_id=True)
+            self.handle = display(frame, raw=True, display_id=True)
         else:
-            self.handle.update(frame)
+            self.handle.update(frame, raw=True)
 
-    def _close_frame(self, state: Any, *, always: bool = False) -> None:
-        """In a notebook, what comes after training goes to the cell that runs then."""
-        if self.mode != "notebook" or self.training:
-            return
-        if always or self.handle is not None:
-            self.history = state.log_history
-            self._show()
+    def _say_resumed(self, state: Any) -> None:
+        """The step and the folder that the run resumes from: a line, or a log."""
+        folder, step = getattr(state, "resumed_from", ""), state.global_step
+        text = f"resumed from step {step}" + (f": {folder}" if folder else "")
+        self.meter.progress.resumed = text
+        if self.mode == "live" and state.is_world_process_zero:
+            self.line.finish(text)
+        elif self.mode in ("plain", "json") and state.is_world_process_zero:
+            self._write({"resumed_from": folder}, step)
+
+    def _end_alone(self, state: Any, metrics: Mapping[str, Any] | None) -> None:
+        """End what an evaluation or a prediction outside of training has shown."""
+        text = evaluation_line(state.global_step, metrics) if metrics else ""
+        if self.mode == "live":
+            if state.is_world_process_zero:
+                self.line.clear()
+            release()
+        elif self.mode == "notebook" and state.is_world_process_zero:
+            self._show(line(text), text)
             self.handle = None
 
     def _write(self, logs: Mapping[str, Any], step: int) -> None:

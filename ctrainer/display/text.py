@@ -35,6 +35,7 @@ class Progress:
     eta_seconds: float | None = None
     elapsed_seconds: float = 0.0
     evaluating: tuple[int, int | None] | None = None  # batches done, of how many
+    resumed: str = ""  # from where
 
 
 def number(value: float) -> str:

@@ -20,6 +20,7 @@ from ctrainer import _C, adapters, average, throughput
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.comm import world
+from ctrainer.display.terminal import release
 from ctrainer.runtime.hooks import check_optimizer_made
 from ctrainer.trainer import blocks, checkpoint, data, evaluation, search, shards, step
 from ctrainer.trainer.base import TrainerBase
@@ -464,6 +465,7 @@ class TrainerRun(TrainerBase):
     def _end_train(self, whole: bool) -> None:
         """Undo what training did to the model; finish the saves that are under way."""
         self.is_in_train = False
+        release()
         if whole:
             self._resume_state = checkpoint.where(self)
         if self._reader is not None:

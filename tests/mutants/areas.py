@@ -164,7 +164,8 @@ AREAS = {
             "ctrainer/runtime/events.py ctrainer/callbacks.py":
                 "python/callbacks/test_callbacks.py",
             "ctrainer/display/html.py ctrainer/display/plotting.py "
-            "ctrainer/display/progress.py ctrainer/display/text.py":
+            "ctrainer/display/progress.py ctrainer/display/terminal.py "
+            "ctrainer/display/text.py":
                 "python/display/test_progress.py "
                 "python/display/test_terminal_runs.py",
             "ctrainer/throughput.py":

@@ -226,9 +226,47 @@ class TestPicture:
         assert page.count("<circle") == 2
         assert "<td style='text-align:right;padding:1px 8px'>0.625</td>" in page
         assert "⚠ &lt;careful&gt; &amp; so on" in page
-        assert (
-            "140/200 · epoch 1.40/2 · 00:52&lt;00:22 · loss 1.200 · lr 6.0e-05" in page
-        )
+        assert " 140/200 · epoch 1.40/2 · 00:52&lt;00:22 · loss 1.200</div>" in page
+        assert ">lr 6.0e-05 · gn 0.830 · 87.0 samples/s · 12.4k tok/s · 1.9G<" in page
+
+    def test_no_row_is_wider_than_900_pixels(self) -> None:
+        far = a_run(
+            step=1234567, total=2345678, epoch=123.45, epochs=234, eta_seconds=1e6,
+            elapsed_seconds=1e6, evaluating=(12345, 23456), resumed="resumed",
+        )  # fmt: skip
+        page = html.page(far, [])
+        rows = re.findall("<div style='font:12px monospace'>(.*?)</div>", page)
+        assert len(rows) == 3
+        bar, pixels = 200, 7.3  # of a character of that font
+        for row in rows:
+            shown = re.sub("<.*?>", "", row).replace("&lt;", "<")
+            assert bar * ("<progress" in row) + pixels * len(shown) < 900
+
+    @pytest.mark.parametrize(
+        ("low", "high", "whole", "found"),
+        [
+            (0.0, 1.0, False, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+            (1.234, 1.236, False, [1.234, 1.2345, 1.235, 1.2355, 1.236]),
+            (1, 40, True, [5, 10, 15, 20, 25, 30, 35, 40]),
+            (10, 12, True, [10, 11, 12]),
+            (3.0, 3.0, False, [3.0]),
+            (-1e-9, 2e-9, False, [-1e-9, -5e-10, 0, 5e-10, 1e-9, 1.5e-9, 2e-9]),
+        ],
+    )
+    def test_ticks(
+        self, low: float, high: float, whole: bool, found: list[float]
+    ) -> None:
+        assert html.ticks(low, high, whole=whole) == pytest.approx(found)
+
+    def test_axes_have_three_numbers_or_more(self) -> None:
+        chance = random.Random(7)
+        for _ in range(200):
+            low = chance.uniform(-5, 5) * 10 ** chance.randrange(-6, 7)
+            high = low + chance.uniform(0.01, 9) * 10 ** chance.randrange(-4, 5)
+            found = html.ticks(low, high)
+            assert 3 <= len(found) <= 9
+            assert low - 1e-9 * (high - low) <= found[0]
+            assert found[-1] <= high + 1e-8 * (high - low)
 
     def test_page_before_the_first_log(self) -> None:
         page = html.page(Progress(total=5), [])
@@ -593,16 +631,22 @@ class TestNotebook:
         client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3")
         client.execute()
         outputs = notebook.cells[0].outputs
-        assert [o.output_type for o in outputs] == ["display_data"]
+        assert [o.output_type for o in outputs] == ["display_data"] * 2
         page = outputs[0].data["text/html"]
+        assert outputs[0].data["text/plain"].startswith("ctrainer 30/30 100% ")
+        # The table, for outputs without HTML.
+        assert outputs[1].data["text/html"] == ""
+        assert outputs[1].data["text/plain"].startswith("ctrainer: 30 updates in 01:15")
         assert "30/30" in page
         assert page.count("<polyline") == 2
         assert "updates affected: 2" in page
         # What is evaluated later shows in its own cell, and not as still under way.
         outputs = notebook.cells[1].outputs
         assert [o.output_type for o in outputs] == ["display_data"]
-        assert ">0.600<" in outputs[0].data["text/html"]
-        assert "evaluating" not in outputs[0].data["text/html"]
+        line = "eval 30  loss 0.600  accuracy 0.600  (1.2 s)"
+        assert outputs[0].data["text/plain"] == line
+        assert f">{line}</div>" in outputs[0].data["text/html"]
+        assert "svg" not in outputs[0].data["text/html"]
 
 
 class TestPlot:

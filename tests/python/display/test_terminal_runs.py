@@ -92,7 +92,7 @@ def _read(master: int) -> bytes:
 
 
 def environment(**changed: str) -> dict[str, str]:
-    drop = ("CTRAINER_LOG", "NO_COLOR")
+    drop = ("CTRAINER_LOG", "NO_COLOR", "PYTHONUNBUFFERED")
     kept = {k: v for k, v in os.environ.items() if k not in drop}
     own = {"PYTHONPATH": PYTHONPATH, "PYTHONUTF8": "1", "TERM": "xterm"}
     return {**kept, **own, "OMP_NUM_THREADS": "1", **changed}
@@ -107,7 +107,7 @@ def screen(text: str) -> list[str]:
     """Lines as a terminal shows them: carriage return, newline, erase to the end."""
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[\d*[A-Za-z]|.|\n|\r", text):
-        if token == "\r":
+        if token in ("\r", "\x1b[G"):
             column = 0
         elif token == "\n":
             row += 1
@@ -213,6 +213,96 @@ def test_a_resumed_run_counts_its_own_updates(at: int, tmp_path: Path) -> None:
         return
     assert shown.report["returned"]["train_samples_per_second"] == 0  # nothing left
     assert shown.report["returned"]["train_steps_per_second"] == 0
+
+
+# What a run writes beside the display after each update, with what follows the number
+# of the update.
+WRITES = {
+    "print": [""],
+    "stderr": [""],
+    "lines": [" a", " b"],
+    "unfinished": [" is finished"],
+    "log": [""],
+    "warning": [""],
+    "progress": [],
+}
+# The lines that the display leaves.
+OWN = re.compile(
+    r"(ctrainer )?\d+/\d+ +\d+%[^:]*|ctrainer: \d+ updates in .*|eval \d+  loss .*"
+    r"|step  epoch .*|( +[\d.e+-]+)+|  WRITES\[kind\]\(.*"
+    r"|resumed from step \d+: \S+|"
+)
+
+
+def check_lines(shown: Shown, kinds: list[str], steps: int, ranks: int = 1) -> None:
+    """Each line that was written is there, once and alone."""
+    path = re.escape(str(RUN))
+    lines = [re.sub(rf"^{path}:\d+: UserWarning: ", "", line) for line in shown.lines]
+    written = [
+        f"{kind} {rank} {step}{end}"
+        for rank in range(ranks)
+        for step in range(1, steps + 1)
+        for kind in kinds
+        for end in WRITES[kind]
+    ]
+    others = [line for line in lines if not OWN.fullmatch(line)]
+    assert sorted(others) == sorted(written)
+    assert not shown.lines[-1], "the cursor is at the end of a line"
+
+
+@pytest.mark.parametrize("columns", [30, 80, 150])
+@pytest.mark.parametrize("kind", WRITES)
+def test_what_is_written_goes_above_the_line(
+    kind: str, columns: int, tmp_path: Path
+) -> None:
+    options = {"writes": [kind], "args": {**STEPS, "max_steps": 12}}
+    shown = run(tmp_path, options, columns)
+    assert shown.code == 0, shown.text
+    check_lines(shown, [kind], 12)
+    assert frames(shown.text)
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"NO_COLOR": "1"}, {"PYTHONUNBUFFERED": "1"}, {"TERM": "dumb"}]
+)
+def test_all_ways_to_write_at_once(environ: dict[str, str], tmp_path: Path) -> None:
+    kinds = list(WRITES)
+    shown = run(tmp_path, {"writes": kinds, "args": {"max_steps": 5}}, **environ)
+    assert shown.code == 0, shown.text
+    if environ.get("TERM") != "dumb":
+        check_lines(shown, kinds, 5)
+        return
+    logs = [line for line in shown.lines if re.match(r"20\d\d-\S+Z step=", line)]
+    assert len(logs) == 1  # and none of the others' lines before or behind it
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("kind", ["print", "log", "lines"])
+def test_what_several_ranks_write(kind: str, unbuffered: str, tmp_path: Path) -> None:
+    options = {"writes": [kind], "args": {"max_steps": 12}}
+    shown = run(tmp_path, options, 150, 2, PYTHONUNBUFFERED=unbuffered)
+    assert shown.code == 0, shown.text
+    check_lines(shown, [kind], 12, ranks=2)
+
+
+def test_a_run_that_fails_leaves_the_terminal(tmp_path: Path) -> None:
+    shown = run(tmp_path, {"fail_at": 28, "writes": ["print"]})
+    assert shown.code == 1
+    at = shown.lines.index("Traceback (most recent call last):")
+    assert re.match(r"ctrainer [12]\d/30 ", shown.lines[at - 1])  # shown last
+    assert "ValueError: the callback fails" in shown.lines
+    assert not frames(shown.text[shown.text.index("Traceback") :])
+
+
+def test_later_evaluations_have_a_line_each(tmp_path: Path) -> None:
+    shown = run(tmp_path, {"evaluations_after": 2, "eval_seconds": 0.12})
+    at = next(i for i, line in enumerate(shown.lines) if line.startswith("ctrainer: "))
+    first, second, end = shown.lines[at + 1 :]
+    assert first == second == "eval 30  loss 1.000  (0.4 s)"
+    assert end == ""
+    assert re.search(
+        r"\rctrainer 30/30 eval 2/3", re.sub("\x1b\\[\\d+m", "", shown.text)
+    )
 
 
 @pytest.mark.parametrize("name", ["stopped", "epochs", "slow"])
