@@ -1,7 +1,7 @@
 """A run of a small NumPy model that counts for itself what it does: options as JSON.
 
-Beside the display it writes, to the file `report`, the time and the rows of each update
-and of each evaluation, and what train() returned.
+Beside the display it writes, to report<rank>.json, the rows of each update, the times
+between which each began and ended, and what train() returned.
 """
 
 import json
@@ -19,13 +19,13 @@ from ctrainer.adapters.numpy import Loss, Parameter
 
 options = json.loads(sys.argv[1])
 rank = int(os.environ.get("RANK", "0"))
-report = {"updates": [], "pauses": [], "begin": None, "end": None, "returned": None}
+report = {"updates": [], "pauses": [], "begin": [], "end": [], "returned": None}
 
 
 class Slow:
     """y = w x; an update sleeps for a while, as does a batch of an evaluation."""
 
-    training, rows, updates = True, 0, 0
+    training, rows, called = True, 0, 0.0
 
     def __init__(self):
         self.w = Parameter(np.ones(1, np.float32))
@@ -42,6 +42,7 @@ class Slow:
             return {"loss": Loss(np.float32(1.0), lambda scale: None), "logits": x}
         self.rows += len(x)
         time.sleep(options.get("seconds", 0.01))
+        self.called = time.perf_counter()
         loss = float(np.mean((self.w.data * x - labels) ** 2))
         return {
             "loss": Loss(loss, lambda scale: self.w.accumulate(scale * self.w.data))
@@ -50,15 +51,15 @@ class Slow:
 
 class Recount(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
-        report["begin"], report["first"] = time.perf_counter(), state.global_step
+        report["begin"].append(time.perf_counter())
 
     def on_step_end(self, args, state, control, **kwargs):
-        rows = trainer.model.rows
-        report["updates"].append([time.perf_counter(), state.global_step, rows])
+        times = [trainer.model.called, time.perf_counter()]
+        report["updates"].append([times, state.global_step, trainer.model.rows])
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "train_loss" in logs:
-            report["end"] = time.perf_counter()
+            report["end"].append(time.perf_counter())
 
 
 class Acts(TrainerCallback):
@@ -85,10 +86,25 @@ class Run(Trainer):
         self.model_is_training = False
         return loss
 
-    def evaluate(self, *args, **kwargs):
+    def _prepare_for_training(self, *args, **kwargs):
+        made = super()._prepare_for_training(*args, **kwargs)
+        report["begin"].append(time.perf_counter())
+        return made
+
+    def _finalize_training(self, *args, **kwargs):
+        report["end"].append(time.perf_counter())
+        return super()._finalize_training(*args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs):
         begin = time.perf_counter()
-        found = super().evaluate(*args, **kwargs)
+        found = super().evaluation_loop(*args, **kwargs)
         report["pauses"].append([begin, time.perf_counter()])
+        return found
+
+    def evaluate(self, *args, **kwargs):
+        begin = self.model.called or report["begin"][0]
+        found = super().evaluate(*args, **kwargs)
+        report["pauses"][-1] += [begin, time.perf_counter()]
         return found
 
 
