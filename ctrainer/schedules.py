@@ -81,7 +81,13 @@ def _on_metric(name: str, optimizer: Any, options: dict[str, Any]) -> Any:
 
     cls: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
     if name == "greedy":
-        from transformers.optimization import GreedyLR as cls
+        try:
+            from transformers.optimization import GreedyLR as cls
+        except ImportError as error:
+            raise ImportError(
+                "schedule 'greedy' is transformers' GreedyLR, which the installed "
+                "transformers, if any, does not have: pip install -U transformers"
+            ) from error
     where = f"schedule '{name}'"
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(

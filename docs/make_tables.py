@@ -4,11 +4,12 @@ python docs/make_tables.py            rewrites the tables
 python docs/make_tables.py --check    exits 1 when one is not current
 
 A table stands between `<!-- table: KIND NAME -->` and `<!-- table: end -->`. KIND is
-`arguments` of a class, `methods` of a class, or `commands` of a module.
+`arguments` of a class or a method, `methods` of a class, or `commands` of a module.
 """
 
 import importlib
 import inspect
+import pkgutil
 import re
 import sys
 from pathlib import Path
@@ -20,8 +21,8 @@ ENTRY = re.compile(r"([\w*, ]+) \((.*?)(?:, default (.*?))?\): (.*)")
 
 
 def found(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    """A class, a function, or a method of a class, by its whole name."""
+    return pkgutil.resolve_name(name)
 
 
 def made(head: str, rows: list[tuple[str, ...]]) -> str:
@@ -31,7 +32,7 @@ def made(head: str, rows: list[tuple[str, ...]]) -> str:
 
 
 def arguments(name: str) -> str:
-    """A row for each entry of the class's Args: name, default, type and meaning."""
+    """A row for each entry of its Args: name, default, type and meaning."""
     text = inspect.getdoc(found(name)) or ""
     entries = re.findall(r"^    \S.*(?:\n {8}.*)*", _section(text, "Args"), re.M)
     rows = []

@@ -656,6 +656,12 @@ class TestSchedules:
             with pytest.raises(ValueError, match=f"{name}.*{text}"):
                 get_scheduler(name, optimizer, None, None, given)
 
+    def test_a_transformers_without_a_schedule_is_named(self, monkeypatch) -> None:
+        monkeypatch.delattr("transformers.optimization.GreedyLR")  # as in 4.57
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+        with pytest.raises(ImportError, match=r"'greedy'.* pip install -U"):
+            get_scheduler("greedy", optimizer, None, None)
+
     @pytest.mark.parametrize("name", OPTIONS_OF_SCHEDULES)
     def test_names_and_truth_values_are_checked_for_every_schedule(
         self, name: str
