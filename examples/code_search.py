@@ -16,6 +16,7 @@ import argparse
 import json
 import resource
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -315,6 +316,16 @@ def main(arguments: list[str] | None = None, program: str | None = None) -> None
     options = parse_options(arguments, program)
     start = time.perf_counter()
     print(plan(options), flush=True)
+    try:
+        run(options)
+    except KeyboardInterrupt:
+        if any(options.out.glob("checkpoints/checkpoint-*")):
+            print(f"To go on: {program or 'python examples/code_search.py'} --resume")
+        raise SystemExit(128 + signal.SIGINT) from None
+    print(f"\n{time.perf_counter() - start:.0f} s in all")
+
+
+def run(options: argparse.Namespace) -> None:
     if options.peer:
         compare(train, options)
         return
@@ -324,7 +335,6 @@ def main(arguments: list[str] | None = None, program: str | None = None) -> None
         print(table(result))
         print(f"\ncurves: {draw(result, options.out / 'curves.png')}")
     take_questions(Index(options), options.ask)
-    print(f"\n{time.perf_counter() - start:.0f} s in all")
 
 
 if __name__ == "__main__":

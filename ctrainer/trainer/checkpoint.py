@@ -121,6 +121,16 @@ def open_save(trainer: TrainerRun, trial: Any) -> None:
     trainer._staged_folder = os.fsdecode(next(filter(None, folders)))
 
 
+def how_to_resume(trainer: TrainerRun, trial: Any) -> str:
+    """What a run that was stopped has saved, and how to continue it."""
+    step = trainer.state.global_step
+    at = f"stopped at step {step} of {trainer.state.max_steps}"
+    if trainer._saved_step != step or step == 0:
+        return f"{at}; nothing was saved there"
+    folder = step_folder(trainer, run_dir(trainer, trial))
+    return f"{at}; to continue from {folder}: train(resume_from_checkpoint=True)"
+
+
 def commit(trainer: TrainerRun, files: list[bytes]) -> None:
     """Commit the open save with the files of all ranks; without args.async_save wait
     for the disk."""

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.comm import world
 from ctrainer.display.terminal import release
 from ctrainer.runtime.hooks import check_optimizer_made
+from ctrainer.runtime.stop import end_by
 from ctrainer.trainer import blocks, checkpoint, data, evaluation, search, shards, step
 from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer.checkpoint import set_mode
@@ -114,11 +114,9 @@ class TrainerRun(TrainerBase):
                 self._leave_run()
             raise
         self._end_train(True)
-        if number:  # end as what was installed before our handlers decides
-            if number != signal.SIGINT:
-                signal.raise_signal(number)
-                raise SystemExit(str(128 + number))
-            raise KeyboardInterrupt
+        if number:
+            said = logger if self.is_world_process_zero() else None
+            end_by(number, said, checkpoint.how_to_resume(self, trial))
         return output
 
     def _leave_run(self) -> None:
@@ -432,7 +430,8 @@ class TrainerRun(TrainerBase):
         """The checkpoint that Ctrl-C or SIGTERM asks for, unless this step has one."""
         step = self.state.global_step
         if self._saved_step != step and step > 0:
-            logger.warning("Asked to stop: saving a checkpoint of step %d first.", step)
+            if self.is_world_process_zero():
+                logger.warning("Asked to stop: saving a checkpoint of step %d.", step)
             self._save_atomically(model, trial)
         self._wait_for_save()
         self.control.should_training_stop = True

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -296,6 +297,43 @@ def test_a_run_that_fails_leaves_the_terminal(tmp_path: Path) -> None:
     assert re.match(r"ctrainer [12]\d/30 ", shown.lines[at - 1])  # shown last
     assert "ValueError: the callback fails" in shown.lines
     assert not frames(shown.text[shown.text.index("Traceback") :])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_ends_a_run_with_a_line_and_resuming_begins_with_one(
+    ranks: int, tmp_path: Path
+) -> None:
+    shown = run(tmp_path, {"interrupt_at": 25}, 150, ranks)
+    assert shown.code == -signal.SIGINT
+    at = f"{tmp_path}/checkpoint-25"
+    assert [line for line in shown.lines if "25" in line and "/" not in line[:15]] == [
+        "Asked to stop: saving a checkpoint of step 25.",
+        shown.lines[-3],  # the table
+        f"stopped at step 25 of 30; to continue from {at}: "
+        "train(resume_from_checkpoint=True)",
+    ]
+    assert shown.lines[-3].startswith("ctrainer: 25 updates in ")
+    assert "Traceback" not in shown.text
+    check_whole_run(shown.report["history"][-1], shown.report, ranks)
+    check_frames(shown.text, shown.report, ranks)
+    shown = run(tmp_path, {"resume": True}, 150, ranks)
+    assert shown.code == 0, shown.text
+    assert shown.lines[0] == f"resumed from step 25: {at}"
+    assert shown.lines[-2].startswith("ctrainer: 5 updates in ")
+    assert " from step 25 to 30, " in shown.lines[-2]
+
+
+@pytest.mark.parametrize("mode", ["json", "plain"])
+def test_a_log_says_where_a_run_resumes(mode: str, tmp_path: Path) -> None:
+    save = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    run(tmp_path, {"stop_at": 3, "args": save})
+    shown = run(tmp_path, {"resume": True, "args": save}, CTRAINER_LOG=mode)
+    folder = f"{tmp_path}/checkpoint-3"
+    if mode == "plain":
+        assert shown.lines[0].endswith(f"Z step=3 resumed_from={folder}")
+    else:
+        first = json.loads("".join(shown.text.splitlines()[:1]))
+        assert (first["step"], first["resumed_from"]) == (3, folder)
 
 
 def test_later_evaluations_have_a_line_each(tmp_path: Path) -> None:
