@@ -97,10 +97,12 @@ def check_symbols(file: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         extension = unpacked_extension(file, Path(folder))
         listed = run("nm", "-D", "--undefined-only", extension, cwd=ROOT)
-    names = [line.split()[-1] for line in listed.splitlines()]
-    bad = [n for n in names if "@" not in n and not OF_PYTHON.match(n)]
+    symbols = [line.split() for line in listed.splitlines()]
+    # A weak one may be missing.
+    names = [name for kind, name in symbols if kind != "w" and "@" not in name]
+    bad = [name for name in names if not OF_PYTHON.match(name)]
     if bad:
-        sys.exit(f"{file.name}: no library of {GLIBC} has {', '.join(bad)}")
+        sys.exit(f"{file.name}: glibc {GLIBC[0]}.{GLIBC[1]} lacks {', '.join(bad)}")
 
 
 def find_nvcc() -> str | None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,11 @@ import pytest
 import setuptools
 
 import ctrainer
+
+sys.path.append(str(Path(__file__).parents[1] / "release"))
+
+import dist
+import wheels
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -127,3 +133,32 @@ def test_from_ctrainer_import_says_it_too() -> None:
         pytest.skip("a plugin is built in place")
     with pytest.raises(ImportError, match=r"ctrainer\[cuda13\]"):
         from ctrainer import _cuda  # noqa: F401
+
+
+def wheel_with(extension: str, *flags: str, folder: Path) -> Path:
+    """A wheel whose extension is compiled from a line of C."""
+    (folder / "x.c").write_text(extension)
+    command = ["cc", "-shared", "-fPIC", *flags, "-o", "x.so", "x.c"]
+    subprocess.run(command, cwd=folder, check=True)
+    with zipfile.ZipFile(folder / "x.whl", "w") as archive:
+        archive.write(folder / "x.so", "x.so")
+    return folder / "x.whl"
+
+
+def test_a_wheel_may_take_symbols_of_python_and_of_the_old_glibc_alone(
+    tmp_path: Path,
+) -> None:
+    of_python = "int PyErr_Occurred(void); int f(void) { return PyErr_Occurred(); }"
+    wheels.check_symbols(wheel_with(of_python, folder=tmp_path))
+    newer = "int of_a_newer_glibc(void); int f(void) { return of_a_newer_glibc(); }"
+    with pytest.raises(SystemExit, match=r"glibc 2\.28 lacks of_a_newer_glibc"):
+        wheels.check_symbols(wheel_with(newer, folder=tmp_path))
+    weak = newer.replace(";", " __attribute__((weak));", 1)
+    wheels.check_symbols(wheel_with(weak, folder=tmp_path))
+
+
+def test_a_wheel_is_stripped(tmp_path: Path) -> None:
+    line = "int f(void) { return 1; }"
+    dist.check_wheel(wheel_with(line, "-s", folder=tmp_path))
+    with pytest.raises(SystemExit, match=r"not stripped: it has \.symtab"):
+        dist.check_wheel(wheel_with(line, folder=tmp_path))

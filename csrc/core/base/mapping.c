@@ -351,6 +351,15 @@ ct_malloc_keep(size_t longest, size_t end)
            mallopt(M_TRIM_THRESHOLD, within_int(end)) == 1;
 }
 
+#if !__GLIBC_PREREQ(2, 33)
+/* Wheels are built for an older glibc than that of most processes. */
+struct free_memory {
+    size_t others[8], fordblks, keepcost;
+};
+
+struct free_memory mallinfo2_if_there(void) __asm__("mallinfo2") __attribute__((weak));
+#endif
+
 /* Without mallinfo2 the number is unknown, and mallinfo overflows at 2 GiB. */
 static size_t
 free_bytes(void)
@@ -358,7 +367,7 @@ free_bytes(void)
 #if __GLIBC_PREREQ(2, 33)
     return mallinfo2().fordblks;
 #else
-    return LITTLE;
+    return mallinfo2_if_there == NULL ? LITTLE : mallinfo2_if_there().fordblks;
 #endif
 }
 
