@@ -1,14 +1,17 @@
-"""What a run gets through: its tokens, and how many rows, updates and tokens a second.
+"""What a run gets through: its tokens, and how many rows, updates, tokens and
+operations a second.
 
 Functions of Trainer, which has the first as a method.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 
+from ctrainer.adapters.peak import device_peak
 from ctrainer.trainer_utils import speed_metrics
 
 
@@ -34,12 +37,22 @@ def track_tokens(trainer: Any, inputs: Any) -> None:
 
 
 def since(trainer: Any, start_time: float) -> dict[str, float]:
-    """Seconds since `start_time`, and the tokens of this train() a second where they
-    are counted."""
-    if not trainer._counts_tokens:
-        return {}
-    new = trainer.state.num_input_tokens_seen - trainer._initial_num_input_tokens_seen
-    return speed_metrics("train", start_time, num_tokens=new)
+    """What this train() does a second: its tokens, where they are counted, and the part
+    of the devices' peak that its operations are (MFU), where both are known."""
+    found: dict[str, float] = {}
+    state = trainer.state
+    if trainer._counts_tokens:
+        new = state.num_input_tokens_seen - trainer._initial_num_input_tokens_seen
+        found.update(speed_metrics("train", start_time, num_tokens=new))
+    flos, seconds = (
+        state.total_flos - getattr(state, "resumed_flos", 0.0),
+        time.time() - start_time,
+    )
+    peak = device_peak(trainer.args) if flos > 0 and seconds > 0 else None
+    if peak is not None:
+        devices = trainer.args.world_size
+        found["train_mfu"] = float(f"{flos / seconds / (peak * 1e12 * devices):.4g}")
+    return found
 
 
 def of_run(trainer: Any, start_time: float, rows: int) -> dict[str, float]:
@@ -47,7 +60,7 @@ def of_run(trainer: Any, start_time: float, rows: int) -> dict[str, float]:
 
     rows: of all ranks; 0: not known, and counted as full batches.
     """
-    steps = trainer.state.global_step - trainer.state.resumed_at
+    steps = trainer.state.global_step - getattr(trainer.state, "resumed_at", 0)
     rows = rows or steps * trainer.get_total_train_batch_size(trainer.args)
     return {
         **since(trainer, start_time),

@@ -146,6 +146,7 @@ class TrainerState:
     # Of one train(), not stored: no fields, so that transformers reads what is.
     samples_done = 0  # rows that this rank has trained on
     resumed_at = 0  # global_step at the begin
+    resumed_flos = 0.0  # total_flos at the begin
     resumed_from = ""  # folder of the checkpoint
 
     def __post_init__(self) -> None:
@@ -216,6 +217,7 @@ class TrainerState:
             if current is not None:
                 self.trial_name = trainer.hp_name(current)
         self.trial_params = None if trial is None else _trial_params(trial)
+        self.resumed_at, self.resumed_flos = self.global_step, self.total_flos
         self.max_steps = max_steps
         self.num_train_epochs = num_train_epochs
         self.is_local_process_zero = trainer.is_local_process_zero()

@@ -334,6 +334,11 @@ class OwnFields(OlderFields):
         "Updates of each train() that torch.profiler records, from the third on; the "
         "trace is written to output_dir/profile. 0: none.",
     )
+    peak_tflops: Annotated[float, Range("(0, inf)")] | None = arg(
+        None,
+        "Peak of one device in 10^12 floating-point operations a second, for train_mfu "
+        "in the log. None: that of a known GPU in bf16 or fp16, else no train_mfu.",
+    )
     save_on_signal: bool = arg(
         True, "On SIGTERM or Ctrl-C save a checkpoint before the end."
     )

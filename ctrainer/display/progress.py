@@ -153,6 +153,7 @@ class Meter:
             del p.losses[:-1:2]
         p.learning_rate = _finite(logs.get("learning_rate"), p.learning_rate)
         p.grad_norm = _finite(logs.get("grad_norm"), p.grad_norm)
+        p.mfu = _finite(logs.get("train_mfu"), p.mfu)
         if ends_run(logs):
             self.of_run, p.eta_seconds = True, None
             p.elapsed_seconds = logs["train_runtime"]

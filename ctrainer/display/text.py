@@ -31,6 +31,7 @@ class Progress:
     grad_norm: float | None = None
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
+    mfu: float | None = None  # as logged last
     memory_bytes: int | None = None
     eta_seconds: float | None = None
     elapsed_seconds: float = 0.0
@@ -110,9 +111,10 @@ _RANKS = {
     "samples": 6,
     "memory": 7,
     "tokens": 8,
-    "sparks": 9,
-    "epoch": 10,
-    "title": 11,
+    "mfu": 9,
+    "sparks": 10,
+    "epoch": 11,
+    "title": 12,
 }
 
 
@@ -145,6 +147,7 @@ def measures(p: Progress) -> dict[str, str]:
         "norm": (p.grad_norm, lambda v: f"gn {number(v)}"),
         "samples": (p.samples_per_second, lambda v: rate(v, "samples")),
         "tokens": (p.tokens_per_second, lambda v: rate(v, "tok")),
+        "mfu": (p.mfu, lambda v: f"mfu {v:.1%}"),
         "memory": (p.memory_bytes, memory),
         "eta": (p.eta_seconds, lambda v: f"eta {clock(v)}"),
     }

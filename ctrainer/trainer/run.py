@@ -334,7 +334,7 @@ class TrainerRun(TrainerBase):
             checkpoint.load_trainer_state(self, resume_from_checkpoint)
             position = data.position(self, num_update_steps_per_epoch)
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
-        self.state.resumed_at = self._globalstep_last_logged = self.state.global_step
+        self._globalstep_last_logged = self.state.global_step
         self.state.resumed_from = resume_from_checkpoint or ""
         return position
 

@@ -168,8 +168,9 @@ AREAS = {
             "ctrainer/display/text.py":
                 "python/display/test_progress.py "
                 "python/display/test_terminal_runs.py",
-            "ctrainer/throughput.py":
-                "python/display/test_terminal_runs.py",
+            "ctrainer/throughput.py ctrainer/adapters/peak.py":
+                "python/display/test_terminal_runs.py "
+                "python/trainer/test_throughput.py",
             "ctrainer/adapters/profiler.py":
                 "python/callbacks/test_profiler.py",
             "ctrainer/memory_tracker.py":

@@ -96,6 +96,9 @@ class TestLiveLine:
         assert len(render(a_run(), width)) <= width
         assert len(render(a_run(evaluating=(3, 8)), width)) <= width
 
+    def test_mfu(self) -> None:
+        assert " 12.4k tok/s mfu 41.2% 1.9G " in render(a_run(mfu=0.4123), 200)
+
     def test_what_is_not_known_is_not_shown(self) -> None:
         assert render(Progress(step=3), 80) == "ctrainer 3"
         assert render(Progress(step=0, total=8), 24) == "ctrainer 0/8   0% ──────"
