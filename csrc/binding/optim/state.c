@@ -353,7 +353,9 @@ value_key(const ctpy_state *state, const value_list *list, size_t i)
 }
 
 /* Has state to be made? torch.optim.AdamW starts from an empty entry, torch.optim.SGD
- * from an entry without a buffer, or with None, as in its old state_dicts. */
+ * also from a buffer of None, as in its old state_dicts. A master copy may be all state
+ * so far. An entry with other names is another optimizer's, and raises when it is read.
+ */
 static int
 lacks_state(const ctpy_state *state, const optim_slot *slot, const value_list *list)
 {
@@ -365,7 +367,11 @@ lacks_state(const ctpy_state *state, const optim_slot *slot, const value_list *l
     }
     PyObject *name = value_key(state, list, 0);
     PyObject *value = PyDict_GetItemWithError(slot->state, name);
-    return PyErr_Occurred() ? -1 : value == NULL || Py_IsNone(value);
+    if (value != NULL || PyErr_Occurred()) {
+        return value == NULL ? -1 : Py_IsNone(value);
+    }
+    const int has_master = PyDict_Contains(slot->state, state->str_master_param);
+    return has_master < 0 ? -1 : PyDict_GET_SIZE(slot->state) == has_master;
 }
 
 /* state[param][name of values[i]] as slot->values[i]. */

@@ -454,6 +454,21 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"\['params'\]\[1\] has no 'exp_avg'"):
             opt.step()
 
+    @pytest.mark.parametrize("made", [optim.Lion, optim.SGD])
+    def test_state_under_other_names_is_not_passed_over(self, made: Any) -> None:
+        """As bitsandbytes names it: Lion and SGD would begin anew."""
+        options = {"momentum": 0.9} if made is optim.SGD else {}
+        params = parameters()
+        opt = made(params, lr=0.1, **options)
+        set_gradients(params, 0)
+        opt.step()
+        before = [param.detach().clone() for param in params]
+        for entry in opt.state.values():
+            entry["state1"] = entry.popitem()[1]
+        with pytest.raises(ValueError, match=r"\['params'\]\[0\] has no '"):
+            opt.step()
+        assert all(map(torch.equal, params, before))
+
     @pytest.mark.parametrize("place", range(len(SHAPES)))
     def test_a_gradient_that_cannot_be_read_changes_nothing(self, place: int) -> None:
         class Odd(Parameter):
