@@ -552,7 +552,8 @@ def where(trainer: TrainerRun) -> dict[str, Any]:
     loader = reader.loader
     length = len(loader) if has_length(loader) else None
     data = {**reader.state(), "length": length, "rows": step_rows(trainer)}
-    return {**trainer._resume_state, "data": data}
+    done = trainer._epoch_done
+    return {**trainer._resume_state, "data": data, "epoch_done": done}
 
 
 def load_own_state(trainer: TrainerRun, checkpoint: str) -> None:
@@ -592,7 +593,7 @@ def for_other_ranks(
         return {}
     seen = data["place"] * data["rows"]
     if 0 < (data["length"] or 0) <= data["place"]:
-        return resume  # at the end of an epoch
+        return resume | {"epoch_done": True}  # at the end of an epoch
     rows = step_rows(trainer)
     update = rows * trainer.args.gradient_accumulation_steps
     if seen % update:

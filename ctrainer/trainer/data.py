@@ -237,9 +237,12 @@ def position(trainer: TrainerRun, updates_per_epoch: int) -> tuple[int, int]:
     """Epoch and micro-batch that the loaded checkpoint stands at."""
     data = trainer._resume_state.get("data")
     if data is not None:
-        place = 0 if trainer.args.ignore_data_skip else int(data["place"])
-        done = 0 < (data.get("length") or 0) <= int(data["place"])
-        return (int(data["epoch"]) + 1, 0) if done else (int(data["epoch"]), place)
+        place, anew = int(data["place"]), trainer.args.ignore_data_skip
+        done = 0 < (data.get("length") or 0) <= place
+        if not anew:  # the save may have been before what an epoch's end does
+            done = trainer._resume_state.get("epoch_done", done)
+        place = 0 if anew or done else place
+        return int(data["epoch"]) + done, place
     epoch, updates = divmod(trainer.state.global_step, updates_per_epoch)
     skipped = 0 if trainer.args.ignore_data_skip else updates
     return epoch, skipped * trainer.args.gradient_accumulation_steps

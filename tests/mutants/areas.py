@@ -95,6 +95,7 @@ AREAS = {
                 "python/optim/test_trainer_average.py",
             "ctrainer/optim/_eight_bit.py":
                 "binding/optim/test_eight_bit.py",
+            binding("optim/torch_blas") + " "
             "ctrainer/optim/_adafactor.py ctrainer/optim/_composite.py "
             "ctrainer/optim/_muon.py":
                 "binding/optim/test_matrix_optimizers.py",

@@ -618,6 +618,8 @@ static int
 run_epoch(PyObject *op, ctpy_run *run)
 {
     ctpy_state *names = ctpy_state_borrow(op);
+    int stop = 0; /* in the middle of the epoch, where a longer run would continue */
+    ((Trainer *)op)->epoch_done = false;
     if (ctpy_trainer_fire(op, names->str_on_epoch_begin) < 0) {
         return -1;
     }
@@ -629,7 +631,11 @@ run_epoch(PyObject *op, ctpy_run *run)
         result = ctpy_drop_steal(
             ctpy_call_function("ctrainer.trainer.run", "no_batches", "(O)", op));
     }
-    if (result < 0 || ctpy_trainer_fire(op, names->str_on_epoch_end) < 0) {
+    if (result < 0 || flag(op, names->str_should_training_stop, &stop) < 0) {
+        return -1;
+    }
+    ((Trainer *)op)->epoch_done = !stop || run->micro_step >= run->steps_in_epoch;
+    if (ctpy_trainer_fire(op, names->str_on_epoch_end) < 0) {
         return -1;
     }
     return ranks_stop(op) ? 0 : do_what_is_due(op, run, Py_None);

@@ -36,12 +36,13 @@ def make(
     folder: Path, kind: str, workers: int, persistent: bool, **options: Any
 ) -> Given:
     """The workers are those of the evaluations, too."""
-    given = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, **options}
+    given = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1}
+    given |= {"eval_strategy": "steps", "eval_steps": 2, **options}
     args = arguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH, seed=11,
         per_device_eval_batch_size=BATCH, remove_unused_columns=False,
-        eval_strategy="steps", eval_steps=2, dataloader_num_workers=workers,
-        dataloader_persistent_workers=persistent, **given,
+        dataloader_num_workers=workers, dataloader_persistent_workers=persistent,
+        **given,
     )  # fmt: skip
     data = KINDS.get(kind, Mapped)()
     trainer = Given(Net(dropout=0.2), args, collate, Mapped(), data)
@@ -87,6 +88,38 @@ def test_a_run_resumed_around_an_evaluation_equals_one_that_was_not_interrupted(
         again = make(tmp_path / "b", kind, workers, persistent, save_strategy="no")
         again.train(str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert same(again, whole), step
+
+
+@pytest.mark.parametrize("by", ["steps", "epoch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_epochs_end_does_is_done_once(
+    tmp_path: Path, kind: str, by: str
+) -> None:
+    """Whether the checkpoint of its last update was saved before or after it. The loss
+    of torch's way to evaluate moves the generators of the order that follows."""
+    options = {"eval_strategy": "epoch", "dataloader_seed_by_place": False}
+    first = make(tmp_path / "whole", kind, 0, False, save_strategy=by, **options)
+    first.train()
+    assert [step for step, _ in logged(first, "eval_loss")][:1] == [6]
+    for step in (5, 6, 7) if by == "steps" else (6,):
+        torch.manual_seed(step)
+        again = make(tmp_path / "b", kind, 0, False, save_strategy="no", **options)
+        again.train(str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert same(again, first), step
+
+
+def test_an_epoch_that_training_ends_in_the_middle_is_gone_on_with(
+    tmp_path: Path,
+) -> None:
+    """max_steps ends it, its end saves, and a run of more steps trains on its rest."""
+    options = {"eval_strategy": "no", "save_strategy": "epoch"}
+    options["lr_scheduler_type"] = "constant"
+    whole = make(tmp_path / "whole", "map-style", 0, False, **options)
+    whole.train()
+    make(tmp_path / "a", "map-style", 0, False, max_steps=8, **options).train()
+    again = make(tmp_path / "b", "map-style", 0, False, **options)
+    again.train(str(tmp_path / "a" / "checkpoint-8"))
+    assert same(again, whole)
 
 
 def test_evaluations_draw_alike_and_leave_the_training_alone(tmp_path: Path) -> None:
