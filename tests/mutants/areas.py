@@ -248,6 +248,10 @@ AREAS = {
                 "python/optim/test_optimizer_in_trainer.py parity/test_clients.py",
             "ctrainer/runtime/notes.py":
                 "python/runtime/test_notes.py",
+            "ctrainer/runtime/stop.py":
+                "python/runtime/test_stop.py python/display/test_terminal_runs.py",
+            "ctrainer/_cuda.py":
+                "test_release.py",
             "ctrainer/trainer/base.py":
                 "binding/engine/test_gradient_metrics.py "
                 "binding/trainer/test_trainer_hooks.py "
