@@ -653,9 +653,5 @@ def _loss_of_history(state: TrainerState) -> dict[str, Any]:
         if "loss" in entry and "step" in entry:
             total += entry["loss"] * (entry["step"] - last)
             last = entry["step"]
-    unknown = state.global_step - last
-    return {
-        "total_loss": total,
-        "total_bad": unknown,
-        "window_start": state.global_step,
-    }
+    at = state.global_step
+    return {"total_loss": total, "total_bad": at - last, "window_start": at}

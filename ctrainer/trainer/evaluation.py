@@ -231,15 +231,19 @@ def evaluation_loop(
         loss_only = args.prediction_loss_only
         if prediction_loss_only is not None:
             loss_only = prediction_loss_only
+        # By default the copy of a batch overlaps with the next batch's forward.
+        steps = args.eval_accumulation_steps
         n_batches, n_seen, loss, loss_by_token = _run_batches(
             trainer,
             dataloader,
             _taker(trainer, model, loss_only, ignore_keys),
             sinks=sinks[:3],
-            max_waiting=_max_waiting(trainer),
+            max_waiting=0 if trainer._inputs_stay else int(steps or 1),
             keeps_values=not args.batch_eval_metrics or description == "Prediction",
             by_token=getattr(args, "eval_loss_by_token", False),
-            keep_losses=_losses(sinks[3]) if keeps_losses else None,
+            keep_losses=(lambda x, n: sinks[3].append(np.full(n, x, np.float32)))
+            if keeps_losses
+            else None,
             on_batch=by_batch if args.batch_eval_metrics else None,
         )
     if n_batches == 0:
@@ -374,15 +378,6 @@ def _arrays(sink: Any) -> Any:
     return (sink or None) if isinstance(sink, list) else sink.result()
 
 
-def _max_waiting(trainer: TrainerRun) -> int:
-    """How many batches may stay on the device: by default the one whose copy overlaps
-    with the next one's forward."""
-    if trainer._inputs_stay:
-        return 0
-    steps = trainer.args.eval_accumulation_steps
-    return 1 if steps is None else int(steps)
-
-
 def _repeated_after(loader: Any) -> int:
     """Rows after which a loader of accelerate repeats some, to be even; -1: never."""
     length = getattr(loader, "total_dataset_length", None)
@@ -405,11 +400,6 @@ def _main_input(trainer: TrainerRun) -> Callable[[Any], Any] | None:
         return trainer._prepare_input(inputs[name])
 
     return keep
-
-
-def _losses(sink: Any) -> Callable[[float, int], None]:
-    """Keeps the loss of a batch for each of its rows."""
-    return lambda loss, rows: sink.append(np.full(rows, loss, np.float32))
 
 
 class _MetricsByBatch:
