@@ -255,7 +255,7 @@ def check_lines(shown: Shown, kinds: list[str], steps: int, ranks: int = 1) -> N
     assert not shown.lines[-1], "the cursor is at the end of a line"
 
 
-@pytest.mark.parametrize("columns", [30, 80, 150])
+@pytest.mark.parametrize("columns", [30, 80, 150] if EXHAUSTIVE else [30, 80])
 @pytest.mark.parametrize("kind", WRITES)
 def test_what_is_written_goes_above_the_line(
     kind: str, columns: int, tmp_path: Path
@@ -281,7 +281,7 @@ def test_all_ways_to_write_at_once(environ: dict[str, str], tmp_path: Path) -> N
     assert len(logs) == 1  # and none of the others' lines before or behind it
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", "1"] if EXHAUSTIVE else ["1"])
 @pytest.mark.parametrize("kind", ["print", "log", "lines"])
 def test_what_several_ranks_write(kind: str, unbuffered: str, tmp_path: Path) -> None:
     options = {"writes": [kind], "args": {"max_steps": 12}}
