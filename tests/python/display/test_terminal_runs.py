@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from draws import EXHAUSTIVE
 from places import PYTHONPATH
 from ranks import free_port, torchrun
 
@@ -25,7 +26,7 @@ STEPS = {"eval_strategy": "steps", "eval_steps": 10}
 UNTIL_BEST = {**STEPS, "metric_for_best_model": "loss", "load_best_model_at_end": True}
 SAVES = {"save_strategy": "steps", "save_steps": 10}
 EPOCHS = {"max_steps": -1, "num_train_epochs": 3}
-EXHAUSTIVE = bool(os.environ.get("CTRAINER_EXHAUSTIVE"))
+
 
 # Of runs of 30 updates of 10 ms, each with what differs from that.
 RATES: dict[str, dict[str, Any]] = {
