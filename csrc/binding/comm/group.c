@@ -280,8 +280,9 @@ note(const python_comm *comm, const ct_request *request)
 static const ct_request *
 noted_at(const void *group, int rank)
 {
-    PyObject *bytes = PyList_GET_ITEM((PyObject *)group, rank);
-    return &((const noted *)(const void *)PyBytes_AS_STRING(bytes))->request;
+    const void *bytes = PyBytes_AS_STRING(PyList_GET_ITEM((PyObject *)group, rank));
+    const noted *n = bytes;
+    return &n->request;
 }
 
 static const char ctpy_compare_requests_doc[] =
