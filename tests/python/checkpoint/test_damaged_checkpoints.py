@@ -1,6 +1,6 @@
 """Damages of a checkpoint's files: the right result, or an error that names a file.
 
-Damages are drawn by tests/support/damages.py. Where a damage was signed (a manifest
+Damages are drawn by damages.py. Where a damage was signed (a manifest
 made of the damaged files) nothing tells it from a change that was wanted; it must not
 crash.
 """

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 from places import ROOT
+from screen import screen
 
 from ctrainer.display import html, progress, text
 from ctrainer.display.progress import ProgressCallback, choose_mode
@@ -364,24 +365,6 @@ def on_terminal(columns: int, *args: str, **changed: str) -> str:
     text = b"".join(chunks).decode()
     assert process.returncode == 0, text
     return text
-
-
-def screen(text: str) -> list[str]:
-    """Lines as a terminal shows them: carriage return, newline, erase to the end."""
-    lines, row, column = [""], 0, 0
-    for token in re.findall(r"\x1b\[\d*[A-Za-z]|.|\n|\r", text):
-        if token == "\r":
-            column = 0
-        elif token == "\n":
-            row += 1
-            lines.append("")
-        elif token == "\x1b[K":
-            lines[row] = lines[row][:column]
-        elif not token.startswith("\x1b"):
-            line = lines[row].ljust(column)
-            lines[row] = line[:column] + token + line[column + 1 :]
-            column += 1
-    return [line.rstrip() for line in lines]
 
 
 class TestTerminal:

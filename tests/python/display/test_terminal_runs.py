@@ -20,6 +20,7 @@ import pytest
 from draws import EXHAUSTIVE
 from places import PYTHONPATH
 from ranks import free_port, torchrun
+from screen import screen
 
 RUN = Path(__file__).resolve().parent / "terminal_run.py"
 STEPS = {"eval_strategy": "steps", "eval_steps": 10}
@@ -103,24 +104,6 @@ def environment(**changed: str) -> dict[str, str]:
 def counts(folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((folder / "report0.json").read_text())
     return report
-
-
-def screen(text: str) -> list[str]:
-    """Lines as a terminal shows them: carriage return, newline, erase to the end."""
-    lines, row, column = [""], 0, 0
-    for token in re.findall(r"\x1b\[\d*[A-Za-z]|.|\n|\r", text):
-        if token in ("\r", "\x1b[G"):
-            column = 0
-        elif token == "\n":
-            row += 1
-            lines.append("")
-        elif token == "\x1b[K":
-            lines[row] = lines[row][:column]
-        elif not token.startswith("\x1b"):
-            line = lines[row].ljust(column)
-            lines[row] = line[:column] + token + line[column + 1 :]
-            column += 1
-    return [line.rstrip() for line in lines]
 
 
 def frames(text: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Typical mistakes: their messages, word for word, and the rules that these follow.
 
-`python -m tests.support.mistakes` writes the messages anew, of torch 2.13 and
+`python -m tests.python.runtime.mistakes` writes the messages anew, of torch 2.13 and
 transformers 5.17, and prints the score.
 """
 

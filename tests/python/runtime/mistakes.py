@@ -4,7 +4,7 @@ A mistake is a function that makes one and does not catch what is raised. It is 
 with the argument, hook or file to be named, the value or type to be shown and, where
 the user's own code runs, the name of the function whose line has to be found.
 
-python -m tests.support.mistakes    prints the score, and writes the golden messages
+python -m tests.python.runtime.mistakes    the score; writes the golden messages
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-GOLDEN = Path(__file__).parents[1] / "python/runtime/mistakes.txt"
+GOLDEN = Path(__file__).with_suffix(".txt")
 HERE = Path(__file__).parent
 # What says what to do: an imperative, or what would be right.
 ADVICE = re.compile(
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = [str(HERE), str(HERE.parents[1] / "support")]
     import mistakes  # the module in which the others enter theirs
 
     mistakes.main()
