@@ -29,7 +29,7 @@ class SequentialSampler:
         return iter(range(len(self.dataset)))
 
 
-class SeededSampler(SequentialSampler):
+class SeededSampler(SequentialSampler, reading.SeededOrder):
     """A permutation, new for each epoch, that depends on seed and epoch alone."""
 
     def __init__(self, dataset: Any, seed: int) -> None:

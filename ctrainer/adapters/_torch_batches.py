@@ -15,6 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from ctrainer.adapters.reading import SeededOrder
 from ctrainer.arguments.accelerator import config_of
 
 _AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
@@ -28,7 +29,7 @@ class Seekable:
         raise NotImplementedError
 
 
-class _EpochSampler(Sampler[int], Seekable):
+class _EpochSampler(Sampler[int], Seekable, SeededOrder):
     """An order of num_samples rows that follows from a seed and the epoch."""
 
     def __init__(self, dataset: Any, seed: int, num_samples: int) -> None:

@@ -219,6 +219,24 @@ def set_epoch(loader: Any, epoch: int) -> None:
             announce(epoch)
 
 
+class SeededOrder:
+    """A sampler of ours: its order follows from its seed and the epoch."""
+
+    seed: int
+
+
+def seeded_order(loader: Any) -> SeededOrder | None:
+    """The sampler of the loader, or of the one whose batches it sends to the ranks, if
+    it is a SeededOrder."""
+    loader = getattr(loader, "loader", loader)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for part in (loader, batch_sampler):
+        sampler = getattr(part, "sampler", None)
+        if isinstance(sampler, SeededOrder):
+            return sampler
+    return None
+
+
 def has_state(part: Any) -> bool:
     """Does it say where it is, and go there: state_dict() and load_state_dict()?
 

@@ -163,12 +163,15 @@ PLACE = Kind(
 )
 
 # "resume" of OWN_STATE, out of from_json(): where the run stands.
+_SEED = whole(-1 << 63, 1 << 64)
+
 POSITION: dict[str, Kind] = {
     "epoch": whole(),
     "micro_step": whole(),
     "epoch_done": FLAG,
     "epoch_rng": mapping(),
     "data": PLACE,
+    "seeds": fields({"seed": _SEED, "order": none_or(_SEED)}),
 }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ctrainer import _C
+from ctrainer.adapters.reading import seeded_order
 from ctrainer.checkpoint.files import naming
 from ctrainer.introspect import base_model, named
 from ctrainer.runtime.hooks import takes_positional
@@ -258,6 +259,7 @@ def epoch_iterator(trainer: TrainerRun, run: _C.Run) -> Any:
     """
     loader, epoch = run.loader, run.epoch
     skip, checkpoint = run.micro_step, run.checkpoint
+    keep_seeds(trainer, loader)
     began = trainer._resume_state.get("epoch_rng") if checkpoint and skip else None
     if began is not None:
         assert checkpoint is not None
@@ -279,6 +281,39 @@ def epoch_iterator(trainer: TrainerRun, run: _C.Run) -> Any:
     return iterator
 
 
+def resume_seed(trainer: TrainerRun) -> None:
+    """Keep the seeds of the checkpoint's data, unless its place is not kept either."""
+    if trainer.args.ignore_data_skip:
+        trainer._resume_state.pop("seeds", None)
+    own = own_seed(trainer)
+    resumed = (trainer._resume_state.get("seeds") or {}).get("seed", own)
+    if resumed != own:
+        logger.warning(
+            "Resuming: the checkpoint's run took seed %d for its data, and the "
+            "arguments of this run say %d. The order of the rows, and the numbers that "
+            "they draw, continue with seed %d; ignore_data_skip=True takes seed %d.",
+            resumed, own, resumed, own,
+        )  # fmt: skip
+
+
+def keep_seeds(trainer: TrainerRun, loader: Any) -> None:
+    """Give the loader's order the seed that a resumed run had, and note the seeds for
+    checkpoints."""
+    seeds, order = trainer._resume_state.get("seeds") or {}, seeded_order(loader)
+    if order is not None and seeds.get("order") is not None:
+        order.seed = seeds["order"]
+    trainer._resume_state["seeds"] = {
+        "seed": seeds.get("seed", own_seed(trainer)),
+        "order": None if order is None else order.seed,
+    }
+
+
+def own_seed(trainer: TrainerRun) -> int:
+    """The seed of the data that the arguments ask for."""
+    args = trainer.args
+    return int(args.seed if args.data_seed is None else args.data_seed)
+
+
 def pass_epoch_before(trainer: TrainerRun, loader: Any, epoch: int) -> None:
     """Let the loader's own generators go where the epoch that the checkpoint ends
     has left them; no row is read."""
@@ -297,10 +332,10 @@ def reader_of(trainer: TrainerRun, loader: Any) -> Any:
 def make_reader(trainer: TrainerRun, loader: Any) -> Any:
     """What reads epochs of the loader, with the draws that
     dataloader_seed_by_place asks for."""
-    args = trainer.args
     seed: int | None = None
-    if getattr(args, "dataloader_seed_by_place", True):
-        seed = int(args.seed if args.data_seed is None else args.data_seed)
+    if getattr(trainer.args, "dataloader_seed_by_place", True):
+        resumed = trainer._resume_state.get("seeds") or {}
+        seed = resumed.get("seed", own_seed(trainer))
     group = trainer._communicator
     return trainer._adapter.reader(loader, seed, group.rank, group.world_size)
 

@@ -332,6 +332,7 @@ class TrainerRun(TrainerBase):
         position = (0, 0)
         if resume_from_checkpoint is not None:
             checkpoint.load_trainer_state(self, resume_from_checkpoint)
+            data.resume_seed(self)
             position = data.position(self, num_update_steps_per_epoch)
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
         self._globalstep_last_logged = self.state.global_step

@@ -1,4 +1,4 @@
-"""Runs on 2 ranks that are resumed in the middle of an epoch."""
+"""Runs on 2 ranks that are resumed in the middle of an epoch, with another seed."""
 
 from data_kinds import DATA, collate
 from programs.run import folder, options, tell
@@ -7,7 +7,7 @@ from tiny import Net, arguments
 import ctrainer
 
 
-def make(kind, name, dispatch, workers=0, **options):
+def make(kind, name, dispatch, workers=0, seed=11):
     even = kind != "datasets"  # whose shards differ in length
     args = arguments(
         output_dir=f"{folder}/{name}",
@@ -15,12 +15,15 @@ def make(kind, name, dispatch, workers=0, **options):
         max_steps=7,
         save_strategy="steps",
         save_steps=1,
-        seed=11,
+        seed=seed,
         remove_unused_columns=False,
-        accelerator_config={"dispatch_batches": dispatch, "even_batches": even},
+        accelerator_config={
+            "dispatch_batches": dispatch,
+            "even_batches": even,
+            "use_seedable_sampler": workers == 0,
+        },
         ddp_timeout=60,
         dataloader_num_workers=workers,
-        **options,
     )
     trainer = ctrainer.Trainer(Net(dropout=0.2), args, collate, DATA[kind]())
     trainer.remove_callback(ctrainer.PrinterCallback)
@@ -40,7 +43,7 @@ for number, (kind, dispatch, workers) in enumerate(options["cases"]):
     whole = make(kind, number, dispatch, workers)
     whole.train()
     for step in options["steps"]:
-        again = make(kind, f"{number}-{step}", dispatch, workers)
+        again = make(kind, f"{number}-{step}", dispatch, workers, 12)
         again.args.save_strategy = ctrainer.enums.SaveStrategy.NO
         again.train(f"{folder}/{number}/checkpoint-{step}")
         same = [losses(again) == losses(whole), weights(again) == weights(whole)]

@@ -63,9 +63,12 @@ def make(
     name, data = LOADERS.get(kind, ("", DATA.get(kind)))
     assert data is not None
     dataset = data()
-    given = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, **options}
+    given = {
+        "max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "seed": 11,
+        **options,
+    }  # fmt: skip
     args = arguments(
-        output_dir=str(folder), per_device_train_batch_size=BATCH, seed=11,
+        output_dir=str(folder), per_device_train_batch_size=BATCH,
         remove_unused_columns=False, dataloader_num_workers=workers,
         dataloader_persistent_workers=persistent, **given,
     )  # fmt: skip
@@ -124,6 +127,33 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
         steps = [3 + sum(map(ord, kind)) % 3, 9][:some]
         steps += [6] if kind in LOADERS else []  # the end of an epoch
     check(tmp_path, steps, kind=kind, workers=workers, persistent=persistent)
+
+
+@pytest.mark.parametrize("seedable", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["map-style", "stream"])
+def test_another_seed_changes_nothing_of_a_run_that_resumes(
+    tmp_path: Path, kind: str, workers: int, seedable: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    given: Any = {
+        "kind": kind, "workers": workers, "persistent": False,
+        "accelerator_config": {"use_seedable_sampler": seedable},
+    }  # fmt: skip
+    whole = make(tmp_path / "whole", **given)
+    whole.train()
+    for step in (3, 6, 8):  # 6: the end of an epoch
+        again = make(tmp_path / f"{step}", **given, seed=12)
+        again.train(str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert losses(again) == losses(whole), step
+        assert "took seed 11 for its data, and the" in caplog.text
+    twice = make(tmp_path / "twice", **given, data_seed=4)
+    twice.train(str(tmp_path / "8" / "checkpoint-12"))
+    assert losses(twice) == losses(whole)
+    anew = make(tmp_path / "anew", **given, seed=12, ignore_data_skip=True)
+    anew.train(str(tmp_path / "whole" / "checkpoint-6"))
+    assert losses(anew)[:6] == losses(whole)[:6]
+    assert losses(anew)[6:] != losses(whole)[6:]
 
 
 def test_rows_of_unequal_length_grouped_by_it(tmp_path: Path) -> None:
