@@ -545,7 +545,8 @@ AREAS = {
             "ctrainer/trainer/data.py":
                 "python/trainer/test_any_batch.py "
                 "python/arguments/test_arguments_in_runs.py "
-                "python/data/test_data_resume.py",
+                "python/data/test_data_resume.py "
+                "python/data/test_data_resume_ranks.py",
             "ctrainer/adapters/_numpy_batches.py":
                 "python/data/test_batch_shard.py "
                 "python/trainer/test_numpy_adapter.py",
@@ -630,6 +631,7 @@ AREAS = {
                 "python/fairseq/test_fairseq_replay.py",
             "ctrainer/fairseq/_trainer_checkpoint.py":
                 "python/fairseq/test_fairseq_checkpoints.py "
+                "python/fairseq/test_fairseq_save_async.py "
                 "python/fairseq/test_fairseq_replay.py "
                 "python/fairseq/test_fairseq_sharding.py "
                 "python/fairseq/test_fairseq_trainer.py "

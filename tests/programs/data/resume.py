@@ -38,14 +38,21 @@ def weights(trainer):
     return [float(p.double().sum()) for p in trainer.model.state_dict().values()]
 
 
-found = {}
+found, seen = {}, []
 for number, (kind, dispatch, workers) in enumerate(options["cases"]):
-    whole = make(kind, number, dispatch, workers)
+    whole, batches = make(kind, number, dispatch, workers), []
+    whole.model.register_forward_pre_hook(
+        lambda module, args, kwargs, batches=batches: batches.append(
+            kwargs["x"].double().sum(1).tolist()
+        ),
+        with_kwargs=True,
+    )
     whole.train()
+    seen.append(batches)
     for step in options["steps"]:
         again = make(kind, f"{number}-{step}", dispatch, workers, 12)
         again.args.save_strategy = ctrainer.enums.SaveStrategy.NO
         again.train(f"{folder}/{number}/checkpoint-{step}")
         same = [losses(again) == losses(whole), weights(again) == weights(whole)]
         found[f"{kind}, {dispatch}, {workers}, from {step}"] = same
-tell(found)
+tell({"same": found, "seen": seen})

@@ -14,8 +14,8 @@ from tiny import Net, arguments
 import ctrainer
 
 SOME = [
-    ("map-style", False, 2), ("map-style", True, 0), ("stream", False, 0),
-    ("stream with a state", True, 0), ("datasets", False, 0),
+    ("map-style", False, 0), ("map-style", False, 2), ("map-style", True, 0),
+    ("stream", False, 0), ("stream with a state", True, 0), ("datasets", False, 0),
 ]  # fmt: skip
 EVERY = [
     (kind, dispatch, workers)
@@ -25,21 +25,25 @@ EVERY = [
 ]
 
 
-def resume_in_ranks(folder: Path, cases: Any, steps: list[int]) -> None:
-    for rank in told(run(folder, "data.resume", cases=cases, steps=steps)):
-        assert len(rank) == len(cases) * len(steps)
-        assert {name: same for name, same in rank.items() if same != [True, True]} == {}
+def resume_in_ranks(folder: Path, cases: Any, steps: list[int]) -> list[Any]:
+    """Per rank and case what the model saw of each batch: the sum of each row."""
+    ranks = told(run(folder, "data.resume", cases=cases, steps=steps))
+    for rank in ranks:
+        same = rank["same"]
+        assert len(same) == len(cases) * len(steps)
+        assert {name: s for name, s in same.items() if s != [True, True]} == {}
+    return [rank["seen"] for rank in ranks]
 
 
 def test_two_ranks_resume_with_the_batches_that_follow(tmp_path: Path) -> None:
-    resume_in_ranks(tmp_path, SOME, [5])
+    seen = resume_in_ranks(tmp_path, SOME, [5])
     # 5 steps of 2 ranks have seen 20 of the 22 rows.
     saved = str(tmp_path / "0" / "checkpoint-5")
 
-    def alone(rows: int) -> Any:
+    def alone(rows: int, steps: int = 6) -> Any:
         args = arguments(
             output_dir=str(tmp_path / "alone"), per_device_train_batch_size=rows,
-            max_steps=6, seed=11, remove_unused_columns=False,
+            max_steps=steps, seed=11, remove_unused_columns=False,
         )  # fmt: skip
         trainer = ctrainer.Trainer(Net(), args, collate, Mapped())
         trainer.remove_callback(ctrainer.PrinterCallback)
@@ -54,6 +58,18 @@ def test_two_ranks_resume_with_the_batches_that_follow(tmp_path: Path) -> None:
     assert found == [2]
     with pytest.raises(ValueError, match="after 20 rows of the epoch"):
         alone(3).train(saved)
+    # Batches are drawn by their number among those of all ranks.
+    of_one: list[Any] = []
+    trainer = alone(2, steps=10)
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: of_one.append(
+            kwargs["x"].double().sum(1).tolist()
+        ),
+        with_kwargs=True,
+    )
+    trainer.train()
+    in_turns = zip(*(rank[0][:5] for rank in seen), strict=True)
+    assert of_one == [batch for step in in_turns for batch in step]
 
 
 @pytest.mark.exhaustive
