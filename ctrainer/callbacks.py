@@ -64,27 +64,22 @@ class TrainerCallback:
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> Result:
-        """Training begins."""
-
-    def on_train_end(
-        self, args: Any, state: Any, control: Any, **kwargs: Any
-    ) -> Result:
-        """Training has ended."""
+        """train() begins, before its first epoch."""
 
     def on_epoch_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> Result:
         """An epoch begins."""
 
-    def on_epoch_end(
-        self, args: Any, state: Any, control: Any, **kwargs: Any
-    ) -> Result:
-        """An epoch has ended."""
-
     def on_step_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> Result:
         """An update begins, before its first micro-batch."""
+
+    def on_substep_end(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> Result:
+        """A micro-batch of an update, other than its last, is done."""
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, **kwargs: Any
@@ -94,38 +89,43 @@ class TrainerCallback:
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> Result:
-        """The optimizer has run; gradients are not yet dropped."""
-
-    def on_substep_end(
-        self, args: Any, state: Any, control: Any, **kwargs: Any
-    ) -> Result:
-        """A micro-batch other than the last of an update is done."""
+        """The optimizer has run; the gradients are still there."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Result:
-        """An update is done and counted."""
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Result:
-        """An evaluation is done; `metrics` has its results."""
-
-    def on_predict(
-        self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any
-    ) -> Result:
-        """A prediction is done.
-
-        Args:
-            metrics (dict): Its results by name.
-        """
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Result:
-        """A checkpoint has been taken."""
+        """An update is counted; on_log, on_evaluate and on_save follow where due."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Result:
         """Numbers have been logged; `logs` has them."""
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Result:
+        """An evaluation is done; `metrics` has its results."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Result:
+        """A checkpoint has been taken."""
+
+    def on_epoch_end(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> Result:
+        """An epoch has ended; on_log, on_evaluate and on_save follow where due."""
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> Result:
+        """train() ends, after its last epoch."""
+
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> Result:
-        """A batch has been evaluated or predicted."""
+        """A batch of an evaluation or a prediction is done."""
+
+    def on_predict(
+        self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any
+    ) -> Result:
+        """predict() is done.
+
+        Args:
+            metrics (dict): Its results by name.
+        """
 
     def on_push_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any

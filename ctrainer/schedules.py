@@ -40,6 +40,24 @@ def get_scheduler(
         scheduler_specific_kwargs (Mapping[str, Any] | None, default None): That
             schedule's options under transformers' names; None: none.
 
+    Args of scheduler_specific_kwargs:
+        num_cycles (float): Periods of the cosine: by default 0.5, which falls to 0
+            once, and 1 with restarts.
+        power (float): Exponent of the polynomial.
+        lr_end (float): The polynomial's last learning rate, below the base.
+        timescale (float): n updates after the warm-up the learning rate is the base
+            times sqrt(timescale / (timescale + n)); by default the warm-up, or 10,000.
+        min_lr (float): The least learning rate; this or min_lr_rate is needed.
+        min_lr_rate (float): The same as a fraction of the base.
+        warmup_lr_rate (float): The fraction of the base that the warm-up begins with;
+            by default 1 / num_warmup_steps.
+        num_stable_steps (int): Updates between the warm-up and the decay; by default
+            the rest of the run.
+        num_decay_steps (int): Updates of the decay.
+        warmup_type (str): The form of the warm-up: "linear", "cosine" or "1-sqrt".
+        decay_type (str): That of the decay.
+        min_lr_ratio (float): The fraction of the base at both ends.
+
     Returns:
         An LRScheduler, or the class of torch or transformers named above.
 

@@ -1,10 +1,12 @@
-"""Writes the tables of the reference pages from docstrings and the command line.
+"""Writes the tables of the reference pages from docstrings and tables of the code.
 
 python docs/make_tables.py            rewrites the tables
 python docs/make_tables.py --check    exits 1 when one is not current
 
 A table stands between `<!-- table: KIND NAME -->` and `<!-- table: end -->`. KIND is
-`arguments` of a class or a method, `methods` of a class, or `commands` of a module.
+`arguments` of a class or a method, `methods` of a class, `commands` of a module,
+`options` of a table for argparse, `events` of the class of callbacks, `schedules` of
+the function that makes them, or `optimizers` and `optimizer_names` of a module.
 """
 
 import importlib
@@ -12,11 +14,18 @@ import inspect
 import pkgutil
 import re
 import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-PAGES = sorted(Path(__file__).parent.rglob("*.md"))
+import torch
+
+DOCS = Path(__file__).parent
+CSRC = DOCS.parent / "csrc"
+PAGES = sorted(DOCS.rglob("*.md"))
 TABLE = re.compile(r"(<!-- table: (\w+) ([\w.]+) -->\n).*?(<!-- table: end -->)", re.S)
+WITHOUT_EFFECT = ("params", "foreach", "fused", "capturable", "differentiable")
 ENTRY = re.compile(r"([\w*, ]+) \((.*?)(?:, default (.*?))?\): (.*)")
 
 
@@ -31,16 +40,28 @@ def made(head: str, rows: list[tuple[str, ...]]) -> str:
     return "\n".join([head, "|" + " --- |" * len(rows[0]), *lines, ""])
 
 
-def arguments(name: str) -> str:
+def summary(value: Any) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+
+
+def quoted(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def arguments(
+    name: str, head: str = "Args", defaults: Mapping[str, str] | None = None
+) -> str:
     """A row for each entry of its Args: name, default, type and meaning."""
     text = inspect.getdoc(found(name)) or ""
-    entries = re.findall(r"^    \S.*(?:\n {8}.*)*", _section(text, "Args"), re.M)
+    entries = re.findall(r"^    \S.*(?:\n {8}.*)*", _section(text, head), re.M)
     rows = []
     for entry in entries:
         parts = ENTRY.fullmatch(" ".join(entry.split()))
         assert parts is not None, f"{name}: {entry}"
         names, kind, default, meaning = parts.groups()
-        words = ", ".join(f"`{word}`" for word in names.split(", "))
+        default = default or (defaults or {}).get(names)
+        words = quoted(names.split(", "))
         rows.append((words, f"`{default}`" if default else "", f"`{kind}`", meaning))
     return made("| argument | default | type | meaning |", rows)
 
@@ -55,8 +76,7 @@ def methods(name: str) -> str:
     for member, value in vars(found(name)).items():
         plain = getattr(value, "__func__", value)
         if member[0] != "_" and inspect.isroutine(plain):
-            does = (inspect.getdoc(plain) or "").partition("\n\n")[0]
-            rows.append((f"`{member}{_call(plain)}`", " ".join(does.split())))
+            rows.append((f"`{member}{_call(plain)}`", summary(plain)))
     return made("| method | what it does |", sorted(rows))
 
 
@@ -74,7 +94,121 @@ def commands(name: str) -> str:
     return made("| command | what it does |", rows)
 
 
-KINDS = {"arguments": arguments, "methods": methods, "commands": commands}
+def options(name: str) -> str:
+    """A row for each option of a table of names and keywords of add_argument()."""
+    rows = []
+    for names, details in found(name):
+        default = f"`{details['default']}`" if "default" in details else ""
+        rows.append((quoted(names), default, details["help"]))
+    return made("| option | default | meaning |", rows)
+
+
+def events(name: str) -> str:
+    """A row for each line of events.def, with what the method of the class says."""
+    lines = (CSRC / "binding/callbacks/events.def").read_text()
+    rows = []
+    for event, *rest in re.findall(r"^\w+\((on_\w+), (.*?), (.*)\)", lines, re.M):
+        passed, lowered = (quoted(re.findall(r"NAME\((\w+)\)", part)) for part in rest)
+        does = summary(getattr(found(name), event))
+        rows.append((f"`{event}`", does, passed, lowered))
+    return made("| event | when | passes | sets to False before |", rows)
+
+
+def schedules(name: str) -> str:
+    """A row for each schedule of schedule.c, then one for each of their options, which
+    the docstring describes."""
+    text = (CSRC / "core/schedule/schedule.c").read_text()
+    table = re.findall(r'\[(\w+)\] = \w+\("(\w+)", .*?(\S+)\),\n', text)
+    shapes = re.search(r"shapes\[\] = \{(.*), NULL\}", text)
+    assert shapes is not None
+    words = re.findall(r"^    (SHAPE_\w+)", text, re.M)
+    values = {"CT_NONE": "", **dict(zip(words, shapes[1].split(", "), strict=True))}
+    defaults = {option: values.get(value, value) for _, option, value in table}
+    sets = {slot: {option} for slot, option, _ in table}
+
+    def members(bits: str) -> set[str]:
+        words = re.findall(r"\w+", bits)
+        return set().union(*(sets[word] for word in words if word in sets))
+
+    for word, bits in re.findall(r"^    ([A-Z]+) = ([^,}]*CT_BIT[^,}]*)", text, re.M):
+        sets[word] = members(bits)
+    rows = []
+    for kind, *bits in re.findall(r'CT_KIND\("(\w+)", ([^,]+),\s([^,]+),', text):
+        takes, needs = (members(part) - {"lr_init"} for part in bits)
+        needed = quoted(option for option in defaults if option in needs)
+        others = quoted(option for option in defaults if option in takes - needs)
+        rows.append((f"`{kind}`", needed, others))
+    meanings = arguments(name, "Args of scheduler_specific_kwargs", defaults)
+    known = re.findall(r"`(\w+)`", re.sub(r" \|.*", "", meanings[1:]))
+    counts = {"num_warmup_steps", "num_training_steps", "lr_init"}
+    assert set(known) == defaults.keys() - counts, known
+    return made("| schedule | needs | other options |", rows) + "\n" + meanings
+
+
+def optimizers(name: str) -> str:
+    """A row for each optimizer of the module; its state is that after a step."""
+    rows = []
+    for cls in map(vars(found(name)).get, found(name).__all__):
+        is_one = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+        own = inspect.signature(cls).parameters if is_one else {}
+        if "params" in own:
+            taken = [p for p in own.values() if p.name not in WITHOUT_EFFECT]
+            taken = [p for p in taken if p.kind is not p.VAR_KEYWORD]
+            bare = quoted(str(p.replace(annotation=p.empty)) for p in taken)
+            source = re.search(r"^Source: ((.+\n)*.+)", inspect.getdoc(cls) or "", re.M)
+            cited = " ".join(source[1].split()) if source else ""
+            about = (summary(cls), bare, _state(cls, taken), cited)
+            rows.append((f"`{cls.__name__}`", *about))
+    return made("| class | what it is | arguments | `state[p]` | source |", rows)
+
+
+def _state(cls: Any, taken: list[inspect.Parameter]) -> str:
+    """The keys of a matrix's state, and those that an option alone brings."""
+    needed = {p.name: 1e-3 for p in taken if p.default is p.empty}
+    keys = _keys(cls, needed)
+    parts = [quoted(keys)] if keys else []
+    for option in taken:
+        if option.default in (0, None):
+            chosen = {option.name: option.default is False or 0.5}
+            try:
+                more = [k for k in _keys(cls, needed | chosen) if k not in keys]
+            except (TypeError, ValueError):  # the option needs another one
+                continue
+            parts += [f"{quoted(more)} with `{option.name}`"] if more else []
+    return ", ".join(parts)
+
+
+def _keys(cls: Any, options: dict[str, float]) -> list[str]:
+    weight = torch.nn.Parameter(torch.ones(64, 64))  # large enough for 8-bit state
+    weight.grad = torch.ones(64, 64)
+    optimizer = cls([weight], **options)
+    getattr(optimizer, "train", bool)()  # of those without a schedule
+    optimizer.step()
+    return list(optimizer.state[weight])
+
+
+def optimizer_names(name: str) -> str:
+    """A row for each class, then for each package, with the values of `optim`."""
+    makers = defaultdict(list)
+    for word, recipe in found(name).RECIPES.items():
+        makers[f"`{recipe.cls}`"].append(word)
+    for word, package in found(name).PACKAGES.items():
+        why = f"rejected: {package.reason}" if package.reason else ""
+        makers[why or f"of the package `{package.name}`"].append(word)
+    rows = [(quoted(words), maker) for maker, words in makers.items()]
+    return made("| `optim` | class |", rows)
+
+
+KINDS = {
+    "arguments": arguments,
+    "methods": methods,
+    "commands": commands,
+    "options": options,
+    "events": events,
+    "schedules": schedules,
+    "optimizers": optimizers,
+    "optimizer_names": optimizer_names,
+}
 
 
 def current(text: str) -> str:

@@ -50,7 +50,7 @@ class DataParallel(ModuleShown):
         communicator (_C.Communicator | None, default None): The ranks; None:
             comm.world().
         bucket_cap_mb (float | None, default None): The size of a bucket in MiB; None:
-            25.
+            25. The first bucket of each dtype has 1 MiB.
         find_unused_parameters (bool, default False): Parameters without a gradient
             count as zeros rather than being an error.
         static_graph (bool, default False): The same parameters get gradients as often
@@ -61,7 +61,7 @@ class DataParallel(ModuleShown):
             forward pass.
         init_sync (bool, default True): Rank 0's parameters and buffers for all, after a
             check that all have the same names, shapes and dtypes.
-        comm_hook (default None): As in register_comm_hook.
+        comm_hook (Any, default None): As in register_comm_hook; None: no hook.
 
     Raises:
         ValueError: the ranks' modules differ, or nothing is to be trained.

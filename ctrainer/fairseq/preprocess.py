@@ -22,18 +22,20 @@ logger = logging.getLogger(__name__)
 _OPTIONS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("-s", "--source-lang"), {"help": "Language of the source."}),
     (("-t", "--target-lang"), {"help": "Language of the target."}),
-    (("--trainpref",), {"help": "Training text, without its .LANG."}),
-    (("--validpref",), {"help": "Validation texts, separated by commas."}),
-    (("--testpref",), {"help": "Test texts, separated by commas."}),
+    (("--trainpref",), {"help": "Training text, a sentence a line, without its "
+     ".LANG."}),
+    (("--validpref",), {"help": "Validation texts, separated by commas: valid, "
+     "valid1 and so on."}),
+    (("--testpref",), {"help": "Test texts, likewise."}),
     (("--destdir",), {"default": "data-bin", "help": "Folder of what is written."}),
     (("--thresholdsrc",), {"type": int, "default": 0, "help": "Words of the source "
-     "seen less often become <unk>."}),
+     "seen less often count as unknown."}),
     (("--thresholdtgt",), {"type": int, "default": 0, "help": "The same of the "
      "target."}),
     (("--nwordssrc",), {"type": int, "default": -1, "help": "Words of the source's "
-     "dictionary at most."}),
-    (("--nwordstgt",), {"type": int, "default": -1, "help": "Words of the target's "
-     "dictionary at most."}),
+     "dictionary at most, special words included; -1: all."}),
+    (("--nwordstgt",), {"type": int, "default": -1, "help": "The same of the "
+     "target's."}),
     (("--srcdict",), {"help": "A dictionary to use for the source."}),
     (("--tgtdict",), {"help": "A dictionary to use for the target."}),
     (("--joined-dictionary",), {"action": "store_true", "help": "One dictionary for "

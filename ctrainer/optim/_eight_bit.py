@@ -38,15 +38,15 @@ def dynamic_map(signed: bool) -> torch.Tensor:
 class EightBit(TypedDict, total=False):
     """Options that every optimizer with 8-bit state has.
 
-    optim_bits: int = 8
-        32 keeps a group's state in float32. May differ by group.
-    min_8bit_size: int = 4096
-        Parameters with fewer elements have state of float32. May differ by group.
-    keep_32bit: parameters = ()
-        These have state of float32 too, whatever their group says: embeddings, whose
-        gradients differ in size from row to row.
-    maximize: bool = False
-        Step up the gradient.
+    Args:
+        optim_bits (int, default 8): 32 keeps a group's state in float32. May differ by
+            group.
+        min_8bit_size (int, default 4096): Parameters with fewer elements have state of
+            float32. May differ by group.
+        keep_32bit (Iterable[torch.Tensor], default ()): These have state of float32
+            too, whatever their group says: embeddings, whose gradients differ in size
+            from row to row. A Trainer passes the weights of all nn.Embedding.
+        maximize (bool, default False): Step up the gradient.
 
     And those of Precision, but for fp32_state.
     """

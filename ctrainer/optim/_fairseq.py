@@ -108,7 +108,8 @@ class FairseqNAG(_Fairseq):
         precision (Unpack[Precision]): As for all optimizers, see Precision; here
             fp32_state is True by default.
 
-    Source: fairseq, optim/nag.py, class NAG.
+    Source: fairseq, optim/nag.py, class NAG; Bengio, Boulanger-Lewandowski and Pascanu,
+    "Advances in Optimizing Recurrent Networks", 2013, equations 6 and 7.
     """
 
     _kind = "nag"
