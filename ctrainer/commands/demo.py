@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
     homes = (package / "examples", package.parent / "examples")
     sys.path[:0] = [str(home) for home in homes if home.is_dir()]
     try:
-        demo = import_module("code_search")
+        import_module("code_search").main(arguments, "ctrainer demo")
     except ModuleNotFoundError as error:
         print(
             f"ctrainer demo: the package {error.name} is not installed; "
@@ -25,5 +25,4 @@ def main(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    demo.main(arguments, "ctrainer demo")
     return 0

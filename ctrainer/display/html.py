@@ -19,7 +19,7 @@ from ctrainer.display.text import (
 
 Points = Sequence[tuple[float, float]]
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 170, 48, 14, 18, 20
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 170, 48, 24, 18, 20
 MAX_POINTS = 400
 _MOST_TICKS = 8
 COLORS = {"train": "#4c78a8", "eval": "#e45756"}
@@ -92,7 +92,7 @@ def _axes(frame: _Frame) -> list[str]:
     base, text = HEIGHT - BOTTOM, "fill='currentColor'"
     line = "stroke='currentColor' opacity"
     drawn = [
-        f"<text x='{LEFT - 4}' y='{HEIGHT - 4}' text-anchor='end' {text}>step</text>"
+        f"<text x='0' y='{HEIGHT - 4}' {text}>step</text>"  # left of the first number
     ]
     for value in ticks(frame.low, frame.high):
         y = frame.y(value)
@@ -107,8 +107,8 @@ def _axes(frame: _Frame) -> list[str]:
         drawn += [
             f"<line x1='{x:.1f}' y1='{base}' x2='{x:.1f}' y2='{base + 3}' "
             f"{line}='.35'/>",
-            f"<text x='{x:.1f}' y='{HEIGHT - 4}' text-anchor='middle' {text}>{value:g}"
-            "</text>",
+            f"<text x='{x:.1f}' y='{HEIGHT - 4}' text-anchor='middle' {text}>"
+            f"{value:.0f}</text>",
         ]
     return [
         *drawn,

@@ -42,7 +42,8 @@ class Line:
             columns = os.get_terminal_size(self.stream.fileno()).columns
         except (OSError, ValueError):
             columns = int(os.environ.get("COLUMNS", "80"))
-        return (columns or 80) - 1  # the last column would wrap on some terminals
+        # The last column would wrap on some terminals, and the ^C of a Ctrl-C has two.
+        return (columns or 80) - 3
 
     def text(self, progress: Progress) -> str:
         return render(

