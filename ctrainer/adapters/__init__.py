@@ -15,10 +15,13 @@ def for_model(model: Any) -> ModuleType:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
         return import_module("ctrainer.adapters.torch")
-    if callable(getattr(model, "parameters", None)):
+    is_class = isinstance(model, type)
+    if callable(getattr(model, "parameters", None)) and not is_class:
         return import_module("ctrainer.adapters.numpy")
+    name = (model if is_class else type(model)).__name__
+    given = f"the class {name} (pass model={name}(...))" if is_class else f"a {name}"
     raise TypeError(
-        f"cannot train a {type(model).__name__}: expected a torch.nn.Module, or an "
+        f"cannot train {given}: expected a torch.nn.Module, or an "
         "object with parameters() whose call returns a loss with backward()"
     )
 

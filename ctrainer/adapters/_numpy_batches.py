@@ -144,7 +144,7 @@ def default_collator(features: list[Any]) -> dict[str, Any]:
     `label` and `label_ids` become `labels`: int64, or float32 for floats. Strings and
     None are left out.
     """
-    rows = [f if isinstance(f, Mapping) else vars(f) for f in features]
+    rows = reading.rows_by_name(features)
     first, batch = rows[0], {}
     for name, value in first.items():
         if value is None or isinstance(value, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ctrainer.adapters.reading import SeededOrder
+from ctrainer.adapters.reading import SeededOrder, rows_by_name
 from ctrainer.arguments.accelerator import config_of
 
 _AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
@@ -186,13 +186,7 @@ def default_collator(features: list[Any]) -> dict[str, Any]:
     `label` and `label_ids` become `labels`: int64, or float32 for floats. Strings and
     None are left out. Source: transformers' default_data_collator.
     """
-    if isinstance(features[0], tuple | list):
-        raise TypeError(
-            f"the default data_collator needs rows that are dicts, not a "
-            f"{type(features[0]).__name__}; return dicts from the dataset, or pass a "
-            "data_collator that makes them"
-        )
-    rows = [f if isinstance(f, Mapping) else vars(f) for f in features]
+    rows = rows_by_name(features)
     first, batch = rows[0], {}
     for name in ("label", "label_ids"):
         if first.get(name) is not None and "labels" not in batch:

@@ -195,7 +195,7 @@ def weight_files(folder: str) -> list[str]:
             return [os.path.join(folder, n) for n in shard_names(f"{path}.index.json")]
     raise FileNotFoundError(
         f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, "
-        "whole or in shards"
+        "whole or in shards; give a checkpoint's folder, such as checkpoint-500"
     )
 
 

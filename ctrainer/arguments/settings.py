@@ -88,9 +88,11 @@ def nearest(name: object, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest known names, or all."""
     names = list(map(str, known))
     folded = {other.lower().replace("-", "_"): other for other in names}
-    near = difflib.get_close_matches(
-        str(name).lower().replace("-", "_"), folded, n=2, cutoff=0.65
-    )
+    wanted = str(name).lower().replace("-", "_")
+    wanted = {"lr": "learning_rate"}.get(wanted, wanted)
+    words = set(wanted.split("_"))  # of batch_size, which many longer names have
+    near = [other for other in folded if words <= set(other.split("_"))][:2]
+    near = near or difflib.get_close_matches(wanted, folded, n=2, cutoff=0.65)
     if near:
         return f"did you mean {' or '.join(repr(folded[n]) for n in near)}?"
     few = len(names) <= _FEW
@@ -102,6 +104,7 @@ def _keywords(function: Any) -> list[str] | None:
     """The keywords that a function takes; None: any."""
     found = inspect.signature(function).parameters.values()
     names = [p.name for p in found if p.kind is not p.VAR_POSITIONAL]
+    names = [name for name in names if name != "self"]
     return None if any(p.kind is p.VAR_KEYWORD for p in found) else names
 
 

@@ -39,6 +39,11 @@ _REMEDIES = (
         "compare the shapes of the batch with those that the layer expects",
     ),
     (
+        r"expected target dtype|must have the same dtype|expected scalar type",
+        "compare the dtypes of the batch with those that the layer and the loss "
+        "expect, such as float32 for features and int64 for class labels",
+    ),
+    (
         r"stack expects each tensor to be equal size|all input arrays must have the "
         r"same shape|expected sequence of length",
         "the rows have different shapes: pass a data_collator that pads them, such as "
@@ -95,7 +100,7 @@ def locate(error: BaseException, place: str, facts: tuple[Any, ...]) -> None:
     try:
         if not any(n.startswith(_BEGIN) for n in getattr(error, "__notes__", ())):
             lines = [line for line in _PLACES[place](error, *facts) if line]
-            remedy = () if "remedy: " in str(lines) else _remedy(error)
+            remedy = () if "remedy: " in str(lines) else _remedy(error, place)
             error.add_note(_BEGIN + "\n  ".join([*lines, *remedy]))
     except MemoryError:
         raise
@@ -254,8 +259,13 @@ def _ran(frames: list[FrameType], model: Any = None) -> str:
     return ", in ".join(dict.fromkeys(ran)) or "the loop"
 
 
+_PARTS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # of a function
+
+
 def _is_users(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
+    if frame.f_code.co_name in _PARTS:
+        return False
     others = (_PACKAGE, sys.prefix, sys.base_prefix, "<")
     return not file.startswith(others) and "site-packages" not in file
 
@@ -341,9 +351,10 @@ def _shape(value: Any) -> str:
     return f"{dtype} {list(value.shape)}"
 
 
-def _remedy(error: BaseException) -> Iterator[str]:
+def _remedy(error: BaseException, place: str) -> Iterator[str]:
     text = str(error)
-    if isinstance(error, KeyError) and re.search(r"(^|: )'[^']*'\s*$", text):
+    of_data = isinstance(error, KeyError) and place not in ("callback", "metrics")
+    if of_data and re.search(r"(^|: )'[^']*'\s*$", text):
         yield "remedy: compare the key with the names that the rows and the batch have"
     found = (said for pattern, said in _REMEDIES if re.search(pattern, text))
     yield from (f"remedy: {said}" for said in list(found)[:1])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ctrainer import adapters, integrations, introspect, trainer_utils
+from ctrainer.arguments.settings import reject_keywords
 from ctrainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -122,8 +123,7 @@ class Trainer(TrainerRun):
         super().__init__()
         if "tokenizer" in kwargs:  # its name before transformers 4.46
             processing_class = kwargs.pop("tokenizer")
-        if kwargs:
-            raise TypeError(f"Trainer got unexpected arguments: {', '.join(kwargs)}")
+        reject_keywords("Trainer", Trainer, kwargs)
         self.args = adopt(
             TrainingArguments(output_dir="tmp_trainer") if args is None else args
         )
@@ -203,7 +203,9 @@ class Trainer(TrainerRun):
                 f'eval_strategy="{args.eval_strategy}" needs an eval_dataset'
             )
         if not callable(self.data_collator):
-            raise TypeError("data_collator must be callable")
+            raise TypeError(
+                f"data_collator must be callable, not {self.data_collator!r}"
+            )
         data = self.train_dataset
         if data is not None and not has_length(data) and args.max_steps <= 0:
             raise ValueError(

@@ -367,7 +367,10 @@ class ColumnFilter:
             if not self.has_warned:
                 self.check(features[0])
             features = [
-                {k: v for k, v in f.items() if k in self.wanted} for f in features
+                {k: v for k, v in f.items() if k in self.wanted}
+                if isinstance(f, dict)
+                else f
+                for f in features
             ]
         return self.data_collator(features)
 

@@ -18,6 +18,7 @@ from typing import Any
 from ctrainer import _C, adapters, average, throughput
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
+from ctrainer.arguments.settings import reject_keywords
 from ctrainer.comm import world
 from ctrainer.display.terminal import release
 from ctrainer.runtime.hooks import check_optimizer_made
@@ -98,8 +99,7 @@ class TrainerRun(TrainerBase):
         """
         if "model_path" in kwargs:  # of transformers 4
             resume_from_checkpoint = kwargs.pop("model_path")
-        if kwargs:
-            raise TypeError(f"train() got unexpected arguments: {', '.join(kwargs)}")
+        reject_keywords("train", TrainerRun.train, kwargs)
         try:
             folder = self._begin_train(resume_from_checkpoint, trial)
             output, number = self._call_loop(

@@ -64,6 +64,31 @@ def a_misspelt_argument() -> object:
     return tiny.arguments(lerning_rate=1e-4)
 
 
+@mistake("batch_size", "per_device_train_batch_size")
+def a_part_of_an_arguments_name() -> object:
+    return tiny.arguments(batch_size=8)
+
+
+@mistake("lr", "learning_rate")
+def another_librarys_name_of_an_argument() -> object:
+    return tiny.arguments(lr=1e-4)
+
+
+@mistake("train_data", "train_dataset")
+def a_misspelt_argument_of_the_trainer() -> object:
+    return Trainer(model=tiny.Net(), args=tiny.arguments(), train_data=tiny.rows(4))
+
+
+@mistake("resume_from", "resume_from_checkpoint")
+def a_misspelt_argument_of_train() -> object:
+    return make().train(resume_from="out")
+
+
+@mistake("model", "the class Net")
+def a_class_in_place_of_a_model() -> object:
+    return Trainer(model=tiny.Net, args=tiny.arguments(), train_dataset=[])
+
+
 @mistake("eval_strategy", "'step'")
 def an_unknown_strategy() -> object:
     return tiny.arguments(eval_strategy="step")
@@ -219,6 +244,30 @@ def a_collator_that_raises() -> object:
     return train(parts={"data_collator": pad_wrongly}, remove_unused_columns=False)
 
 
+def take_wrongly(rows: list[Any]) -> dict[str, Any]:
+    return {"x": torch.stack([row["input"] for row in rows])}
+
+
+@mistake("take_wrongly", "'input'", "take_wrongly")
+def a_collator_whose_comprehension_raises() -> object:
+    return train(parts={"data_collator": take_wrongly}, remove_unused_columns=False)
+
+
+@mistake("data_collator", "'pad'")
+def a_collator_that_is_a_name() -> object:
+    return make(parts={"data_collator": "pad"})
+
+
+@mistake("data_collator", "NoneType (row 1 of 2 of the batch)")
+def a_row_that_is_none() -> object:
+    return train(data=[*tiny.rows(5), None, *tiny.rows(2)])
+
+
+@mistake("data_collator", "a str")
+def a_file_in_place_of_rows() -> object:
+    return train(data="rows.json")
+
+
 @mistake("reading row 1", "'y'", "__getitem__")
 def a_data_set_that_raises() -> object:
     return train(data=Raising(), max_steps=8)
@@ -247,6 +296,11 @@ class Classifier(nn.Module):
 @mistake("Classifier.forward", "Target 3", "forward")
 def a_label_beyond_the_classes() -> object:
     return train(model=Classifier(), data=[{"x": torch.zeros(8), "labels": 3}] * 4)
+
+
+@mistake("Classifier.forward", "labels float32 [2]", "forward")
+def labels_of_classes_that_are_floats() -> object:
+    return train(model=Classifier(), data=[{"x": torch.zeros(8), "labels": 1.0}] * 4)
 
 
 @mistake("max_steps", "it is -1")
@@ -458,6 +512,11 @@ class RaisingCallback(TrainerCallback):
         raise ValueError(f"of step {state.global_step}")
 
 
+class ReadingCallback(TrainerCallback):
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        print(kwargs["logs"]["accuracy"])
+
+
 class AnsweringCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         return "stop"
@@ -471,6 +530,11 @@ class NarrowCallback(TrainerCallback):
 @mistake("RaisingCallback.on_step_end", "step 1", "on_step_end")
 def a_callback_that_raises() -> object:
     return train(callbacks=[RaisingCallback()])
+
+
+@mistake("ReadingCallback.on_log", "'accuracy'", "on_log")
+def a_callback_that_reads_what_is_not_logged() -> object:
+    return train(callbacks=[ReadingCallback()], logging_steps=1)
 
 
 @mistake("AnsweringCallback.on_log", "str")
@@ -510,6 +574,11 @@ class Wider(tiny.Net):
 @mistake("resume_from_checkpoint", "'nowhere'")
 def a_checkpoint_that_is_not_there() -> object:
     return train(resume="nowhere")
+
+
+@mistake("FOLDER", "holds no weights")
+def a_folder_above_the_checkpoints() -> object:
+    return train(resume=os.path.dirname(saved()))
 
 
 @mistake("resume_from_checkpoint", "FOLDER")
