@@ -239,6 +239,7 @@ AREAS = {
                 "binding/evaluate/test_trainer_eval.py",
             "ctrainer/trainer/__init__.py":
                 "binding/trainer/test_trainer_hooks.py "
+                "python/trainer/test_any_batch.py python/trainer/test_copies.py "
                 "python/arguments/test_arguments_in_runs.py "
                 "python/checkpoint/test_trainer_checkpoints.py "
                 "parity/test_training.py python/optim/test_optimizer_in_trainer.py "
@@ -254,6 +255,7 @@ AREAS = {
                 "test_release.py",
             "ctrainer/trainer/base.py":
                 "binding/engine/test_gradient_metrics.py "
+                "python/trainer/test_copies.py "
                 "binding/trainer/test_trainer_hooks.py "
                 "python/optim/test_trainer_average.py parity/test_training.py",
             "ctrainer/trainer/search.py":

@@ -265,6 +265,15 @@ def test_a_set_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.idx"]
 
 
+def test_an_index_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "train.idx").mkdir()
+    builder = make_builder(str(tmp_path / "train.bin"), "mmap")
+    builder.add_item(torch.tensor([1]))
+    with pytest.raises(OSError, match=r"train\.idx"):
+        builder.finalize(str(tmp_path / "train.idx"))
+    assert os.listdir(tmp_path) == ["train.idx"]
+
+
 def test_a_full_disk_leaves_the_old_set(tmp_path: Path) -> None:
     """Under a limit on the size of files, which is what a full disk looks like."""
     prefix = build(tmp_path)

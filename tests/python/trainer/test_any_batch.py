@@ -127,6 +127,18 @@ def test_gradients_are_synchronized_in_the_last_micro_batch_only(kind: str) -> N
     assert trainer.synced == [(value, value) for value in expected]
 
 
+@pytest.mark.parametrize("which", ["train", "eval"])
+def test_a_stream_without_a_length_has_no_sampler(which: str) -> None:
+    trainer = run("dict")[0]
+    sampler = getattr(trainer, f"_get_{which}_sampler")
+    assert sampler(iter([])) is None
+    assert len(sampler(tiny.tokens(6))) == 6
+
+
+def test_no_data_set_to_evaluate_has_no_sampler() -> None:
+    assert run("dict")[0]._get_eval_sampler(None) is None
+
+
 MAPPINGS = ("dict", "encoding")
 
 
