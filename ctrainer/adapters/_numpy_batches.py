@@ -12,6 +12,7 @@ from ctrainer.adapters import reading
 from ctrainer.adapters.batch_shard import BatchShard
 from ctrainer.adapters.generators import place_word
 from ctrainer.arguments.accelerator import BatchPlan
+from ctrainer.runtime.hooks import rows_by_name
 
 _AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
 
@@ -144,7 +145,7 @@ def default_collator(features: list[Any]) -> dict[str, Any]:
     `label` and `label_ids` become `labels`: int64, or float32 for floats. Strings and
     None are left out.
     """
-    rows = reading.rows_by_name(features)
+    rows = rows_by_name(features)
     first, batch = rows[0], {}
     for name, value in first.items():
         if value is None or isinstance(value, str):

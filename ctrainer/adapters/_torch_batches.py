@@ -15,8 +15,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ctrainer.adapters.reading import SeededOrder, rows_by_name
+from ctrainer.adapters.reading import SeededOrder
 from ctrainer.arguments.accelerator import config_of
+from ctrainer.runtime.hooks import rows_by_name
 
 _AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
 

@@ -26,22 +26,6 @@ EVALUATION = -1  # in an epoch's place
 ADVICE = "ignore_data_skip=True begins the epoch's data anew instead"
 
 
-def rows_by_name(features: list[Any]) -> list[Mapping[str, Any]]:
-    """The rows of a batch, mappings or objects with attributes, as mappings."""
-    rows = [
-        f if isinstance(f, Mapping) else getattr(f, "__dict__", None) for f in features
-    ]
-    for place, (row, feature) in enumerate(zip(rows, features, strict=True)):
-        if not row and not isinstance(feature, Mapping):
-            raise TypeError(
-                f"the default data_collator needs rows that are dicts, not a "
-                f"{type(feature).__name__} (row {place + 1} of {len(rows)} of the "
-                "batch); return dicts from the dataset, or pass a data_collator that "
-                "makes them"
-            )
-    return rows  # type: ignore[return-value]
-
-
 class OtherData(ValueError):
     """A batch is not the one that was there."""
 

@@ -1,7 +1,7 @@
 """What an overridden hook accepts, and the errors of what it returns."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -78,3 +78,19 @@ def no_loss(model: Any, outputs: Any, inputs: Any) -> str:
         f"{list(inputs)}; give it labels, pass compute_loss_func, or override "
         "compute_loss"
     )
+
+
+def rows_by_name(features: list[Any]) -> list[Mapping[str, Any]]:
+    """The rows of a batch, mappings or objects with attributes, as mappings."""
+    rows = [
+        f if isinstance(f, Mapping) else getattr(f, "__dict__", None) for f in features
+    ]
+    for place, (row, feature) in enumerate(zip(rows, features, strict=True)):
+        if not row and not isinstance(feature, Mapping):
+            raise TypeError(
+                f"the default data_collator needs rows that are dicts, not a "
+                f"{type(feature).__name__} (row {place + 1} of {len(rows)} of the "
+                "batch); return dicts from the dataset, or pass a data_collator that "
+                "makes them"
+            )
+    return rows  # type: ignore[return-value]
