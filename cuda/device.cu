@@ -68,6 +68,16 @@ ct_cuda_read(void *stream, const double *device_value, double *host, ct_error *e
                          cudaMemcpyDeviceToHost, err);
 }
 
+ct_status
+ct_cuda_use(int ordinal, int *before, ct_error *err)
+{
+    ct_status status = ct_cuda_check(cudaGetDevice(before), "ask for the device", err);
+    if (status != CT_OK || *before == ordinal) {
+        return status;
+    }
+    return ct_cuda_check(cudaSetDevice(ordinal), "change the device", err);
+}
+
 const ct_device ct_device_cuda = {
     "cuda",
     ct_cuda_norm,
@@ -89,6 +99,7 @@ const ct_device ct_device_cuda = {
     ct_cuda_read,
     ct_cuda_scratch_grow,
     ct_cuda_scratch_release,
+    ct_cuda_use,
     &ct_cuda_mapping_ops,
     CT_CUDA_DLPACK,
 };

@@ -25,6 +25,7 @@ ct_transfer_fn ct_cuda_transfer;
 ct_read_fn ct_cuda_read;
 ct_scratch_grow_fn ct_cuda_scratch_grow;
 ct_scratch_release_fn ct_cuda_scratch_release;
+ct_use_fn ct_cuda_use;
 
 extern const ct_mapping_ops ct_cuda_mapping_ops; /* mapping.c */
 extern const ct_device ct_device_cuda;

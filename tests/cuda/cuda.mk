@@ -25,7 +25,7 @@ PLUGIN_CORE := base/alloc base/status base/wait \
     comm/comm device/update
 EMUL_FLAGS := -O1 -g -Wall -Wextra -Wshadow -Werror -ffp-contract=off -fPIC -pthread $(SAN)
 
-.PHONY: cuda cuda-emul cuda-emul-build cuda-emul-libraries cuda-emul-python cuda-emul-plain cuda-check
+.PHONY: cuda cuda-emul cuda-emul-build cuda-emul-libraries cuda-emul-python cuda-emul-torch cuda-emul-plain cuda-check
 cuda: cuda-emul $(TESTABLE)
 	command -v $(NVCC) >/dev/null || test -x /usr/local/cuda/bin/nvcc || \
 	  $(PY) -m pip install -q --disable-pip-version-check $(NVCC_WHEELS)
@@ -80,6 +80,24 @@ $(EMUL)/core/%.o: csrc/core/%.c $(HEADERS)
 
 $(EMUL)/_cuda.so: $(EMUL_OBJECTS) $(EMUL)/module.o $(PLUGIN_CORE:%=$(EMUL)/core/%.o)
 	$(CXX) -shared -pthread -o $@ $^ -ldl -lm
+
+# The same where torch has a device of its own over that memory, of the kind kDLExtDev.
+TORCH_DIR = $(shell $(PY) -c 'import torch; print(torch.__path__[0])')
+TORCH_DEVICE := -DCT_CUDA_DLPACK=12
+$(EMUL)/torch/device.cu.o: cuda/device.cu $(CUDA_HEADERS)
+	@mkdir -p $(@D)
+	$(CXX) -x c++ -std=c++17 $(EMUL_FLAGS) $(TORCH_DEVICE) $(EMUL_INCLUDE) -c -o $@ $<
+
+$(EMUL)/torch/_cuda.so: $(EMUL)/torch/device.cu.o $(filter-out %/device.cu.o,$(EMUL_OBJECTS)) \
+    $(EMUL)/module.o $(PLUGIN_CORE:%=$(EMUL)/core/%.o)
+	$(CXX) -shared -pthread -o $@ $^ -ldl -lm
+
+$(EMUL)/torch/libdevice.so: tests/cuda/emul/torch/device.cpp tests/cuda/emul/emul.h $(EMUL)/torch/_cuda.so
+	$(CXX) -std=c++20 -O1 -fPIC -shared -Itests/cuda/emul -isystem $(TORCH_DIR)/include \
+	  -isystem $(TORCH_DIR)/include/torch/csrc/api/include -o $@ $< -L$(TORCH_DIR)/lib \
+	  -Wl,-rpath,$(TORCH_DIR)/lib -ltorch -ltorch_cpu -lc10
+
+cuda-emul-torch: $(EMUL)/torch/libdevice.so $(EMUL_LIBRARIES)
 
 # Like NVIDIA's wheels: cuda/dynlib.c has to find them. They use the test's runtime.
 $(EMUL_WHEELS)/nvidia/cu13/lib/libcublas.so.13: tests/cuda/emul/libs/cublas.cpp

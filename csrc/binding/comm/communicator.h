@@ -67,8 +67,4 @@ PyObject *Communicator_gather_bytes(PyObject *op, PyObject *arg);
 int ctpy_broadcast_sequence(ctpy_state *state, PyObject *communicator,
                             PyObject *tensors, int root);
 
-/* The device of a plugin's capsule, the host's for None; NULL with an exception. It
- * lives as long as the process. */
-const ct_device *ctpy_device_borrow(PyObject *capsule);
-
 #endif

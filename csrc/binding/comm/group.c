@@ -3,11 +3,11 @@
  * torch's process groups. Below the type's methods, since other files need a group and
  * no methods. */
 #include "binding/comm/communicator.h"
+#include "binding/runtime/device.h"
 
 #include "core/base/alloc.h"
 #include "core/comm/collectives.h"
 #include "core/comm/hierarchical.h"
-#include "core/comm/plugin.h"
 #include "core/comm/shm.h"
 
 #include <stdlib.h>
@@ -87,7 +87,7 @@ ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op, const char 
     const int found = comm != NULL && comm->ops->takes_device_memory
                           ? ctpy_view_anywhere(state, op, &place, &view)
                           : ctpy_view_of(state, op, &place, &view);
-    if (found < 0) {
+    if (found < 0 || ctpy_device_of(state, op, &place, &view) == NULL) {
         return -1;
     }
     /* Collectives write in place, and the array may be a mapping without write
@@ -639,31 +639,6 @@ ctpy_hierarchical_communicator(PyObject *module, PyObject *args)
                : ctpy_raise(&err);
 }
 
-/* The plugin's tables, if their version is ours. */
-static const ct_plugin *
-plugin_of(PyObject *capsule)
-{
-    const ct_plugin *plugin = PyCapsule_GetPointer(capsule, CT_PLUGIN_CAPSULE);
-    if (plugin != NULL && plugin->version != CT_DEVICE_VERSION) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "the device's plugin has tables of version %d, and ctrainer._C of "
-                     "%d: install both from one release of ctrainer",
-                     plugin->version, CT_DEVICE_VERSION);
-        return NULL;
-    }
-    return plugin;
-}
-
-const ct_device *
-ctpy_device_borrow(PyObject *capsule)
-{
-    if (Py_IsNone(capsule)) {
-        return &ct_device_cpu;
-    }
-    const ct_plugin *plugin = plugin_of(capsule);
-    return plugin == NULL ? NULL : plugin->device;
-}
-
 static const char ctpy_plugin_communicator_doc[] =
     "plugin_communicator($module, plugin, id, rank, world_size, stream,\n"
     "                    timeout_seconds, /)\n--\n\n"
@@ -690,7 +665,7 @@ ctpy_plugin_communicator(PyObject *module, PyObject *args)
                           &rank, &world_size, &address, &timeout_seconds)) {
         return NULL;
     }
-    const ct_plugin *plugin = plugin_of(capsule);
+    const ct_plugin *plugin = ctpy_plugin_borrow(capsule);
     void *stream = plugin == NULL ? NULL : PyLong_AsVoidPtr(address);
     if (PyErr_Occurred()) {
         return NULL;

@@ -7,18 +7,12 @@
 #include "binding/comm/memory.h"
 #include "binding/fsdp/unit.h"
 #include "binding/runtime/buffer.h"
-#include "binding/runtime/dlpack_abi.h"
+#include "binding/runtime/device.h"
 
 #include "core/base/mapping.h"
 #include "core/base/region.h"
 
 /* ---- the device ------------------------------------------------------------------ */
-
-static bool
-is_on_cuda(const FSDPUnit *self)
-{
-    return self->core.device->dlpack == CTPY_DL_CUDA;
-}
 
 int
 fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
@@ -26,24 +20,15 @@ fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
 {
     const bool on_host = of_shard && self->core.config.offload;
     return ctpy_span_on(fsdp_state_borrow(self), op, what, writable,
-                        is_on_cuda(self) && !on_host, span);
+                        on_host ? CTPY_DL_CPU : self->core.device->dlpack, span);
 }
 
 int
 fsdp_use_stream(FSDPUnit *self)
 {
-    const ctpy_dlpack_api *api = fsdp_state_borrow(self)->dlpack;
-    if (!is_on_cuda(self)) {
-        return 0;
-    }
-    if (api == NULL || api->current_work_stream == NULL) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "this torch has no function for its current stream: sharding "
-                        "on a GPU needs torch 2.10 or newer");
-        return -1;
-    }
-    const int ordinal = ((MappedMemory *)self->full)->pages.ordinal;
-    return api->current_work_stream(CTPY_DL_CUDA, ordinal, &self->core.stream);
+    return ctpy_current_stream(fsdp_state_borrow(self), self->core.device->dlpack,
+                               ((MappedMemory *)self->full)->pages.ordinal,
+                               &self->core.stream);
 }
 
 /* ---- checks ---------------------------------------------------------------------- */

@@ -8,6 +8,7 @@
 
 #include "binding/comm/communicator.h"
 #include "binding/optim/weight_average.h"
+#include "binding/runtime/device.h"
 
 #include "core/base/alloc.h"
 
@@ -55,6 +56,7 @@ OptimEngine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         self->state = ctpy_state_borrow((PyObject *)self);
         self->kind = kind;
         self->core = ct_optim_new(&ct_device_cpu);
+        self->memory = CTPY_DL_CPU;
         self->result = (ct_step_result){.clip_coef = 1.0, .finite = true};
         if (self->core == NULL) {
             Py_DECREF(self);
@@ -566,15 +568,66 @@ plan_params(OptimEngine *self, PyObject *wrapper)
     return result;
 }
 
+/* ---- the device ------------------------------------------------------------------ */
+
+/* The first gradient's memory says where the update runs. */
+static int
+choose_device(OptimEngine *self)
+{
+    size_t k = 0;
+    while (k < self->n_slots && self->slots[k].grad == NULL) {
+        k++;
+    }
+    if (k == self->n_slots) {
+        return 0;
+    }
+    const optim_slot *slot = &self->slots[k];
+    const ctpy_place place = {".grad", slot->group, slot->index};
+    ctpy_view view;
+    if (ctpy_view_anywhere(self->state, slot->grad, &place, &view) < 0) {
+        return -1;
+    }
+    const ct_device *device = ctpy_device_of(self->state, slot->grad, &place, &view);
+    if (device == NULL) {
+        return -1;
+    }
+    if (device != ct_optim_device_borrow(self->core) || view.ordinal != self->ordinal) {
+        ct_optim_move(self->core, device);
+    }
+    self->memory = view.memory;
+    self->ordinal = view.ordinal;
+    return ctpy_current_stream(self->state, view.memory, view.ordinal, &self->stream);
+}
+
+int
+optim_view(OptimEngine *self, const optim_slot *slot, const char *what, PyObject *op,
+           ctpy_view *view)
+{
+    const ctpy_place place = {what, slot->group, slot->index};
+    if (ctpy_view_anywhere(self->state, op, &place, view) < 0) {
+        return -1;
+    }
+    if (view->memory == self->memory && view->ordinal == self->ordinal) {
+        return 0;
+    }
+    if (self->memory == CTPY_DL_CPU) {
+        return ctpy_reject_device(self->state, op, &place);
+    }
+    return optim_fail(PyExc_ValueError, slot, what,
+                      "is not on %s %d, where the first gradient is: keep the "
+                      "parameters of an optimizer, their gradients and state on one "
+                      "device, or use torch.optim",
+                      ct_optim_device_borrow(self->core)->name, self->ordinal);
+}
+
 /* ---- gradients ------------------------------------------------------------------- */
 
 /* Views slot->grad and copies its address into the core's parameter. */
 static int
 view_grad(OptimEngine *self, optim_slot *slot, ct_optim_param *param)
 {
-    const ctpy_place place = {".grad", slot->group, slot->index};
     const ct_span *span = &slot->grad_view.span;
-    if (ctpy_view_of(self->state, slot->grad, &place, &slot->grad_view) < 0) {
+    if (optim_view(self, slot, ".grad", slot->grad, &slot->grad_view) < 0) {
         return -1;
     }
     if (!ct_dtype_is_float(span->dtype)) {
@@ -590,17 +643,12 @@ view_grad(OptimEngine *self, optim_slot *slot, ct_optim_param *param)
     return 0;
 }
 
-/* Reads every parameter's .grad into its slot and the core. */
+/* Takes every parameter's .grad into its slot. */
 static int
-plan_grads(OptimEngine *self)
+take_grads(OptimEngine *self)
 {
-    ct_optim_param *params = ct_optim_params_borrow(self->core);
-    if (agree_on_grads(self) < 0) {
-        return -1;
-    }
     for (size_t k = 0; k < self->n_slots; k++) {
         optim_slot *slot = &self->slots[k];
-        params[k] = (ct_optim_param){.group = slot->group};
         Py_XSETREF(slot->grad, PyObject_GetAttr(slot->param, self->state->str_grad));
         if (slot->grad == NULL) {
             return -1;
@@ -608,7 +656,22 @@ plan_grads(OptimEngine *self)
         if (Py_IsNone(slot->grad)) {
             Py_CLEAR(slot->grad);
         }
-        else if (view_grad(self, slot, &params[k]) < 0) {
+    }
+    return 0;
+}
+
+/* Reads every parameter's .grad into its slot and the core. */
+static int
+plan_grads(OptimEngine *self)
+{
+    ct_optim_param *params = ct_optim_params_borrow(self->core);
+    if (agree_on_grads(self) < 0 || take_grads(self) < 0 || choose_device(self) < 0) {
+        return -1;
+    }
+    for (size_t k = 0; k < self->n_slots; k++) {
+        optim_slot *slot = &self->slots[k];
+        params[k] = (ct_optim_param){.group = slot->group};
+        if (slot->grad != NULL && view_grad(self, slot, &params[k]) < 0) {
             return -1;
         }
     }
@@ -639,9 +702,8 @@ find_data(ctpy_state *state, optim_slot *slot)
 static int
 view_param(OptimEngine *self, optim_slot *slot, ctpy_view *view)
 {
-    const ctpy_place place = {"", slot->group, slot->index};
     if (find_data(self->state, slot) < 0 ||
-        ctpy_view_of(self->state, slot->data, &place, view) < 0 ||
+        optim_view(self, slot, "", slot->data, view) < 0 ||
         optim_check_like(slot, view, &slot->grad_view, ".grad") < 0) {
         return -1;
     }
@@ -749,11 +811,17 @@ begin(OptimEngine *self, PyObject *wrapper)
 static int
 measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
-    ct_status status;
-    ct_error err;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_step_measure(self->core, NULL, config, loss_scale, &self->result, &err);
-    Py_END_ALLOW_THREADS
+    ct_error err, unused;
+    const ct_device *device = ct_optim_device_borrow(self->core);
+    int ordinal = self->ordinal;
+    ct_status status = ct_device_switch(device, &ordinal, &err);
+    if (status == CT_OK) {
+        Py_BEGIN_ALLOW_THREADS
+        status = ct_step_measure(self->core, self->stream, config, loss_scale,
+                                 &self->result, &err);
+        Py_END_ALLOW_THREADS
+        (void)ct_device_switch(device, &ordinal, &unused);
+    }
     self->measured = status == CT_OK;
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
@@ -761,13 +829,19 @@ measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
 static int
 apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
-    ct_status status;
-    ct_error err;
-    hold_groups(self, true);
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_step_apply(self->core, NULL, config, loss_scale, &self->result, &err);
-    Py_END_ALLOW_THREADS
-    hold_groups(self, false);
+    ct_error err, unused;
+    const ct_device *device = ct_optim_device_borrow(self->core);
+    int ordinal = self->ordinal;
+    ct_status status = ct_device_switch(device, &ordinal, &err);
+    if (status == CT_OK) {
+        hold_groups(self, true);
+        Py_BEGIN_ALLOW_THREADS
+        status = ct_step_apply(self->core, self->stream, config, loss_scale,
+                               &self->result, &err);
+        Py_END_ALLOW_THREADS
+        hold_groups(self, false);
+        (void)ct_device_switch(device, &ordinal, &unused);
+    }
     if (status != CT_OK) {
         return ctpy_raise_int(&err);
     }

@@ -72,7 +72,8 @@ typedef struct optim_slot {
     PyObject *master;                   /* state[param]["master_param"], or NULL */
     void *step;                         /* memory of state[param]["step"], or NULL */
     ct_dtype step_dtype;
-    bool fresh;      /* the state was made for this update */
+    bool fresh;       /* the state was made for this update */
+    bool maps_checked; /* of these values */
     optim_part part; /* of kinds that look at whole parameters */
     uint32_t group;
     Py_ssize_t index;   /* in its group */
@@ -90,6 +91,8 @@ typedef struct OptimEngine {
     ctpy_state *state;  /* the module's, which the type keeps alive */
     ct_optim_kind kind; /* of the groups without a 'kind' */
     ct_optim *core;
+    int memory, ordinal; /* of the gradients, as in ctpy_view */
+    void *stream;        /* of the update */
     optim_slot *slots; /* as many as core has parameters, in the same order */
     size_t n_slots, slots_capacity;
     optim_entry *known;
@@ -106,6 +109,10 @@ typedef struct OptimEngine {
  */
 int optim_fail(PyObject *type, const optim_slot *slot, const char *what,
                const char *format, ...);
+
+/* Views op, which is `what` of the slot, on the device of the gradients. */
+int optim_view(OptimEngine *self, const optim_slot *slot, const char *what,
+               PyObject *op, ctpy_view *view);
 
 /* Reads the hyperparameters of every group of `groups`, a list, into the core. */
 int optim_read_groups(OptimEngine *self, PyObject *groups);

@@ -34,10 +34,11 @@ optim_fail(PyObject *type, const optim_slot *slot, const char *what, const char 
     return -1;
 }
 
-/* Views op, which is `what` of the slot in messages. */
+/* Views op, which is `what` of the slot in messages, in the host's memory, where single
+ * numbers are. */
 static int
-view_at(OptimEngine *self, const optim_slot *slot, const char *what, PyObject *op,
-        ctpy_view *view)
+view_on_host(OptimEngine *self, const optim_slot *slot, const char *what, PyObject *op,
+             ctpy_view *view)
 {
     const ctpy_place place = {what, slot->group, slot->index};
     return ctpy_view_of(self->state, op, &place, view);
@@ -85,7 +86,7 @@ view_like(OptimEngine *self, const optim_slot *slot, const ctpy_view *param,
           PyObject *op, const char *what, bool fp32, ctpy_view *view)
 {
     ctpy_view like = *param;
-    if (view_at(self, slot, what, op, view) < 0) {
+    if (optim_view(self, slot, what, op, view) < 0) {
         return -1;
     }
     if (fp32 || (is_half(param->span.dtype) && view->span.dtype == CT_F32)) {
@@ -389,7 +390,10 @@ read_value(const ctpy_state *state, optim_slot *slot, const value_list *list, si
         }
         return -1;
     }
-    Py_XSETREF(slot->values[i], Py_NewRef(value));
+    if (slot->values[i] != value) {
+        slot->maps_checked = false;
+        Py_XSETREF(slot->values[i], Py_NewRef(value));
+    }
     return 0;
 }
 
@@ -416,7 +420,7 @@ read_step(OptimEngine *self, optim_slot *slot, uint64_t *count)
         *count = PyLong_AsUnsignedLongLong(slot->values[0]);
         return *count == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
     }
-    if (view_at(self, slot, " state 'step'", slot->values[0], &view) < 0) {
+    if (view_on_host(self, slot, " state 'step'", slot->values[0], &view) < 0) {
         return -1;
     }
     if (view.span.n == 1 && !view.readonly) {
@@ -498,7 +502,7 @@ view_sized(OptimEngine *self, const optim_slot *slot, const optim_value *value,
     const size_t n = value->shape == CT_STATE_ROWS   ? all / to->cols
                      : value->shape == CT_STATE_COLS ? all / to->rows
                                                      : 1;
-    if (view_at(self, slot, value->place, op, view) < 0) {
+    if (optim_view(self, slot, value->place, op, view) < 0) {
         return -1;
     }
     if ((view->span.n == n || all == 0) && view->span.dtype == dtype &&
@@ -517,7 +521,7 @@ view_product(OptimEngine *self, const optim_slot *slot, const optim_value *value
              PyObject *op, ct_optim_param *to)
 {
     ctpy_view view;
-    if (view_at(self, slot, value->place, op, &view) < 0) {
+    if (view_on_host(self, slot, value->place, op, &view) < 0) {
         return -1;
     }
     to->product = view.span.data;
@@ -568,7 +572,7 @@ view_quantized(OptimEngine *self, const optim_slot *slot, const optim_value *val
                const ctpy_view *param, PyObject *op, ctpy_view *view)
 {
     ctpy_view like = *param;
-    if (view_at(self, slot, value->place, op, view) < 0) {
+    if (optim_view(self, slot, value->place, op, view) < 0) {
         return -1;
     }
     if (value->n_arrays > 1) {
@@ -602,7 +606,7 @@ static int
 view_numbers(OptimEngine *self, const optim_slot *slot, size_t i,
              const optim_value *value, size_t n, ctpy_view *view)
 {
-    if (view_at(self, slot, value->place, slot->values[i], view) < 0) {
+    if (optim_view(self, slot, value->place, slot->values[i], view) < 0) {
         return -1;
     }
     if (view->span.n == n && view->span.dtype == CT_F32 && view->strides == NULL) {
@@ -614,10 +618,24 @@ view_numbers(OptimEngine *self, const optim_slot *slot, size_t i,
                       view->span.n, ct_dtype_name(view->span.dtype), n);
 }
 
-/* The search for the nearest number needs an ascending order. */
+/* The search for the nearest number needs an ascending order. Reading it waits for a
+ * GPU: a map is read there once. */
 static int
-check_map(const optim_slot *slot, const optim_value *value, const float *map)
+check_map(OptimEngine *self, const optim_slot *slot, const optim_value *value,
+          const float *map)
 {
+    float copy[CT_QUANT_MAP_SIZE];
+    if (self->memory != CTPY_DL_CPU) {
+        ct_error err;
+        if (slot->maps_checked) {
+            return 0;
+        }
+        if (ct_optim_device_borrow(self->core)->transfer(self->stream, copy, map,
+                                                         sizeof copy, &err) != CT_OK) {
+            return ctpy_raise_int(&err);
+        }
+        map = copy;
+    }
     for (size_t i = 1; i < CT_QUANT_MAP_SIZE; i++) {
         if (!(map[i - 1] <= map[i])) {
             return optim_fail(PyExc_ValueError, slot, value->place,
@@ -646,7 +664,7 @@ view_scales(OptimEngine *self, optim_slot *slot, const value_list *list,
         if (read_value(self->state, slot, list, i) < 0 ||
             view_numbers(self, slot, i, value,
                          is_map ? CT_QUANT_MAP_SIZE : n_blocks * n_arrays, &view) < 0 ||
-            (is_map && check_map(slot, value, view.span.data) < 0)) {
+            (is_map && check_map(self, slot, value, view.span.data) < 0)) {
             return -1;
         }
         for (size_t k = 0; k < n_arrays; k++) {
@@ -659,6 +677,7 @@ view_scales(OptimEngine *self, optim_slot *slot, const value_list *list,
             }
         }
     }
+    slot->maps_checked = true;
     return 0;
 }
 

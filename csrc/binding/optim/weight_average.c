@@ -6,11 +6,11 @@
  * A mark lasts from the optimizer's pass to the end of the same update:
  * ctpy_average_finish averages the rest, counts the update, and clears all marks. */
 #include "binding/optim/weight_average.h"
+#include "binding/runtime/device.h"
 #include "binding/runtime/objects.h"
 
 #include "core/base/alloc.h"
 #include "core/engine/average.h"
-#include "core/device/device.h"
 
 #include <string.h>
 
@@ -161,8 +161,15 @@ view_average(PyObject *average, Py_ssize_t place, const ctpy_view *value,
     WeightAverage *self = (WeightAverage *)average;
     const ctpy_place where = {"an average", -1, -1};
     ctpy_view like = *value;
-    if (ctpy_view_of(ctpy_state_borrow(average),
-                     PyTuple_GET_ITEM(self->averages, place), &where, view) < 0) {
+    if (ctpy_view_anywhere(ctpy_state_borrow(average),
+                           PyTuple_GET_ITEM(self->averages, place), &where, view) < 0) {
+        return -1;
+    }
+    if (view->memory != value->memory || view->ordinal != value->ordinal) {
+        PyErr_Format(PyExc_ValueError,
+                     "averages[%zd] is on another device than values[%zd]: make the "
+                     "average when the model is where it trains",
+                     place, place);
         return -1;
     }
     if (ct_dtype_is_float(like.span.dtype) && ct_dtype_is_float(view->span.dtype)) {
@@ -201,56 +208,103 @@ ctpy_average_drop(PyObject *average)
 
 /* ---- averaging ------------------------------------------------------------------- */
 
-/* Lists the pairs without a mark: floats from the front, other dtypes, which are
- * copied, from the back; and counts both. */
+/* The pairs without a mark: floats from the front of the object's lists, other dtypes,
+ * which are copied, from the back. All are on one device. */
+typedef struct pair_list {
+    size_t n_floats, n_others;
+    const ct_device *device; /* NULL without pairs */
+    int memory, ordinal;
+    void *stream;
+} pair_list;
+
+/* Chooses the device by the first pair; the others have to be there, too. */
 static int
-list_pairs(PyObject *op, size_t *n_floats, size_t *n_others)
+place_pair(PyObject *op, PyObject *value, const ctpy_view *view, pair_list *list)
+{
+    ctpy_state *state = ctpy_state_borrow(op);
+    const ctpy_place where = {"a value", -1, -1};
+    if (list->device == NULL) {
+        list->device = ctpy_device_of(state, value, &where, view);
+        list->memory = view->memory;
+        list->ordinal = view->ordinal;
+        return list->device == NULL ? -1
+                                    : ctpy_current_stream(state, view->memory,
+                                                          view->ordinal, &list->stream);
+    }
+    if (view->memory == list->memory && view->ordinal == list->ordinal) {
+        return 0;
+    }
+    PyErr_SetString(PyExc_ValueError,
+                    "the averaged values are on more than one device: keep the model "
+                    "on one, or train without weight_average");
+    return -1;
+}
+
+static int
+list_pairs(PyObject *op, pair_list *list)
 {
     WeightAverage *self = (WeightAverage *)op;
     const size_t n = (size_t)PyTuple_GET_SIZE(self->values);
-    *n_floats = *n_others = 0;
+    *list = (pair_list){.device = NULL};
     for (size_t i = 0; i < n; i++) {
         const ctpy_place where = {"a value", -1, -1};
+        PyObject *object = PyTuple_GET_ITEM(self->values, (Py_ssize_t)i);
         ctpy_view value, average;
         if (self->marked[i]) {
             continue;
         }
-        if (ctpy_view_of(ctpy_state_borrow(op),
-                         PyTuple_GET_ITEM(self->values, (Py_ssize_t)i), &where,
-                         &value) < 0 ||
+        if (ctpy_view_anywhere(ctpy_state_borrow(op), object, &where, &value) < 0 ||
+            place_pair(op, object, &value, list) < 0 ||
             view_average(op, (Py_ssize_t)i, &value, &average) < 0) {
             return -1;
         }
         const size_t at =
             /* Integers, such as counts of batches, have no meaningful average. */
-            ct_dtype_is_float(value.span.dtype) ? (*n_floats)++ : n - ++*n_others;
+            ct_dtype_is_float(value.span.dtype) ? list->n_floats++
+                                                : n - ++list->n_others;
         self->from[at] = value.span;
         self->to[at] = average.span;
     }
     return 0;
 }
 
+static ct_status
+average_pairs(const WeightAverage *self, const pair_list *list, double decay,
+              ct_error *err)
+{
+    const size_t n = (size_t)PyTuple_GET_SIZE(self->values);
+    const size_t others = n - list->n_others;
+    ct_status status = list->device->average(list->stream, self->to, self->from,
+                                             list->n_floats, decay, err);
+    return status == CT_OK ? list->device->copy(list->stream, self->to + others,
+                                                self->from + others, list->n_others,
+                                                err)
+                           : status;
+}
+
 static int
 average_rest(PyObject *op, double decay)
 {
     WeightAverage *self = (WeightAverage *)op;
-    const size_t n = (size_t)PyTuple_GET_SIZE(self->values);
-    size_t n_floats, n_others;
-    ct_status status;
-    ct_error err;
-    if (list_pairs(op, &n_floats, &n_others) < 0) {
+    pair_list list;
+    ct_error err, unused;
+    if (list_pairs(op, &list) < 0) {
         return -1;
     }
-    /* The lists above are the object's: a second update would overwrite them. */
-    self->busy = true;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_device_cpu.average(NULL, self->to, self->from, n_floats, decay, &err);
-    if (status == CT_OK) {
-        status = ct_device_cpu.copy(NULL, self->to + (n - n_others),
-                                    self->from + (n - n_others), n_others, &err);
+    if (list.device == NULL) {
+        return 0;
     }
-    Py_END_ALLOW_THREADS
-    self->busy = false;
+    int ordinal = list.ordinal;
+    ct_status status = ct_device_switch(list.device, &ordinal, &err);
+    if (status == CT_OK) {
+        /* The object's lists: a second update would overwrite them. */
+        self->busy = true;
+        Py_BEGIN_ALLOW_THREADS
+        status = average_pairs(self, &list, decay, &err);
+        Py_END_ALLOW_THREADS
+        self->busy = false;
+        (void)ct_device_switch(list.device, &ordinal, &unused);
+    }
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 

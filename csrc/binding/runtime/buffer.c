@@ -8,7 +8,6 @@
  * microsecond. */
 #include "binding/runtime/buffer.h"
 
-#include "binding/runtime/dlpack_abi.h"
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -148,8 +147,10 @@ message_of(ctpy_problem what)
     switch (what) {
     case CTPY_PROBLEM_DEVICE:
         return (message){PyExc_ValueError, "device",
-                         "%U is on device %S; expected cpu: move it with .cpu(), or "
-                         "use torch.optim with fused=True on that device"};
+                         "%U is on device %S; expected cpu, or a GPU where the plugin "
+                         "is installed (pip install 'ctrainer[cuda13]') and this "
+                         "takes its tensors: move it with .cpu(), or use torch.optim "
+                         "with fused=True on that device"};
     case CTPY_PROBLEM_DTYPE:
         return (message){PyExc_TypeError, "dtype",
                          "%U has dtype %S; expected float32, float64, bfloat16, "
@@ -270,6 +271,7 @@ ctpy_view_array(PyObject *op, ctpy_view *view)
         .ndim = PyArray_NDIM(array),
         .shape = (const int64_t *)PyArray_DIMS(array),
         .readonly = !PyArray_CHKFLAGS(array, NPY_ARRAY_WRITEABLE),
+        .memory = CTPY_DL_CPU,
     };
     return ctpy_span_check(&view->span,
                            PyArray_CHKFLAGS(array, NPY_ARRAY_C_CONTIGUOUS));
@@ -352,11 +354,8 @@ ctpy_view_exchange(const ctpy_dlpack_api *api, PyObject *op, ctpy_view *view)
     if (api->tensor_from_object(op, &t) != 0) {
         return CTPY_PROBLEM_ADDRESS;
     }
-    const bool on_cuda = t.device_type == CTPY_DL_CUDA;
-    if (t.device_type != CTPY_DL_CPU && t.device_type != CTPY_DL_CUDA_HOST &&
-        !on_cuda) {
-        return CTPY_PROBLEM_DEVICE;
-    }
+    const bool on_host =
+        t.device_type == CTPY_DL_CPU || t.device_type == CTPY_DL_CUDA_HOST;
     size_t n;
     int contiguous = is_contiguous(t.ndim, t.shape, t.strides, &n);
     *view = (ctpy_view){
@@ -365,7 +364,8 @@ ctpy_view_exchange(const ctpy_dlpack_api *api, PyObject *op, ctpy_view *view)
         .shape = t.shape,
         /* NULL makes the usual order cheap to compare. */
         .strides = contiguous ? NULL : t.strides,
-        .on_cuda = on_cuda,
+        .memory = on_host ? CTPY_DL_CPU : t.device_type,
+        .ordinal = on_host ? 0 : t.device_id,
     };
     return ctpy_span_check(&view->span,
                            contiguous || is_dense(t.ndim, t.shape, t.strides, n));
@@ -433,14 +433,15 @@ ctpy_view_methods(PyObject *op, ctpy_view *view)
     }
     *view = (ctpy_view){
         .span = {data, (size_t)n, dtype_from_torch(op)},
-          .ndim = (int)ndim
+        .ndim = (int)ndim,
+        .memory = CTPY_DL_CPU,
     };
     return PyErr_Occurred() ? CTPY_PROBLEM_ADDRESS
                             : ctpy_span_check(&view->span, contiguous == 1);
 }
 
 static int
-view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, bool takes_cuda,
+view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, bool anywhere,
         ctpy_view *view)
 {
     PyObject *type = (PyObject *)Py_TYPE(op);
@@ -456,7 +457,7 @@ view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, bool takes_cud
     else if (type == state->numpy_ndarray) {
         found = ctpy_view_array(op, view);
     }
-    if (found == CTPY_PROBLEM_NONE && view->on_cuda && !takes_cuda) {
+    if (found == CTPY_PROBLEM_NONE && view->memory != CTPY_DL_CPU && !anywhere) {
         found = CTPY_PROBLEM_DEVICE;
     }
     return found == CTPY_PROBLEM_NONE ? 0 : raise_problem(state, op, place, found);
@@ -473,6 +474,12 @@ ctpy_view_anywhere(ctpy_state *state, PyObject *op, const ctpy_place *place,
                    ctpy_view *view)
 {
     return view_of(state, op, place, true, view);
+}
+
+int
+ctpy_reject_device(ctpy_state *state, PyObject *op, const ctpy_place *place)
+{
+    return raise_problem(state, op, place, CTPY_PROBLEM_DEVICE);
 }
 
 static int
@@ -507,14 +514,14 @@ ctpy_view_matches(const ctpy_view *a, const ctpy_view *b)
 
 int
 ctpy_span_on(ctpy_state *state, PyObject *op, const char *what, int writable,
-             int on_cuda, ct_span *span)
+             int memory, ct_span *span)
 {
     const ctpy_place place = {what, -1, -1};
     ctpy_view view;
-    if (view_of(state, op, &place, on_cuda != 0, &view) < 0) {
+    if (view_of(state, op, &place, memory != CTPY_DL_CPU, &view) < 0) {
         return -1;
     }
-    if (on_cuda && !view.on_cuda) {
+    if (view.memory != memory) {
         PyErr_Format(PyExc_ValueError,
                      "%s is in the host's memory; expected that of the GPU: move it "
                      "with .cuda()",

@@ -3,10 +3,9 @@
 #define BINDING_RUNTIME_BUFFER_H
 
 #include "binding/runtime/ctpy.h"
+#include "binding/runtime/dlpack_abi.h"
 
 #include "core/base/span.h"
-
-struct ctpy_dlpack_api;
 
 /* Borrowed memory of a tensor or array without gaps. shape is NULL if only the number
  * of elements is known (torch before 2.10). strides, in elements, is NULL for elements
@@ -17,7 +16,8 @@ typedef struct ctpy_view {
     int ndim;
     const int64_t *shape, *strides;
     int readonly;
-    int on_cuda; /* in a GPU's memory; else in the host's */
+    int memory;  /* its kind, a DLDeviceType of DLPack; CTPY_DL_CPU: the host's */
+    int ordinal; /* which GPU's */
 } ctpy_view;
 
 /* The place of an object, for error messages: "what" alone, or with group >= 0
@@ -35,27 +35,30 @@ int ctpy_is_torch_tensor(ctpy_state *state, PyObject *op);
 int
 ctpy_view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, ctpy_view *view);
 
-/* The same, of a tensor in a GPU's memory too (of torch 2.10 and newer). */
+/* The same, of a tensor on any device (of torch 2.10 and newer). */
 int ctpy_view_anywhere(ctpy_state *state, PyObject *op, const ctpy_place *place,
                        ctpy_view *view);
+
+/* Raises the ValueError of a tensor on a device that cannot be used; -1. */
+int ctpy_reject_device(ctpy_state *state, PyObject *op, const ctpy_place *place);
 
 /* 1 when both have the same dtype, shape and order, as far as the shapes are known. */
 int ctpy_view_matches(const ctpy_view *a, const ctpy_view *b);
 
 /* Tensors and arrays to spans. `op` is an exact torch.Tensor or Parameter, or a NumPy
- * array; contiguous; on the CPU or, if on_cuda, in a GPU's memory (of torch 2.10 and
- * newer). TypeError or ValueError name `what`, the
+ * array; contiguous; in memory of the kind `memory`, a DLDeviceType (that of a device
+ * with torch 2.10 and newer). TypeError or ValueError name `what`, the
  * object, the requirement and the remedy. The span borrows op's memory: own op while
  * the span is in use. `writable` rejects read-only arrays. */
 int ctpy_span_on(ctpy_state *state, PyObject *op, const char *what, int writable,
-                 int on_cuda, ct_span *span);
+                 int memory, ct_span *span);
 
 /* The same in the host's memory. */
 static inline int
 ctpy_span_from(ctpy_state *state, PyObject *op, const char *what, int writable,
                ct_span *span)
 {
-    return ctpy_span_on(state, op, what, writable, 0, span);
+    return ctpy_span_on(state, op, what, writable, CTPY_DL_CPU, span);
 }
 
 /* ---- nested batches: tensors, arrays and numbers in containers ------------------- */

@@ -19,7 +19,7 @@ CT_BEGIN_DECLS
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 21
+#define CT_DEVICE_VERSION 22
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -130,6 +130,9 @@ ct_read_fn(void *stream, const double *device_value, double *host, ct_error *err
 typedef ct_status ct_scratch_grow_fn(ct_scratch *scratch, size_t bytes, ct_error *err);
 typedef void ct_scratch_release_fn(ct_scratch *scratch);
 
+/* Makes the GPU of that number the calling thread's; *before: the one that was. */
+typedef ct_status ct_use_fn(int ordinal, int *before, ct_error *err);
+
 typedef struct ct_device {
     const char *name; /* "cpu", "cuda" */
     ct_norm_fn *norm;
@@ -151,11 +154,21 @@ typedef struct ct_device {
     ct_read_fn *read;
     ct_scratch_grow_fn *scratch_grow;
     ct_scratch_release_fn *scratch_release;
+    ct_use_fn *use;                /* NULL: there is one */
     const ct_mapping_ops *mapping; /* NULL: the host's */
     int dlpack;                    /* kind of the memory, a DLDeviceType of DLPack */
 } ct_device;
 
 extern const ct_device ct_device_cpu;
+
+/* Makes the GPU of that number the thread's, and *ordinal the one that was: called
+ * again, with the same variable, that is put back. Before and after the entries that
+ * work on a GPU's memory. */
+static inline ct_status
+ct_device_switch(const ct_device *device, int *ordinal, ct_error *err)
+{
+    return device->use == NULL ? CT_OK : device->use(*ordinal, ordinal, err);
+}
 
 /* The instruction set in use, "base", "v3" or "v4" (x86-64-v3 has AVX2, v4 AVX-512);
  * other processors and compilers than GCC have "base" alone. Chosen at the first call:

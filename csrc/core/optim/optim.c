@@ -20,11 +20,17 @@ ct_grads_init(ct_grads *grads, const ct_device *device)
     *grads = (ct_grads){.device = device};
 }
 
-void
-ct_grads_fini(ct_grads *grads)
+static void
+release_scratch(ct_grads *grads)
 {
     grads->device->scratch_release(&grads->sum);
     grads->device->scratch_release(&grads->scratch);
+}
+
+void
+ct_grads_fini(ct_grads *grads)
+{
+    release_scratch(grads);
     ct_free(grads->sums);
     ct_free(grads->groups);
     ct_free(grads->group_of);
@@ -194,6 +200,22 @@ ct_optim_free(ct_optim *optim)
     ct_free(optim->caches);
     ct_free(optim->groups);
     ct_free(optim);
+}
+
+const ct_device *
+ct_optim_device_borrow(const ct_optim *optim)
+{
+    return optim->device;
+}
+
+/* What is kept between updates in the old device's memory is scratch alone. */
+void
+ct_optim_move(ct_optim *optim, const ct_device *device)
+{
+    ct_run_buffers_release(optim->device, &optim->buffers);
+    release_scratch(&optim->grads);
+    optim->grads.device = device;
+    optim->device = device;
 }
 
 /* A failure may leave some arrays longer: the counts of groups and parameters stay. */

@@ -114,6 +114,10 @@ typedef struct ct_optim ct_optim;
 ct_optim *ct_optim_new(const ct_device *device);
 void ct_optim_free(ct_optim *optim); /* NULL is fine */
 
+/* Where it works; and to work on `device`, or on another GPU of it, from now on. */
+const ct_device *ct_optim_device_borrow(const ct_optim *optim);
+void ct_optim_move(ct_optim *optim, const ct_device *device);
+
 /* Sets the numbers of groups and parameters, whose arrays the caller then fills; their
  * content is kept up to the smaller number. */
 CT_NODISCARD ct_status ct_optim_resize(ct_optim *optim, size_t n_groups,

@@ -15,7 +15,7 @@
 /* ---- buffers --------------------------------------------------------------------- */
 
 void
-ct_run_buffers_fini(const ct_device *device, ct_run_buffers *b)
+ct_run_buffers_release(const ct_device *device, ct_run_buffers *b)
 {
     enum {
         SCRATCH = 7
@@ -27,6 +27,12 @@ ct_run_buffers_fini(const ct_device *device, ct_run_buffers *b)
     for (int i = 0; i < SCRATCH; i++) {
         device->scratch_release(scratch[i]);
     }
+}
+
+void
+ct_run_buffers_fini(const ct_device *device, ct_run_buffers *b)
+{
+    ct_run_buffers_release(device, b);
     ct_free(b->list);
     ct_free(b->places);
     ct_free(b->pairs);

@@ -38,6 +38,9 @@ typedef struct ct_rule_run {
 
 void ct_run_buffers_fini(const ct_device *device, ct_run_buffers *buffers);
 
+/* Releases the device's memory alone; the next run takes it anew. */
+void ct_run_buffers_release(const ct_device *device, ct_run_buffers *buffers);
+
 /* Reserves the host's lists for n parameters. */
 CT_NODISCARD ct_status ct_run_buffers_reserve(ct_run_buffers *buffers, size_t n,
                                               ct_error *err);

@@ -10,7 +10,9 @@ extern "C" {
 #endif
 
 #define CUDART_VERSION 13000
+#ifndef CT_CUDA_DLPACK
 #define CT_CUDA_DLPACK 1 /* kDLCPU: see emul_show_memory */
+#endif
 
 typedef enum cudaError {
     cudaSuccess = 0,
@@ -19,6 +21,7 @@ typedef enum cudaError {
     cudaErrorInvalidConfiguration = 9,
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
     cudaErrorNotReady = 600,
     cudaErrorLaunchOutOfResources = 701
 } cudaError_t;
@@ -59,6 +62,7 @@ const char *cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError(void);
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaSetDevice(int device);
 cudaError_t cudaRuntimeGetVersion(int *version);
 cudaError_t cudaDriverGetVersion(int *version);
 cudaError_t cudaMalloc(void **data, size_t bytes);

@@ -64,6 +64,15 @@ uint64_t shuffle_down(unsigned mask, uint64_t bits, unsigned delta);
  * several, one at a time is a GPU. */
 void open_device_memory(bool open);
 int memory_protection(); /* of new memory */
+
+/* While it lives, the blocks around two addresses are open; others than device memory
+ * are none. */
+struct opened {
+    const void *one, *other;
+    opened(const void *one, const void *other);
+    ~opened();
+};
+
 void add_device_memory(void *data, size_t bytes);
 void remove_device_memory(void *data);
 void set_last_error(cudaError_t error);

@@ -148,16 +148,18 @@ open_device_memory(bool open)
     }
 }
 
-static void
-open_around(const void *data, bool open)
+opened::opened(const void *one_, const void *other_) : one(one_), other(other_)
 {
-    if (open) {
-        hold_gpu(true);
-    }
-    open_block_around(data, open);
-    if (!open) {
-        hold_gpu(false);
-    }
+    hold_gpu(true);
+    open_block_around(one, true);
+    open_block_around(other, true);
+}
+
+opened::~opened()
+{
+    open_block_around(one, false);
+    open_block_around(other, false);
+    hold_gpu(false);
 }
 
 } // namespace emul
@@ -200,6 +202,12 @@ cudaGetDevice(int *device)
 {
     *device = 0;
     return cudaSuccess;
+}
+
+cudaError_t
+cudaSetDevice(int device)
+{
+    return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
 }
 
 cudaError_t
@@ -265,9 +273,8 @@ cudaError_t
 cudaMemsetAsync(void *data, int value, size_t bytes, cudaStream_t stream)
 {
     emul::seen.stream = stream;
-    emul::open_around(data, true);
+    emul::opened block(data, nullptr);
     memset(data, value, bytes);
-    emul::open_around(data, false);
     return cudaSuccess;
 }
 
@@ -279,11 +286,10 @@ cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
                     (kind == cudaMemcpyDefault && emul::is_on_device(to));
     const void *device = up ? to : from;
     emul::seen.stream = stream;
-    emul::open_around(device, true);
+    emul::opened block(device, nullptr);
     if (bytes != 0) {
         memcpy(to, from, bytes);
     }
-    emul::open_around(device, false);
     return cudaSuccess;
 }
 

@@ -1,0 +1,64 @@
+"""A GPU that torch's build for the CPU trains on: the plugin over the emulation, and a
+device of torch, "emul", in the same memory. The host can touch it in copies alone."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from typing import Any
+
+import torch
+from places import ROOT
+
+FOLDER = ROOT / "build/emul/torch"
+
+
+class Module(types.ModuleType):
+    """torch.emul, of what torch asks a device's module for."""
+
+    is_available = staticmethod(lambda: True)
+    is_initialized = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+    set_device = staticmethod(lambda device: None)
+    manual_seed = manual_seed_all = staticmethod(lambda seed: None)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+
+
+@functools.cache
+def device() -> torch.device:
+    """The device, made once a process; `ctrainer._cuda` is its plugin from then on."""
+    made = subprocess.run(
+        ["make", "-s", "cuda-emul-torch"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    sys.modules["ctrainer._cuda"] = _plugin()
+    ctypes.CDLL(str(FOLDER / "libdevice.so"))
+    torch.utils.rename_privateuse1_backend("emul")
+    torch._register_device_module("emul", Module("torch.emul"))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
+    return torch.device("emul", 0)
+
+
+def _plugin() -> Any:
+    """Its emulation's symbols are those that torch's device and NCCL call."""
+    spec = importlib.util.spec_from_file_location("_cuda", FOLDER / "_cuda.so")
+    assert spec is not None
+    assert spec.loader is not None
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
+    try:
+        module = importlib.util.module_from_spec(spec)
+    finally:
+        sys.setdlopenflags(flags)
+    wheels = str(FOLDER.parent / "wheels")
+    sys.path.insert(0, wheels)
+    spec.loader.exec_module(module)
+    sys.path.remove(wheels)
+    return module
