@@ -198,7 +198,7 @@ class TrainingArguments(Setters):
     @property
     def n_gpu(self) -> int:
         """Devices used: 1 on a GPU, 0 on the CPU."""
-        return int(self.device.type == "cuda")
+        return int(self.device.type != "cpu")
 
     @property
     def world_size(self) -> int:

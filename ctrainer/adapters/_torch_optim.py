@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import sys
 from typing import Any
@@ -11,7 +12,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ctrainer import _C
 from ctrainer.adapters.parameters import grads_of
+
+logger = logging.getLogger("ctrainer.trainer")
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -29,8 +33,14 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
 
 
 def devices_elsewhere(model: nn.Module) -> set[str]:
-    """The kinds of devices, other than the CPU, that have parameters of the model."""
-    return {p.device.type for p in model.parameters()} - {"cpu"}
+    """The devices that have parameters of the model, unless ctrainer's kernels can
+    update all of these: in the host's memory, or on one GPU with the plugin."""
+    first = {p.device: p for p in model.parameters()}
+    if set(first) <= {torch.device("cpu")} or (
+        len(first) == 1 and _C.has_kernels(*first.values())
+    ):
+        return set()
+    return {str(device) for device in first}
 
 
 def embeddings(model: nn.Module) -> list[torch.Tensor]:
@@ -43,7 +53,7 @@ def optimizer_class(
     cls: str, name: str, model: nn.Module
 ) -> tuple[Any, dict[str, Any]]:
     """The class `cls`, which optim=name means, and keywords of its own: ours, or
-    torch's own where a parameter is not in host memory."""
+    torch's own where our kernels cannot update all parameters."""
     from ctrainer import optim
 
     devices = devices_elsewhere(model)
@@ -53,10 +63,16 @@ def optimizer_class(
         return found, {"keep_32bit": embeddings(model)} if keeps else {}
     if not hasattr(torch.optim, cls):
         raise ValueError(
-            f"optim={name!r} updates parameters in host memory, and the model has some "
+            f"optim={name!r} updates parameters in host memory, or on one GPU with the "
+            "plugin that pip install 'ctrainer[cuda13]' brings, and the model has some "
             f"on {', '.join(sorted(devices))}, for which torch.optim has no {cls}: "
             "make an optimizer and pass optimizers=(optimizer, None)"
         )
+    logger.warning(
+        "The model is on %s, where ctrainer has no kernels: torch.optim.%s updates it. "
+        "For one GPU, pip install 'ctrainer[cuda13]' brings them.",
+        ", ".join(sorted(devices)), cls,
+    )  # fmt: skip
     return getattr(torch.optim, cls), {"fused": True} if cls == "AdamW" else {}
 
 

@@ -79,7 +79,7 @@ class _EightBit(EngineOptimizer):
         self, params: ParamsT, defaults: dict[str, Any], **options: Any
     ) -> None:
         self._kept = set(options.pop("keep_32bit", ()))
-        self._maps: dict[bool, torch.Tensor] = {}
+        self._maps: dict[tuple[bool, torch.device], torch.Tensor] = {}
         for name in ("optim_bits", "min_8bit_size", "maximize"):
             defaults[name] = options.pop(name, self.precision_defaults[name])
         super().__init__(params, defaults=defaults, **options)
@@ -90,10 +90,10 @@ class _EightBit(EngineOptimizer):
             self._kept.add(master)
         return master
 
-    def _map(self, signed: bool) -> torch.Tensor:
-        if signed not in self._maps:
-            self._maps[signed] = dynamic_map(signed)
-        return self._maps[signed]
+    def _map(self, signed: bool, device: torch.device) -> torch.Tensor:
+        if (signed, device) not in self._maps:
+            self._maps[signed, device] = dynamic_map(signed).to(device)
+        return self._maps[signed, device]
 
     def _new_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return what the original keeps before a parameter's first step."""
@@ -107,9 +107,9 @@ class _EightBit(EngineOptimizer):
                 blocks = -(-param.numel() // BLOCK)
                 shape = (blocks,) if n == 1 else (n, blocks)
                 state[f"absmax{number}"] = torch.zeros(
-                    shape, dtype=torch.float32, device="cpu"
+                    shape, dtype=torch.float32, device=param.device
                 )
-                state[f"qmap{number}"] = self._map(signed)
+                state[f"qmap{number}"] = self._map(signed, param.device)
         return state
 
     def _is_coded(self, param: torch.Tensor, group: dict[str, Any]) -> bool:
@@ -147,7 +147,7 @@ def _zeros(param: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeros like the parameter, or n of them one behind the other."""
     if n == 1:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    return torch.zeros((n, *param.shape), dtype=dtype, device="cpu")
+    return torch.zeros((n, *param.shape), dtype=dtype, device=param.device)
 
 
 def _unwrapped(states: dict[Any, Any]) -> dict[Any, Any]:

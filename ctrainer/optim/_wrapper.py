@@ -225,6 +225,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         inspect.unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)
         self._fill_in_precision()
         keep_float32(self, state_dict)
+        for state in self.state.values():
+            for name in ("step", "mu_product"):  # single numbers, which the host reads
+                if isinstance(state.get(name), torch.Tensor):
+                    state[name] = state[name].cpu()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_engine" in self.__dict__:

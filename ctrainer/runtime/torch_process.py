@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 def choose_device(
     use_cpu: bool, tf32: bool | None, index: int = 0, ranks: int = 1
 ) -> torch.device:
-    """cuda:`index` where a GPU is visible, unless the CPU is asked for.
+    """Number `index` of torch's accelerator, a CUDA device where a GPU is visible,
+    unless the CPU is asked for.
 
     ranks: processes of the run, each with a GPU of its own.
 
@@ -26,20 +27,23 @@ def choose_device(
         "yes",
         "on",
     )
-    if wants_cpu or not torch.cuda.is_available():
-        if tf32:
-            raise ValueError("tf32=True needs a CUDA device, and none is used")
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
+    kind = torch.accelerator.current_accelerator()
+    if wants_cpu or kind is None or not torch.accelerator.is_available():
+        kind = torch.device("cpu")
+    if tf32 and kind.type != "cuda":
+        raise ValueError("tf32=True needs a CUDA device, and none is used")
+    if kind.type == "cpu":
+        return kind
+    count = torch.accelerator.device_count()
     if index >= count:
         raise ValueError(
             f"process {index} of this machine has no GPU of its own: {count} are "
             "visible. Start as many processes as there are GPUs, or set use_cpu=True"
         )
     if count > 1 and ranks == 1:
-        logger.warning("%d GPUs are visible; one process trains on cuda:0 alone", count)
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+        logger.warning("%d GPUs are visible; one process trains on one alone", count)
+    device = torch.device(kind.type, index)
+    torch.get_device_module(device).set_device(device)
     if tf32 is not None:
         _set_tf32(device, tf32)
     return device

@@ -39,7 +39,7 @@ def device() -> torch.device:
     )
     assert made.returncode == 0, made.stderr
     sys.modules["ctrainer._cuda"] = _plugin()
-    ctypes.CDLL(str(FOLDER / "libdevice.so"))
+    _library()
     torch.utils.rename_privateuse1_backend("emul")
     torch._register_device_module("emul", Module("torch.emul"))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
@@ -62,3 +62,22 @@ def _plugin() -> Any:
     spec.loader.exec_module(module)
     sys.path.remove(wheels)
     return module
+
+
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(FOLDER / "libdevice.so"))
+    library.emul_torchs_stream.restype = library.emul_last_stream.restype = (
+        ctypes.c_void_p
+    )
+    return library
+
+
+def torchs_stream() -> int:
+    """The address of torch's stream."""
+    return int(_library().emul_torchs_stream())
+
+
+def last_stream() -> int | None:
+    """The stream of the last launch, copy or memset of CUDA's."""
+    found = _library().emul_last_stream()
+    return None if found is None else int(found)

@@ -79,3 +79,24 @@ ctpy_current_stream(ctpy_state *state, int memory, int ordinal, void **stream)
     }
     return api->current_work_stream(memory, ordinal, stream);
 }
+
+static const char ctpy_has_kernels_doc[] =
+    "has_kernels($module, tensor, /)\n--\n\n"
+    "Is the tensor or array where kernels of ctrainer can work: in the host's memory, "
+    "or,\nwith the plugin ctrainer._cuda and torch 2.10 or newer, in that of a GPU?";
+
+static PyObject *
+ctpy_has_kernels(PyObject *module, PyObject *op)
+{
+    ctpy_state *state = PyModule_GetState(module);
+    const ctpy_place place = {"tensor", -1, -1};
+    ctpy_view view;
+    const bool found = ctpy_view_anywhere(state, op, &place, &view) == 0 &&
+                       ctpy_device_of(state, op, &place, &view) != NULL;
+    return found || ctpy_forgive() ? PyBool_FromLong(found) : NULL;
+}
+
+PyMethodDef ctpy_runtime_device_functions[] = {
+    {"has_kernels", ctpy_has_kernels, METH_O, ctpy_has_kernels_doc},
+    {NULL,          NULL,             0,      NULL                },
+};

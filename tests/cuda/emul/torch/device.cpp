@@ -5,6 +5,7 @@
 #include "../emul.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
@@ -297,6 +298,13 @@ set_storage(at::Tensor &tensor, at::Storage storage, c10::SymInt offset,
 }
 
 at::Tensor &
+set_whole_storage(at::Tensor &tensor, at::Storage storage)
+{
+    const auto n = (int64_t)(storage.nbytes() / tensor.itemsize());
+    return at::native::set_storage_cpu_(tensor, storage, 0, {n}, {});
+}
+
+at::Tensor &
 set_tensor(at::Tensor &tensor, const at::Tensor &source)
 {
     return at::native::set_tensor_(tensor, source);
@@ -320,12 +328,29 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("_reshape_alias", &reshape_alias);
     m.impl("resize_", &resize_);
     m.impl("set_.source_Storage_storage_offset", &set_storage);
+    m.impl("set_.source_Storage", &set_whole_storage);
     m.impl("set_.source_Tensor", &set_tensor);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m)
 {
     m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
+}
+
+/* Mixed precision casts as it does on CUDA. */
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m)
+{
+    m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m)
+{
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+    AT_FORALL_LOWER_PRECISION_FP(LOWER)
+    AT_FORALL_FP32(FP32)
+    AT_FORALL_PROMOTE(PROMOTE)
 }
 
 struct Registration {
@@ -336,3 +361,16 @@ struct Registration {
 } registration;
 
 } // namespace
+
+/* For Python. */
+extern "C" void *
+emul_torchs_stream()
+{
+    return EMUL_STREAM;
+}
+
+extern "C" void *
+emul_last_stream()
+{
+    return emul::seen.stream;
+}

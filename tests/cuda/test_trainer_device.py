@@ -1,0 +1,137 @@
+"""The Trainer on a device: our kernels update the model there, and a run is the one on
+the host, where it is held against transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import emulated_torch
+import pytest
+import torch
+from draws import EXHAUSTIVE
+from tiny import Net, arguments, rows
+
+import ctrainer
+from ctrainer import optim
+
+DATA = rows(40)
+# A run whose update adds no squares of gradients has the same bits.
+PLAIN: dict[str, Any] = {"max_grad_norm": 0.0}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "clipped": {},
+    "clipped by value": PLAIN | {"max_grad_value": 0.01},
+    "clipped by group": {"clip_by_group": True, "weight_decay": 0.1},
+    "bf16": PLAIN | {"bf16": True},
+    "fp16": PLAIN | {"fp16": True},
+    "accumulated": PLAIN | {"gradient_accumulation_steps": 2},
+    "lion_8bit": PLAIN | {"optim": "lion_8bit"},
+    "adafactor": {"optim": "adafactor"},
+    "sgd": PLAIN | {"optim": "sgd", "lr_scheduler_type": "cosine"},
+    "layers": PLAIN | {"log_layer_grad_norms": True},
+}
+SOME = ["plain", "clipped", "fp16", "adafactor", "layers"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu() -> torch.device:
+    return emulated_torch.device()
+
+
+class Watch(ctrainer.TrainerCallback):
+    """Whoever hears of this sees clipped gradients: they are clipped in place."""
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, **k: Any
+    ) -> None:
+        self.largest = max(p.grad.abs().max().item() for p in k["model"].parameters())
+
+
+def trained(
+    folder: Path, on_host: bool, resume: Path | None = None, **options: Any
+) -> ctrainer.Trainer:
+    callbacks = options.pop("callbacks", [])
+    args = arguments(
+        output_dir=str(folder), use_cpu=on_host, max_steps=8, logging_steps=1, seed=5,
+        per_device_train_batch_size=5, learning_rate=1e-2, save_steps=4,
+        **{"save_strategy": "no", **options},
+    )  # fmt: skip
+    trainer = ctrainer.Trainer(
+        Net(dropout=0.2), args, train_dataset=DATA, eval_dataset=DATA[:11],
+        callbacks=callbacks,
+    )  # fmt: skip
+    trainer.remove_callback(ctrainer.PrinterCallback)
+    trainer.train(None if resume is None else str(resume / "checkpoint-4"))
+    kind = "cpu" if on_host else "emul"
+    assert {p.device.type for p in trainer.model.parameters()} == {kind}
+    return trainer
+
+
+def compare(here: ctrainer.Trainer, there: ctrainer.Trainer, exact: bool) -> None:
+    assert isinstance(there.optimizer, optim._wrapper.EngineOptimizer)
+    logs = [
+        [
+            {k: v for k, v in e.items() if "time" not in k and "second" not in k}
+            for e in x
+        ]
+        for x in (here.state.log_history, there.state.log_history)
+    ]
+    for a, b in zip(*logs, strict=True):
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            assert b[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True)
+    pairs = zip(here.model.state_dict().items(), there.model.state_dict().values(),
+                strict=True)  # fmt: skip
+    for (name, a), b in pairs:
+        if exact:
+            assert torch.equal(a, b.cpu()), name
+        else:
+            torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-6)
+    assert there.evaluate()["eval_loss"] == pytest.approx(
+        here.evaluate()["eval_loss"], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", OPTIONS if EXHAUSTIVE else SOME)
+def test_a_run_on_the_device_is_that_on_the_host(tmp_path: Path, name: str) -> None:
+    options = OPTIONS[name]
+    here = trained(tmp_path, True, **options)
+    there = trained(tmp_path, False, **options)
+    compare(here, there, "max_grad_norm" in options)
+
+
+@pytest.mark.parametrize("saved_on_host", [True, False])
+def test_a_run_resumes_on_the_other_device(tmp_path: Path, saved_on_host: bool) -> None:
+    save = PLAIN | {"save_strategy": "steps"}
+    whole = trained(tmp_path, saved_on_host, **save)
+    other = trained(tmp_path / "b", not saved_on_host, tmp_path, **PLAIN)
+    here, there = (whole, other) if saved_on_host else (other, whole)
+    compare(here, there, exact=True)
+
+
+def test_gradients_that_a_callback_sees_are_clipped(tmp_path: Path) -> None:
+    watches = [Watch(), Watch()]
+    pair = [
+        trained(tmp_path, on_host, callbacks=[watch], max_grad_norm=0.1)
+        for on_host, watch in zip((True, False), watches, strict=True)
+    ]
+    compare(*pair, exact=False)
+    assert watches[0].largest == pytest.approx(watches[1].largest, rel=1e-5)
+    assert watches[0].largest < 0.1
+
+
+@pytest.mark.parametrize("average", [{"ema_decay": 0.9}, {"swa_start_update": 2}])
+def test_weights_are_averaged_on_the_device(
+    tmp_path: Path, average: dict[str, Any]
+) -> None:
+    pair = [trained(tmp_path, host, **average, **PLAIN) for host in (True, False)]
+    found = []
+    for trainer in pair:
+        assert trainer.weight_average is not None
+        with trainer.weight_average.applied():
+            state = trainer.model.state_dict()
+            found.append({name: v.cpu().clone() for name, v in state.items()})
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+        assert not torch.equal(pair[0].model.state_dict()[name], value)
