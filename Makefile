@@ -47,7 +47,7 @@ RANKS := $(patsubst tests/core/%.c,$(BUILD)/obj/tests/%.o,$(wildcard tests/core/
 CORE_TESTS := $(wildcard tests/core/*/test_*.c)
 TESTS := $(patsubst %.c,$(BUILD)/%,$(notdir $(CORE_TESTS)))
 FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/*.cuh tests/core/*.[hc] tests/core/*/*.c \
-    tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp)
+    tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp tests/cuda/emul/torch/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
 .PHONY: install install-test demo test test-all test-python test-engine test-sharding bench lint format ext check-core asan asan-core asan-ext tsan clean

@@ -216,7 +216,8 @@ def _precision_of(args: Any, cls: Callable[..., Any]) -> dict[str, bool]:
     if precision and not getattr(cls, "_native_step", False):
         raise ValueError(
             f"{next(iter(precision))}=True needs an optimizer of ctrainer's, which "
-            f"updates parameters in host memory; got {cls.__module__}.{cls.__name__}"
+            "updates parameters in host memory, or on a GPU with the plugin "
+            f"ctrainer._cuda; got {cls.__module__}.{cls.__name__}"
         )
     return precision
 

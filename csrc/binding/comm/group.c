@@ -666,7 +666,10 @@ ctpy_plugin_communicator(PyObject *module, PyObject *args)
         return NULL;
     }
     const ct_plugin *plugin = ctpy_plugin_borrow(capsule);
-    void *stream = plugin == NULL ? NULL : PyLong_AsVoidPtr(address);
+    if (plugin == NULL) {
+        return NULL;
+    }
+    void *stream = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred()) {
         return NULL;
     }

@@ -72,9 +72,9 @@ typedef struct optim_slot {
     PyObject *master;                   /* state[param]["master_param"], or NULL */
     void *step;                         /* memory of state[param]["step"], or NULL */
     ct_dtype step_dtype;
-    bool fresh;       /* the state was made for this update */
+    bool fresh;        /* the state was made for this update */
     bool maps_checked; /* of these values */
-    optim_part part; /* of kinds that look at whole parameters */
+    optim_part part;   /* of kinds that look at whole parameters */
     uint32_t group;
     Py_ssize_t index;   /* in its group */
     Py_ssize_t average; /* index in the engine's average; -1: not averaged */
@@ -93,7 +93,7 @@ typedef struct OptimEngine {
     ct_optim *core;
     int memory, ordinal; /* of the gradients, as in ctpy_view */
     void *stream;        /* of the update */
-    optim_slot *slots; /* as many as core has parameters, in the same order */
+    optim_slot *slots;   /* as many as core has parameters, in the same order */
     size_t n_slots, slots_capacity;
     optim_entry *known;
     size_t n_known, known_capacity;

@@ -630,8 +630,8 @@ check_map(OptimEngine *self, const optim_slot *slot, const optim_value *value,
         if (slot->maps_checked) {
             return 0;
         }
-        if (ct_optim_device_borrow(self->core)->transfer(self->stream, copy, map,
-                                                         sizeof copy, &err) != CT_OK) {
+        if (ct_optim_device_borrow(self->core)
+                ->transfer(self->stream, copy, map, sizeof copy, &err) != CT_OK) {
             return ctpy_raise_int(&err);
         }
         map = copy;

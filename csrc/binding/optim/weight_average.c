@@ -276,10 +276,10 @@ average_pairs(const WeightAverage *self, const pair_list *list, double decay,
     const size_t others = n - list->n_others;
     ct_status status = list->device->average(list->stream, self->to, self->from,
                                              list->n_floats, decay, err);
-    return status == CT_OK ? list->device->copy(list->stream, self->to + others,
-                                                self->from + others, list->n_others,
-                                                err)
-                           : status;
+    return status == CT_OK
+               ? list->device->copy(list->stream, self->to + others,
+                                    self->from + others, list->n_others, err)
+               : status;
 }
 
 static int

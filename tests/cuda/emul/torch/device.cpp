@@ -30,8 +30,7 @@ release(void *data)
 }
 
 struct Allocator final : c10::Allocator {
-    c10::DataPtr
-    allocate(size_t bytes) override
+    c10::DataPtr allocate(size_t bytes) override
     {
         void *data = nullptr;
         if (bytes != 0) {
@@ -40,14 +39,12 @@ struct Allocator final : c10::Allocator {
         return {data, data, &release, c10::Device(TYPE, 0)};
     }
 
-    c10::DeleterFnPtr
-    raw_deleter() const override
+    c10::DeleterFnPtr raw_deleter() const override
     {
         return &release;
     }
 
-    void
-    copy_data(void *to, const void *from, std::size_t bytes) const override
+    void copy_data(void *to, const void *from, std::size_t bytes) const override
     {
         emul::opened both(to, from);
         memcpy(to, from, bytes);
@@ -59,115 +56,92 @@ REGISTER_ALLOCATOR(TYPE, &allocator);
 
 /* One device with one stream, on which everything is done at once. */
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-    c10::DeviceType
-    type() const override
+    c10::DeviceType type() const override
     {
         return TYPE;
     }
-    c10::Device
-    exchangeDevice(c10::Device device) const override
+    c10::Device exchangeDevice(c10::Device device) const override
     {
         return device;
     }
-    c10::Device
-    getDevice() const override
+    c10::Device getDevice() const override
     {
         return c10::Device(TYPE, 0);
     }
-    void
-    setDevice(c10::Device) const override
+    void setDevice(c10::Device) const override
     {
     }
-    void
-    uncheckedSetDevice(c10::Device) const noexcept override
+    void uncheckedSetDevice(c10::Device) const noexcept override
     {
     }
-    c10::Stream
-    getStream(c10::Device device) const override
+    c10::Stream getStream(c10::Device device) const override
     {
         return c10::Stream(c10::Stream::DEFAULT, device);
     }
-    c10::Stream
-    getDefaultStream(c10::Device device) const override
+    c10::Stream getDefaultStream(c10::Device device) const override
     {
         return c10::Stream(c10::Stream::DEFAULT, device);
     }
-    c10::Stream
-    exchangeStream(c10::Stream stream) const override
+    c10::Stream exchangeStream(c10::Stream stream) const override
     {
         return stream;
     }
-    c10::DeviceIndex
-    deviceCount() const noexcept override
+    c10::DeviceIndex deviceCount() const noexcept override
     {
         return 1;
     }
-    void *
-    getStreamNativeHandle(const c10::Stream) const override
+    void *getStreamNativeHandle(const c10::Stream) const override
     {
         return EMUL_STREAM;
     }
-    void
-    record(void **, const c10::Stream &, const c10::DeviceIndex,
-           const c10::EventFlag) const override
+    void record(void **, const c10::Stream &, const c10::DeviceIndex,
+                const c10::EventFlag) const override
     {
     }
-    void
-    block(void *, const c10::Stream &) const override
+    void block(void *, const c10::Stream &) const override
     {
     }
-    bool
-    queryEvent(void *) const override
+    bool queryEvent(void *) const override
     {
         return true;
     }
-    void
-    destroyEvent(void *, const c10::DeviceIndex) const noexcept override
+    void destroyEvent(void *, const c10::DeviceIndex) const noexcept override
     {
     }
-    bool
-    queryStream(const c10::Stream &) const override
+    bool queryStream(const c10::Stream &) const override
     {
         return true;
     }
-    void
-    synchronizeStream(const c10::Stream &) const override
+    void synchronizeStream(const c10::Stream &) const override
     {
     }
-    void
-    synchronizeEvent(void *) const override
+    void synchronizeEvent(void *) const override
     {
     }
-    void
-    synchronizeDevice(const c10::DeviceIndex) const override
+    void synchronizeDevice(const c10::DeviceIndex) const override
     {
     }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-    bool
-    isBuilt() const override
+    bool isBuilt() const override
     {
         return true;
     }
-    bool
-    isAvailable() const override
+    bool isAvailable() const override
     {
         return true;
     }
-    bool
-    hasPrimaryContext(c10::DeviceIndex) const override
+    bool hasPrimaryContext(c10::DeviceIndex) const override
     {
         return true;
     }
-    c10::DeviceIndex
-    deviceCount() const override
+    c10::DeviceIndex deviceCount() const override
     {
         return 1;
     }
-    c10::DeviceIndex
-    getCurrentDevice() const override
+    c10::DeviceIndex getCurrentDevice() const override
     {
         return 0;
     }
@@ -211,9 +185,9 @@ on_host(const at::Tensor &tensor)
     }
     char *data = (char *)tensor.storage().mutable_data() +
                  tensor.storage_offset() * (int64_t)tensor.itemsize();
-    return at::from_blob(data, tensor.sizes(), tensor.strides(), [](void *) {},
-                         at::TensorOptions().dtype(tensor.dtype()),
-                         at::Device(at::kCPU));
+    return at::from_blob(
+        data, tensor.sizes(), tensor.strides(), [](void *) {},
+        at::TensorOptions().dtype(tensor.dtype()), at::Device(at::kCPU));
 }
 
 const void *
