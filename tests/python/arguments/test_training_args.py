@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
 from places import ROOT
 from ranks import run_alone
 
@@ -635,8 +636,10 @@ class TestDevice:
         caplog: pytest.LogCaptureFixture, index: int, ranks: int, gpus: int,
     ) -> None:  # fmt: skip
         chosen: list[object] = []
-        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+        cuda = torch.device("cuda")
+        monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: cuda)
+        monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+        monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
         monkeypatch.setattr("torch.cuda.set_device", chosen.append)
         for name, value in (("RANK", index), ("LOCAL_RANK", index)):
             monkeypatch.setenv(name, str(value))
