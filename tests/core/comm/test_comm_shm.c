@@ -21,7 +21,10 @@ all_reduce_everything(ct_comm *comm)
         for (int o = 0; o < 4; o++) {
             float *values = values_of(comm->rank, lengths[k]);
             const ct_span span = {values, lengths[k], CT_F32};
+            const float behind = 7.0f + (float)comm->rank;
+            values[lengths[k]] = behind;
             CHECK(ct_comm_all_reduce(comm, &span, ops[o], NULL) == CT_OK);
+            CHECK(values[lengths[k]] == behind);
             for (size_t i = 0; i < lengths[k]; i++) {
                 CHECK(values[i] == reduced_at(comm->world_size, i, ops[o]));
             }

@@ -2,6 +2,7 @@
 
 import atexit
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,12 @@ noted = []
 
 @atexit.register  # before the group is joined, so it runs after the group is left
 def note_threads():
-    """Write the names of gloo's threads that the end of Python would meet."""
+    """Write the names of gloo's threads that the end of Python would meet, and whether
+    the slow rank has ended."""
     for path in noted:
         names = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
-        path.write_text("".join(name for name in names if "gloo" in name))
+        slow = ["slow"] if path.with_name("slow").exists() else []
+        path.write_text("".join([*(name for name in names if "gloo" in name), *slow]))
 
 
 def main(cfg, folder):
@@ -30,6 +33,9 @@ def main(cfg, folder):
     if sys.argv[2] == "fail" and rank == 1:
         raise RuntimeError("rank 1 has had enough")
     dist.barrier()
+    if sys.argv[2] == "slow" and rank == 1:
+        time.sleep(1)
+        Path(folder, "slow").touch()
 
 
 if __name__ == "__main__":

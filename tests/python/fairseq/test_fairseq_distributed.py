@@ -172,6 +172,14 @@ def test_several_workers_are_started_and_meet(
     assert [(tmp_path / r).read_text() for r in "01"] == ["gloo 3.0", "gloo 3.0"]
 
 
+def test_a_worker_waits_for_the_slowest_before_it_leaves(
+    tmp_path: Path, no_launcher: pytest.MonkeyPatch
+) -> None:
+    done = spawn(tmp_path, "slow", no_launcher)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "threads0").read_text() == "slow"
+
+
 def test_a_worker_that_fails_ends_the_others_and_is_named(
     tmp_path: Path, no_launcher: pytest.MonkeyPatch
 ) -> None:
