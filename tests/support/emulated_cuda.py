@@ -6,20 +6,23 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from places import ROOT
 
-LIBRARY = ROOT / "build/emul/_cuda.so"
+FOLDER = ROOT / "build/emul"
+LIBRARY = FOLDER / "_cuda.so"
 
 
-def load() -> Any:
-    """ctrainer._cuda of the emulation, built if need be; its NCCL needs its symbols."""
+def load(target: str = "cuda-emul-python", library: Path = LIBRARY) -> Any:
+    """ctrainer._cuda of the emulation, which make builds if need be; its NCCL, and a
+    device of torch, need its symbols."""
     made = subprocess.run(
-        ["make", "-s", "cuda-emul-python"], cwd=ROOT, capture_output=True, text=True
+        ["make", "-s", target], cwd=ROOT, capture_output=True, text=True
     )
     assert made.returncode == 0, made.stderr
-    spec = importlib.util.spec_from_file_location("_cuda", LIBRARY)
+    spec = importlib.util.spec_from_file_location("_cuda", library)
     assert spec is not None
     flags = sys.getdlopenflags()
     sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
@@ -27,7 +30,7 @@ def load() -> Any:
         module = importlib.util.module_from_spec(spec)
     finally:
         sys.setdlopenflags(flags)
-    wheels = str(LIBRARY.parent / "wheels")
+    wheels = str(FOLDER / "wheels")
     sys.path.insert(0, wheels)
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     sys.path.remove(wheels)

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
-import os
-import subprocess
 import sys
 import types
-from typing import Any
 
+import emulated_cuda
 import torch
-from places import ROOT
 
-FOLDER = ROOT / "build/emul/torch"
+FOLDER = emulated_cuda.FOLDER / "torch"
 
 
 class Module(types.ModuleType):
@@ -34,34 +30,13 @@ class Module(types.ModuleType):
 @functools.cache
 def device() -> torch.device:
     """The device, made once a process; `ctrainer._cuda` is its plugin from then on."""
-    made = subprocess.run(
-        ["make", "-s", "cuda-emul-torch"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stderr
-    sys.modules["ctrainer._cuda"] = _plugin()
+    plugin = emulated_cuda.load("cuda-emul-torch", FOLDER / "_cuda.so")
+    sys.modules["ctrainer._cuda"] = plugin
     _library()
     torch.utils.rename_privateuse1_backend("emul")
     torch._register_device_module("emul", Module("torch.emul"))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
     return torch.device("emul", 0)
-
-
-def _plugin() -> Any:
-    """Its emulation's symbols are those that torch's device and NCCL call."""
-    spec = importlib.util.spec_from_file_location("_cuda", FOLDER / "_cuda.so")
-    assert spec is not None
-    assert spec.loader is not None
-    flags = sys.getdlopenflags()
-    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
-    try:
-        module = importlib.util.module_from_spec(spec)
-    finally:
-        sys.setdlopenflags(flags)
-    wheels = str(FOLDER.parent / "wheels")
-    sys.path.insert(0, wheels)
-    spec.loader.exec_module(module)
-    sys.path.remove(wheels)
-    return module
 
 
 def _library() -> ctypes.CDLL:

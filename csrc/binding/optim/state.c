@@ -34,6 +34,27 @@ optim_fail(PyObject *type, const optim_slot *slot, const char *what, const char 
     return -1;
 }
 
+int
+optim_view(OptimEngine *self, const optim_slot *slot, const char *what, PyObject *op,
+           ctpy_view *view)
+{
+    const ctpy_place place = {what, slot->group, slot->index};
+    if (ctpy_view_anywhere(self->state, op, &place, view) < 0) {
+        return -1;
+    }
+    if (view->memory == self->memory && view->ordinal == self->ordinal) {
+        return 0;
+    }
+    if (self->memory == CTPY_DL_CPU) {
+        return ctpy_reject_device(self->state, op, &place);
+    }
+    return optim_fail(PyExc_ValueError, slot, what,
+                      "is not on %s %d, where the first gradient is: keep the "
+                      "parameters of an optimizer, their gradients and state on one "
+                      "device, or use torch.optim",
+                      ct_optim_device_borrow(self->core)->name, self->ordinal);
+}
+
 /* Views op, which is `what` of the slot in messages, in the host's memory, where single
  * numbers are. */
 static int
