@@ -75,7 +75,11 @@ ct_cuda_use(int ordinal, int *before, ct_error *err)
     if (status != CT_OK || *before == ordinal) {
         return status;
     }
-    return ct_cuda_check(cudaSetDevice(ordinal), "change the device", err);
+    status = ct_cuda_check(cudaSetDevice(ordinal), "change the device", err);
+    if (status != CT_OK) {
+        (void)cudaGetLastError(); /* or the next launch would report the error */
+    }
+    return status;
 }
 
 const ct_device ct_device_cuda = {

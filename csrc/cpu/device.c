@@ -22,5 +22,6 @@ const ct_device ct_device_cpu = {
     .read = ct_cpu_read,
     .scratch_grow = ct_cpu_scratch_grow,
     .scratch_release = ct_cpu_scratch_release,
+    .use = ct_cpu_use,
     .dlpack = 1, /* kDLCPU */
 };

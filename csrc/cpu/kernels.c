@@ -301,3 +301,12 @@ ct_cpu_scratch_release(ct_scratch *scratch)
     ct_free(scratch->data);
     *scratch = (ct_scratch){0};
 }
+
+/* The host is one device. */
+ct_status
+ct_cpu_use(int ordinal, int *before, ct_error *err)
+{
+    (void)err;
+    *before = ordinal;
+    return CT_OK;
+}

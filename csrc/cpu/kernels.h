@@ -139,6 +139,7 @@ ct_transfer_fn ct_cpu_transfer;
 ct_read_fn ct_cpu_read;
 ct_scratch_grow_fn ct_cpu_scratch_grow;
 ct_scratch_release_fn ct_cpu_scratch_release;
+ct_use_fn ct_cpu_use;
 
 /* A product by a BLAS of the process; false, and C as it was, where it has none. */
 typedef bool ct_blas_fn(const ct_gemm *gemm);

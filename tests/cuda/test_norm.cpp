@@ -211,10 +211,21 @@ test_norm_finds_one_bad_element()
     }
 }
 
+static void
+test_a_device_is_left_for_another_that_there_is()
+{
+    int before = -1;
+    ct_error err;
+    CHECK(ct_device_cuda.use(0, &before, &err) == CT_OK && before == 0);
+    CHECK(ct_device_cuda.use(1000, &before, &err) == CT_EDEVICE && before == 0);
+    CHECK(ct_device_cuda.use(0, &before, &err) == CT_OK && before == 0);
+}
+
 int
 main()
 {
     skip_without_device();
+    test_a_device_is_left_for_another_that_there_is();
     in_both_orders([] {
         test_norm_is_within_its_bound();
         test_each_span_has_the_sum_that_it_has_alone();

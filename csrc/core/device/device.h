@@ -154,7 +154,7 @@ typedef struct ct_device {
     ct_read_fn *read;
     ct_scratch_grow_fn *scratch_grow;
     ct_scratch_release_fn *scratch_release;
-    ct_use_fn *use;                /* NULL: there is one */
+    ct_use_fn *use;
     const ct_mapping_ops *mapping; /* NULL: the host's */
     int dlpack;                    /* kind of the memory, a DLDeviceType of DLPack */
 } ct_device;
@@ -167,7 +167,7 @@ extern const ct_device ct_device_cpu;
 static inline ct_status
 ct_device_switch(const ct_device *device, int *ordinal, ct_error *err)
 {
-    return device->use == NULL ? CT_OK : device->use(*ordinal, ordinal, err);
+    return device->use(*ordinal, ordinal, err);
 }
 
 /* The instruction set in use, "base", "v3" or "v4" (x86-64-v3 has AVX2, v4 AVX-512);
