@@ -234,10 +234,8 @@ AREAS = {
             binding("trainer/trainer"):
                 "python/trainer/test_copies.py binding/trainer/test_trainer_hooks.py "
                 "python/evaluate/test_full_eval.py",
-            binding("runtime/device"):
-                "cuda/test_optimizers_device.py",
             binding("runtime/buffer"):
-                "binding/runtime/test_buffer.py "
+                "binding/runtime/test_buffer.py cuda/test_optimizers_device.py "
                 "python/trainer/test_trainer_pt_utils.py "
                 "binding/evaluate/test_trainer_eval.py",
             "ctrainer/trainer/__init__.py":

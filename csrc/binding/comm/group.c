@@ -3,7 +3,7 @@
  * torch's process groups. Below the type's methods, since other files need a group and
  * no methods. */
 #include "binding/comm/communicator.h"
-#include "binding/runtime/device.h"
+#include "binding/runtime/buffer.h"
 
 #include "core/base/alloc.h"
 #include "core/comm/collectives.h"

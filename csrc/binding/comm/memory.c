@@ -8,7 +8,7 @@
 #include "binding/comm/memory.h"
 
 #include "binding/comm/communicator.h"
-#include "binding/runtime/device.h"
+#include "binding/runtime/buffer.h"
 #include "binding/runtime/dlpack_abi.h"
 
 #include "core/base/pages.h"

@@ -7,7 +7,6 @@
 #include "binding/comm/memory.h"
 #include "binding/fsdp/unit.h"
 #include "binding/runtime/buffer.h"
-#include "binding/runtime/device.h"
 
 #include "core/base/mapping.h"
 #include "core/base/region.h"

@@ -5,7 +5,6 @@
 #include "binding/fsdp/unit.h"
 
 #include "binding/comm/communicator.h"
-#include "binding/runtime/device.h"
 #include "binding/comm/memory.h"
 #include "binding/runtime/buffer.h"
 

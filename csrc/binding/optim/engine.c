@@ -8,7 +8,6 @@
 
 #include "binding/comm/communicator.h"
 #include "binding/optim/weight_average.h"
-#include "binding/runtime/device.h"
 
 #include "core/base/alloc.h"
 

@@ -6,7 +6,6 @@
  * A mark lasts from the optimizer's pass to the end of the same update:
  * ctpy_average_finish averages the rest, counts the update, and clears all marks. */
 #include "binding/optim/weight_average.h"
-#include "binding/runtime/device.h"
 #include "binding/runtime/objects.h"
 
 #include "core/base/alloc.h"

@@ -1,4 +1,4 @@
-/* The memory, shape and dtype of a tensor or an array, and nested batches of them. */
+/* The memory, shape, dtype and device of a tensor or an array, and nested batches. */
 #ifndef BINDING_RUNTIME_BUFFER_H
 #define BINDING_RUNTIME_BUFFER_H
 
@@ -6,6 +6,7 @@
 #include "binding/runtime/dlpack_abi.h"
 
 #include "core/base/span.h"
+#include "core/comm/plugin.h"
 
 /* Borrowed memory of a tensor or array without gaps. shape is NULL if only the number
  * of elements is known (torch before 2.10). strides, in elements, is NULL for elements
@@ -60,6 +61,25 @@ ctpy_span_from(ctpy_state *state, PyObject *op, const char *what, int writable,
 {
     return ctpy_span_on(state, op, what, writable, CTPY_DL_CPU, span);
 }
+
+/* ---- devices ------------------------------------------------------------------- */
+
+/* The tables of a plugin's capsule, if their version is ours; else NULL with an
+ * exception. They live as long as the process. */
+const ct_plugin *ctpy_plugin_borrow(PyObject *capsule);
+
+/* The device of a plugin's capsule, the host's for None; NULL with an exception. */
+const ct_device *ctpy_device_borrow(PyObject *capsule);
+
+/* The device in whose memory the view of op is: the host, or that of ctrainer._cuda,
+ * which is imported for the first such tensor. NULL with a ValueError that names the
+ * place, for a device of neither. */
+const ct_device *ctpy_device_of(ctpy_state *state, PyObject *op,
+                                const ctpy_place *place, const ctpy_view *view);
+
+/* The stream that torch works on now, on a device with memory of this kind; NULL for
+ * the host. 0, or -1 with an exception. */
+int ctpy_current_stream(ctpy_state *state, int memory, int ordinal, void **stream);
 
 /* ---- nested batches: tensors, arrays and numbers in containers ------------------- */
 
