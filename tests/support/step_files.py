@@ -14,7 +14,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-MOST = 22  # .c files; a ratchet: lower it when the count is lower
+MOST = 21  # .c files; a ratchet: lower it when the count is lower
 PROGRAM = Path(__file__).resolve().parents[1] / "programs/trainer/steps.py"
 
 
