@@ -61,7 +61,7 @@ def test_every_spelling_means_the_same(
     [
         ("fully", {}, "fsdp may be full_shard, .* not 'fully'"),
         ("full_shard no_shard", {}, "several strategies, full_shard, no_shard"),
-        (True, {"wrap": 1}, "fsdp_config has no 'wrap'; did you mean 'auto_wrap_policy'"),
+        (True, {"wrap": 1}, "fsdp_config has no 'wrap'; did you mean 'auto_wrap"),
         (True, {"auto_wrap_policy": "ALL"}, "must be one of TRANSFORMER_BASED_WRAP"),
         (True, {"backward_prefetch": "ALWAYS"}, "one of NO_PREFETCH, BACKWARD_PRE"),
         (True, {"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type must be one"),
