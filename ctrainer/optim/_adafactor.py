@@ -90,16 +90,16 @@ class Adafactor(EngineOptimizer):
         """Return what transformers' keeps before a parameter's first step; state of
         bf16 and fp16 parameters is float32."""
         wide = torch.float64 if param.dtype == torch.float64 else torch.float32
-        like: Any = {"dtype": wide, "device": param.device}
+        here = param.device
         state: dict[str, Any] = {"step": 0}
         if group["beta1"] is not None:
             state["exp_avg"] = torch.zeros_like(param, dtype=wide)
         shape = shape_of(param)
         if len(shape) >= 2:
             by_column = shape[:-2] + shape[-1:]
-            state["exp_avg_sq_row"] = torch.zeros(shape[:-1], **like)
-            state["exp_avg_sq_col"] = torch.zeros(by_column, **like)
+            state["exp_avg_sq_row"] = torch.zeros(shape[:-1], dtype=wide, device=here)
+            state["exp_avg_sq_col"] = torch.zeros(by_column, dtype=wide, device=here)
         else:
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=wide)
-        state["RMS"] = torch.zeros((), **like)
+        state["RMS"] = torch.zeros((), dtype=wide, device=here)
         return state
