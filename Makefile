@@ -50,7 +50,7 @@ FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c cuda/*.[hc]
     tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp tests/cuda/emul/torch/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install install-test demo test test-all test-python test-engine test-sharding bench lint format ext check-core asan asan-core asan-ext tsan clean
+.PHONY: install install-test demo test test-all test-python test-engine test-device test-sharding bench lint format ext check-core asan asan-core asan-ext tsan clean
 .PHONY: dist wheels docs bench-kernels mutants step-files
 install: $(INSTALLED)
 install-test: $(TESTABLE)
@@ -84,13 +84,16 @@ demo: ext
 # The parts of Python's are for make -j2. Each part runs, whatever the others find.
 SHARDING := tests/python/fsdp
 test:
-	+$(MAKE) -k check-core test-python test-engine test-sharding
+	+$(MAKE) -k check-core test-python test-engine test-device test-sharding
 test-python: ext $(TESTABLE)
 	$(PY) -m pytest tests/python --ignore $(SHARDING)
 test-sharding: ext $(TESTABLE)
 	$(PY) -m pytest $(SHARDING)
 test-engine: ext $(TESTABLE) $(BUILD)/libcore.a # which its own call of make would build beside us
-	$(PY) -m pytest tests --ignore tests/python
+	$(PY) -m pytest tests --ignore tests/python --ignore tests/device
+# Torch has a GPU of the emulation in that process. After test-engine, which builds it, too.
+test-device: ext $(TESTABLE) test-engine
+	$(PY) -m pytest tests/device
 
 test-all:
 	CTRAINER_EXHAUSTIVE=1 PYTEST_TIMEOUT=7200 $(MAKE) test

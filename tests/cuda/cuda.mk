@@ -31,6 +31,7 @@ cuda: cuda-emul $(TESTABLE)
 	  $(PY) -m pip install -q --disable-pip-version-check $(NVCC_WHEELS)
 	CTRAINER_CUDA=1 PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
 	$(PY) -m pytest tests/cuda --ignore tests/cuda/test_emulation.py
+	$(PY) -m pytest tests/device
 
 cuda-emul: cuda-emul-plain
 	$(MAKE) BUILD=$(BUILD)/asan SAN="-O1 -g -fsanitize=address,undefined \

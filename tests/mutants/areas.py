@@ -82,7 +82,7 @@ AREAS = {
             binding("optim/engine"):
                 "binding/optim/test_optimizer.py python/optim/test_trainer_average.py "
                 "binding/optim/test_weight_average.py binding/engine/test_clipping.py "
-                "binding/optim/test_parts.py cuda/test_optimizers_device.py",
+                "binding/optim/test_parts.py device/test_optimizers_device.py",
             binding("optim/groups") + " csrc/binding/optim/engine.h "
             "ctrainer/optim/_wrapper.py":
                 "binding/optim/test_optimizer.py",
@@ -235,7 +235,7 @@ AREAS = {
                 "python/trainer/test_copies.py binding/trainer/test_trainer_hooks.py "
                 "python/evaluate/test_full_eval.py",
             binding("runtime/buffer"):
-                "binding/runtime/test_buffer.py cuda/test_optimizers_device.py "
+                "binding/runtime/test_buffer.py device/test_optimizers_device.py "
                 "python/trainer/test_trainer_pt_utils.py "
                 "binding/evaluate/test_trainer_eval.py",
             "ctrainer/trainer/__init__.py":

@@ -13,6 +13,7 @@ from places import ROOT
 
 FOLDER = ROOT / "build/emul"
 LIBRARY = FOLDER / "_cuda.so"
+LOADED: set[str] = set()  # what this process has
 
 
 def load(target: str = "cuda-emul-python", library: Path = LIBRARY) -> Any:
@@ -33,5 +34,6 @@ def load(target: str = "cuda-emul-python", library: Path = LIBRARY) -> Any:
     wheels = str(FOLDER / "wheels")
     sys.path.insert(0, wheels)
     spec.loader.exec_module(module)  # type: ignore[union-attr]
+    LOADED.add(module.__name__)
     sys.path.remove(wheels)
     return module

@@ -29,7 +29,9 @@ class Module(types.ModuleType):
 
 @functools.cache
 def device() -> torch.device:
-    """The device, made once a process; `ctrainer._cuda` is its plugin from then on."""
+    """The device, made once a process; `ctrainer._cuda` is its plugin from then on, and
+    a Trainer trains there. Needs a process without the other emulation."""
+    assert "_cuda" not in emulated_cuda.LOADED, "run pytest tests/device by itself"
     plugin = emulated_cuda.load("cuda-emul-torch", FOLDER / "_cuda.so")
     sys.modules["ctrainer._cuda"] = plugin
     _library()
