@@ -792,15 +792,16 @@ measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
     ct_error err, unused;
     const ct_device *device = ct_optim_device_borrow(self->core);
     int ordinal = self->ordinal;
+    self->measured = false;
     ct_status status = ct_device_switch(device, &ordinal, &err);
     if (status == CT_OK) {
         Py_BEGIN_ALLOW_THREADS
         status = ct_step_measure(self->core, self->stream, config, loss_scale,
                                  &self->result, &err);
-        Py_END_ALLOW_THREADS(void)
-        ct_device_switch(device, &ordinal, &unused);
+        Py_END_ALLOW_THREADS
+        self->measured = status == CT_OK;
+        (void)ct_device_switch(device, &ordinal, &unused);
     }
-    self->measured = status == CT_OK;
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
