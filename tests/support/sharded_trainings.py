@@ -384,14 +384,13 @@ def saved_by_others(folder: str) -> list[float]:
     made.remove_callback(ctrainer.PrinterCallback)
     made.train()
     before = made.evaluate()["eval_loss"]
-    made.model.save_pretrained(f"{folder}/together")
+    together, checkpoint = f"{folder}/together", f"{folder}/others/checkpoint-2"
+    load = transformers.GPT2LMHeadModel.from_pretrained
+    made.model.save_pretrained(together)
+    # At once: no rank comes back before the first has written the files.
+    found = [load(path).state_dict() for path in (together, checkpoint)]
+    found.append(torch.load(f"{checkpoint}/own.pt", weights_only=True))
     weights = made.model.full_state_dict()
-    checkpoint = f"{folder}/others/checkpoint-2"
-    found = [torch.load(f"{checkpoint}/own.pt", weights_only=True)]
-    found += [
-        transformers.GPT2LMHeadModel.from_pretrained(path).state_dict()
-        for path in (checkpoint, f"{folder}/together")
-    ]
     after = made.evaluate()["eval_loss"]
     return [abs(after - before), *(furthest(state, weights) for state in found)]
 
