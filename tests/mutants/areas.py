@@ -327,7 +327,9 @@ AREAS = {
                 "python/fairseq/test_fairseq_precision.py "
                 "python/fairseq/test_fairseq_ranks_differ.py",
             binding("fairseq/optimizer"):
-                "python/fairseq/test_fairseq_optimizers.py",
+                "binding/fairseq/test_fairseq_step.py "
+                "python/fairseq/test_fairseq_optimizers.py "
+                "python/fairseq/test_fairseq_precision.py",
             binding("data/batches"):
                 "binding/data/test_batches.py binding/data/test_batch_digest.py "
                 "binding/data/test_blocks.py "
@@ -718,6 +720,7 @@ AREAS = {
             "ctrainer/fairseq/tasks/fairseq_task.py "
             "ctrainer/fairseq/tasks/language_modeling.py "
             "ctrainer/fairseq/tasks/translation.py":
+                "python/fairseq/test_fairseq_text.py "
                 "python/fairseq/test_fairseq_translation.py "
                 "python/fairseq/test_fairseq_program.py",
         },

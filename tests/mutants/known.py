@@ -145,6 +145,12 @@ EQUIVALENT = (
         "the part behind the last rank's is empty: nothing is coded or decoded",
     ),
     (
+        "csrc/core/bmuf/bmuf.c",
+        "for (int d = 0; d < CT_BMUF_DTYPES; d++) {",
+        "for (int d = 0; CT_BMUF_DTYPES < d; d++) {",
+        "the memory of blocks is not given back: make asan sees it",
+    ),
+    (
         "csrc/core/comm/exchange.c",
         "return (x < y ? y - x : x - y) < bytes;",
         "return (x < y ? y - x : y - x) < bytes;",
@@ -193,5 +199,12 @@ EQUIVALENT = (
         "const size_t whole = bytes + (ALIGNMENT - bytes % ALIGNMENT) % ALIGNMENT;",
         "const size_t whole = bytes + (bytes - ALIGNMENT % ALIGNMENT) % ALIGNMENT;",
         "glibc's aligned_alloc takes any size, and this one is large enough",
+    ),
+    (
+        "csrc/cpu/body/quantized.h",
+        "CT_NAME(unpack)(quantized, single, count + count % 2);",
+        "CT_NAME(unpack)(quantized, single, count + 2 % count);",
+        "values behind those that are added up, and memory behind a whole block's: "
+        "make asan sees it",
     ),
 )

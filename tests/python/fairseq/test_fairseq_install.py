@@ -60,11 +60,11 @@ class TestPatches:
         assert not hasattr(module, "new")
 
 
-def _config(module, base=object):
+def _config(module, base=object, **options):
     """A dataclass as fairseq's are: comparable, hence without a hash."""
-    return dataclasses.dataclass(
-        type("Config", (base,), {"__module__": module, "__annotations__": {"n": int}})
-    )
+    cls = type("Config", (base,), {"__module__": module, "__annotations__": {"n": int}})
+    decorate = dataclasses.dataclass(**options) if options else dataclasses.dataclass
+    return decorate(cls)
 
 
 def _holder(default):
@@ -74,10 +74,11 @@ def _holder(default):
 
 
 class TestDataclasses:
+    @pytest.mark.parametrize("options", [{}, {"order": True}])
     @pytest.mark.parametrize("module", ["fairseq.dataclass.configs", "hydra.conf"])
-    def test_a_config_may_be_a_default(self, patches, module):
+    def test_a_config_may_be_a_default(self, patches, module, options):
         cures.cure_dataclasses(patches)
-        part = _config(module)(1)
+        part = _config(module, **options)(1)
         holder = _holder(part)
         assert holder().part is part
         assert dataclasses.fields(holder)[0].default is part  # which fairseq reads

@@ -158,3 +158,18 @@ def test_the_plain_rule_is_fairseqs() -> None:
     assert made.clip_grad_norm(1.0).item() == 3.0
     assert made.divisor == pytest.approx(2 * (3 + 1e-6), rel=1e-15)
     assert math.isclose(made.get_lr(), 0.02)
+
+
+def test_the_norm_of_all_processes_takes_the_place_of_this_ones() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    made = optim.build_optimizer(tiny.config().optimizer, [parameter])
+    made.zero_grad()
+    made.backward((parameter * 3).sum())
+    assert made.clip_grad_norm(1.0, lambda norm: 2 * norm).item() == 12.0
+    assert made.divisor == pytest.approx(12 + 1e-6, rel=1e-15)
+
+    def lost(norm: torch.Tensor) -> torch.Tensor:
+        raise ConnectionError(f"no answer for {norm.item()}")
+
+    with pytest.raises(ConnectionError, match=r"no answer for 0\.49"):
+        made.clip_grad_norm(1.0, lost)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ctrainer.__main__ import main
+from ctrainer.fairseq.config.tasks import LanguageModelingConfig
 from ctrainer.fairseq.data import (
     Dictionary,
     MMapIndexedDataset,
@@ -23,6 +24,7 @@ from ctrainer.fairseq.data import (
     TruncatedDictionary,
 )
 from ctrainer.fairseq.data.text_chunks import find_offsets, lines_between
+from ctrainer.fairseq.tasks.language_modeling import LanguageModelingTask
 
 TEXT = "a b a\nc a b\n\nd\n"
 
@@ -96,6 +98,17 @@ class TestDictionary:
         assert short.index("a") == 4
         assert short.index("b") == short.unk()
         assert short[6] == "<unk>"
+
+
+@pytest.mark.parametrize(("size", "words"), [(-1, 8), (0, 0), (6, 6), (99, 8)])
+def test_a_language_model_may_output_fewer_words(
+    text: Path, tmp_path: Path, size: int, words: int
+) -> None:
+    dictionary_of(text).save(tmp_path / "dict.txt")
+    config = LanguageModelingConfig(data=str(tmp_path), output_dictionary_size=size)
+    whole, short = LanguageModelingTask.setup_dictionary(config)
+    assert (len(whole), len(short)) == (8, words)
+    assert short.index("a") == (4 if words > 4 else whole.unk())
 
 
 class TestChunks:
