@@ -145,12 +145,6 @@ EQUIVALENT = (
         "the part behind the last rank's is empty: nothing is coded or decoded",
     ),
     (
-        "csrc/core/bmuf/bmuf.c",
-        "for (int d = 0; d < CT_BMUF_DTYPES; d++) {",
-        "for (int d = 0; CT_BMUF_DTYPES < d; d++) {",
-        "the memory of blocks is not given back: make asan sees it",
-    ),
-    (
         "csrc/core/comm/exchange.c",
         "return (x < y ? y - x : x - y) < bytes;",
         "return (x < y ? y - x : y - x) < bytes;",

@@ -8,6 +8,7 @@
 #include "ct_streamed.h"
 #include "ct_test.h"
 
+#include <malloc.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -330,6 +331,33 @@ test_no_memory_is_an_error(void)
     comm->ops->free(comm);
 }
 
+static size_t
+bytes_in_use(void)
+{
+    const struct mallinfo2 found = mallinfo2();
+    return found.uordblks + found.hblkhd;
+}
+
+static void
+test_the_memory_of_blocks_is_given_back(void)
+{
+    static float values[MOST];
+    const ct_bmuf_tensor tensor = {
+        .span = {values, MOST, CT_F32}
+    };
+    const ct_bmuf_list list = {&tensor, 1};
+    ct_comm *comm = ct_comm_self_new();
+    const size_t before = bytes_in_use();
+    ct_bmuf b;
+    ct_bmuf_init(&b, &ct_device_streamed, &ct_the_stream);
+    b.config = configs[0];
+    CHECK(ct_bmuf_take_over(&b, comm, &list, NULL) == CT_OK);
+    CHECK(bytes_in_use() >= before + sizeof values || bytes_in_use() == 0);
+    ct_bmuf_fini(&b);
+    CHECK(bytes_in_use() < before + sizeof values / 2);
+    comm->ops->free(comm);
+}
+
 static int n_begun, n_waited;
 
 /* No second collective begins. */
@@ -440,6 +468,7 @@ main(void)
     test_a_loaded_global_model_is_compared_before_the_next_block();
     test_integers_are_rejected();
     test_no_memory_is_an_error();
+    test_the_memory_of_blocks_is_given_back();
     test_a_sum_that_has_begun_is_waited_for_where_the_next_fails();
     test_when_workers_meet();
     test_bad_options_are_named();
