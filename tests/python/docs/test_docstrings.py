@@ -16,7 +16,7 @@ import pytest
 
 import ctrainer
 from ctrainer import optim
-from ctrainer.fairseq.config import DistributedTrainingConfig
+from ctrainer.fairseq.config import DistributedTrainingConfig, FairseqConfig
 
 # Modules whose functions begin a user's program: each shows how.
 ENTRIES = {"ctrainer"} | {
@@ -276,6 +276,11 @@ def test_defaults_are_the_signature_s() -> None:
             return ""  # of no literal: nothing to compare
 
     assert wrong(other) == []
+
+
+def test_the_default_of_a_group_is_written_as_a_call() -> None:
+    told = described(inspect.cleandoc(FairseqConfig.__doc__ or ""))
+    assert told["dataset"] == "DatasetConfig, default DatasetConfig()"
 
 
 def test_every_class_and_entry_shows_an_example() -> None:
