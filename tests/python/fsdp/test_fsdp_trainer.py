@@ -220,3 +220,13 @@ def test_one_process_goes_on_from_the_shards_of_two(
     )
     assert made.weight_average.core.n_averaged == 20  # 10 of them by the two ranks
     assert found["eval"] == pytest.approx(told[0]["saved"]["last"], rel=2e-5)
+
+
+def test_an_average_begins_at_shards_that_were_saved_without_one(
+    told: list[Any], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"ema_decay": 0.8, "max_steps": 3}
+    made = runs.trainer(f"{folder}/begun", "gpt2", False, **options)
+    made.train(resume_from_checkpoint=f"{folder}/others/checkpoint-2")
+    assert made.weight_average.core.n_averaged == 1
+    assert "the average starts from its weights" in caplog.text
