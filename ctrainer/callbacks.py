@@ -413,8 +413,17 @@ class CallbackHandler(_C.CallbackHandler):
 
         Args:
             callback: An instance, or a class to instantiate.
+
+        Raises:
+            TypeError: it has none of a callback's methods.
         """
         added = callback() if isinstance(callback, type) else callback
+        if not any(hasattr(added, name) for name in _EVENTS):
+            raise TypeError(
+                f"callbacks has {callback!r}, without a method for any event; pass a "
+                "TrainerCallback, with on_log(self, args, state, control, logs=None, "
+                "**kwargs) for example"
+            )
         if type(added) in [type(cb) for cb in self.callbacks]:
             logger.warning("A %s is among the callbacks already.", type(added).__name__)
         elif _is_display(added):
@@ -454,6 +463,7 @@ class CallbackHandler(_C.CallbackHandler):
         return "\n".join(type(cb).__name__ for cb in self.callbacks)
 
 
+_EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 _DISPLAYS = {"ProgressCallback", "NotebookProgressCallback", "PrinterCallback"}
 _COUNTERPARTS = {"NotebookProgressCallback": "ProgressCallback"}
 

@@ -405,11 +405,10 @@ def _main_input(trainer: TrainerRun) -> Callable[[Any], Any] | None:
 class _MetricsByBatch:
     """compute_metrics of each batch alone; `metrics` is what the last one returned."""
 
-    metrics: Any = None
-
     def __init__(self, compute: Callable[..., Any] | None, keeps_losses: bool) -> None:
         self.compute = compute
         self.keeps_losses = keeps_losses
+        self.metrics: Any = {}
 
     def __call__(self, batch: tuple[Any, ...], is_last: bool) -> None:
         predictions, labels, _, inputs, loss, rows, _ = batch
@@ -428,11 +427,11 @@ def _with_prefix(metrics: Any, losses: dict[str, Any], prefix: str) -> dict[str,
     """The metrics as plain numbers, and the losses that there are, under names that
     begin with the prefix. A metric that compute_metrics calls "loss" replaces the mean
     of the losses, as in transformers."""
-    if metrics is not None and not isinstance(metrics, dict):
+    if not isinstance(metrics, dict):
         raise TypeError(
             f"compute_metrics must return a dict of names to numbers, got {metrics!r}"
         )
-    named = dict(denumpify_detensorize(metrics or {}))
+    named = dict(denumpify_detensorize(metrics))
     for name in named:
         if not isinstance(name, str):
             raise TypeError(

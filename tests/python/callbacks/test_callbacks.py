@@ -342,7 +342,7 @@ class TestAddAndRemove:
 
     def test_notebook_display_of_transformers_finds_ours(self) -> None:
         place = {"__module__": "transformers.utils.notebook"}
-        theirs = type("NotebookProgressCallback", (), place)
+        theirs = type("NotebookProgressCallback", (TrainerCallback,), place)
         handler = handler_of(ProgressCallback())
         assert isinstance(handler.pop_callback(theirs), ProgressCallback)
         # Given by the user it takes the place of ours.

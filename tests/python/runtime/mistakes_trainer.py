@@ -493,6 +493,16 @@ def metrics_that_are_a_number() -> object:
     return make(parts=parts).evaluate()
 
 
+def metrics_without_return(prediction: Any) -> None:
+    prediction.predictions.mean()
+
+
+@mistake("compute_metrics", "None")
+def metrics_that_are_not_returned() -> object:
+    parts = {"compute_metrics": metrics_without_return, "eval_dataset": tiny.rows(4)}
+    return make(parts=parts).evaluate()
+
+
 @mistake("metrics_that_raise", "'f1'", "metrics_that_raise")
 def metrics_that_fail_in_a_training() -> object:
     return train(**evaluating(parts={"compute_metrics": metrics_that_raise}))
@@ -550,6 +560,11 @@ def a_callback_with_too_few_parameters() -> object:
 @mistake("callbacks", "RaisingCallback")
 def a_callback_that_is_in_no_list() -> object:
     return Trainer(model=tiny.Net(), args=tiny.arguments(), callbacks=RaisingCallback())
+
+
+@mistake("callbacks", "<built-in function print>")
+def a_function_among_the_callbacks() -> object:
+    return train(callbacks=[print])
 
 
 @mistake("EarlyStoppingCallback", "metric_for_best_model")
