@@ -260,7 +260,9 @@ def _metric_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
         for name, v in metrics.items()
         if isinstance(v, int | float) and not name.endswith(TIMINGS)
     }
-    return {"eval loss" if n == "loss" else n: text for n, text in numbers.items()}
+    # First, as evaluate() has it: trainer_state.json has the names in alphabetical order.
+    loss = {"eval loss": numbers.pop("loss")} if "loss" in numbers else {}
+    return loss | numbers
 
 
 def columns_of(rows: Iterable[Mapping[str, str]]) -> list[str]:

@@ -211,6 +211,11 @@ class TestLines:
             "  20   1.00       1.500      1.750  0.625",
         ]
 
+    def test_columns_of_a_resumed_run_are_in_the_same_order(self) -> None:
+        """Of names that trainer_state.json has sorted."""
+        read = [dict(sorted(entry.items())) for entry in HISTORY]
+        assert text.summary(read, 20) == text.summary(HISTORY, 20)
+
     def test_summary_of_a_resumed_run_is_of_its_own_updates(self) -> None:
         line = text.summary([{"train_runtime": 2.0, "train_loss": 1.0}], 20, 15)[0]
         assert (
