@@ -6,7 +6,7 @@
 #   make install   make $(VENV) and install ctrainer into it, editable, with what the demo needs
 #   make install-test   add what the tests, the benchmarks and lint need
 #   make bench     run the benchmarks and write their tables into the docs
-#   make dist      an sdist, a wheel from it, and a run of the wheel in a clean environment
+#   make dist      an sdist, a wheel from it, and tests of the wheel in a clean environment
 #   make wheels    the wheels of a release, for manylinux_2_28; WHEELS has options
 #   make docs      the site of the docs, with the reference of the code, into out/site
 #   make lint      clang-format, clang-tidy, ruff, mypy, stubtest
@@ -108,7 +108,7 @@ docs: ext
 	$(call stage,installing MkDocs,$(EDITABLE) '.[docs]')
 	$(PY) -m mkdocs build --strict -q
 
-dist: $(INSTALLED)
+dist: $(TESTABLE)
 	$(PY) release/dist.py
 
 wheels: $(INSTALLED)

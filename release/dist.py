@@ -1,21 +1,28 @@
-"""make dist: an sdist, a wheel built from the sdist alone, and a test of the wheel.
+"""make dist: an sdist, a wheel built from the sdist alone, and tests of the wheel.
 
 All of it happens outside the checkout; build/dist gets the two files.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_BYTES = 3_000_000
+TESTS = [
+    f"tests/binding/{part}"
+    for part in ("checkpoint", "comm", "data", "evaluate", "fairseq", "optim")
+]
 
 
 def run(*command: str | Path, cwd: Path, **changed: str) -> str:
@@ -73,8 +80,9 @@ def check_wheel(file: Path) -> None:
         sys.exit(f"{extension.name} is not stripped: it has {', '.join(left)}")
 
 
-def smoke(file: Path, python: str | Path = sys.executable, *more: Path) -> str:
-    """Install a wheel and NumPy in a new environment and train there: the verdict.
+@contextlib.contextmanager
+def installed(file: Path, python: str | Path, *more: Path) -> Iterator[Path]:
+    """The interpreter of a new environment with a wheel and NumPy; at the end it goes.
 
     more: wheels that are installed beside it, without what these need.
     """
@@ -86,9 +94,31 @@ def smoke(file: Path, python: str | Path = sys.executable, *more: Path) -> str:
         run(*pip, file, cwd=home)
         if more:
             run(*pip, "--no-deps", *more, cwd=home)
+        yield inside
+
+
+def smoke(file: Path, python: str | Path = sys.executable, *more: Path) -> str:
+    """Train with a wheel, and those beside it, in a new environment: the verdict."""
+    with installed(file, python, *more) as inside:
+        home = inside.parents[2]
         program = shutil.copy(ROOT / "release/smoke.py", home)
         plugin = ["--plugin"] if more else []
         return run(inside, "-I", program, *plugin, cwd=home).splitlines()[-1]
+
+
+def tested(file: Path, sources: Path) -> str:
+    """Run tests of the sdist with its wheel in a new environment: pytest's sum.
+
+    Torch and the other packages of the tests are this interpreter's.
+    """
+    for own in ("ctrainer", "csrc", "cuda"):
+        shutil.rmtree(sources / own)
+    with installed(file, sys.executable) as inside:
+        site = run(inside, "-c", "import numpy; print(numpy.__path__[0])", cwd=sources)
+        paths = Path(site.strip()).parent / "packages_of_the_tests.pth"
+        paths.write_text(sysconfig.get_path("purelib"))
+        told = run(inside, "-m", "pytest", *TESTS, cwd=sources)
+        return told.splitlines()[-1].strip("= ")
 
 
 def main() -> None:
@@ -101,9 +131,11 @@ def main() -> None:
         archive = sdist(ROOT, options.into.resolve())
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
-        built = wheel(Path(folder) / archive.name[:-7], options.into.resolve())
-    check_wheel(built)
-    print(smoke(built))
+        sources = Path(folder) / archive.name[:-7]
+        built = wheel(sources, options.into.resolve())
+        check_wheel(built)
+        print(smoke(built))
+        print(f"tests of the sdist with the wheel: {tested(built, sources)}")
     for file in (archive, built):
         print(f"{file.stat().st_size:>9,} bytes  {file}")
 
