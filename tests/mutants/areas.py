@@ -116,6 +116,7 @@ AREAS = {
             "ctrainer/trainer/run.py":
                 "python/optim/test_optimizer_in_trainer.py parity/test_schedules.py "
                 "binding/trainer/test_trainer_hooks.py "
+                "binding/trainer/test_trainer_failures.py "
                 "python/arguments/test_arguments_in_runs.py "
                 "python/checkpoint/test_trainer_checkpoints.py "
                 "parity/test_training.py python/comm/test_ranks_differ.py "
