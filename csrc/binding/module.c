@@ -158,6 +158,7 @@ static void
 module_free(void *module)
 {
     (void)module_clear(module);
+    ctpy_grads_free_spare(PyModule_GetState(module));
 }
 
 static PyModuleDef_Slot module_slots[] = {

@@ -6,6 +6,7 @@ import itertools
 import logging
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,10 +33,10 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
     return names
 
 
-def devices_elsewhere(model: nn.Module) -> set[str]:
-    """The devices that have parameters of the model, unless ctrainer's kernels can
+def devices_elsewhere(parameters: Iterable[torch.Tensor]) -> set[str]:
+    """The devices that have some of the parameters, unless ctrainer's kernels can
     update all of these: in the host's memory, or on one GPU with the plugin."""
-    first = {p.device: p for p in model.parameters()}
+    first = {p.device: p for p in parameters}
     if set(first) <= {torch.device("cpu")} or (
         len(first) == 1 and _C.has_kernels(*first.values())
     ):
@@ -56,7 +57,7 @@ def optimizer_class(
     torch's own where our kernels cannot update all parameters."""
     from ctrainer import optim
 
-    devices = devices_elsewhere(model)
+    devices = devices_elsewhere(model.parameters())
     if not devices:
         found = getattr(optim, cls)
         keeps = getattr(found, "takes_keep_32bit", False)

@@ -42,8 +42,7 @@ class FairseqOptimizer(_C.FairseqOptimizer):
 
     def __init__(self, cfg: Any, optimizer: Any, **options: Any) -> None:
         groups = optimizer.param_groups
-        on_host = tools.on_host(_all(groups))
-        super().__init__(optimizer, on_host=on_host, tools=tools, **options)
+        super().__init__(optimizer, tools=tools, **options)
         self.cfg = cfg
         if any(hasattr(p, "expert") for p in _all(groups)):
             raise ValueError(

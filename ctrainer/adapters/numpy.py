@@ -211,7 +211,7 @@ def decay_parameter_names(model: Any) -> list[str]:
     return [name for name, p in named_parameters(model) if p.data.ndim > 1]
 
 
-def devices_elsewhere(model: Any) -> set[str]:
+def devices_elsewhere(parameters: Any) -> set[str]:
     """The kinds of devices, other than the CPU, that have parameters of the model."""
     return set()
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import inspect
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from ctrainer import _C
 from ctrainer.adapters.generators import rng_state, set_rng_state
-from ctrainer.adapters.torch import empty_cache, no_grad
+from ctrainer.adapters.torch import devices_elsewhere, empty_cache, no_grad
 from ctrainer.checkpoint.files import expected_of, is_there
 from ctrainer.checkpoint.torch_files import (
     FILE_LIMIT,
@@ -23,14 +23,17 @@ from ctrainer.checkpoint.torch_files import (
     numpy_names,
 )
 
-__all__ = ["empty_cache", "no_grad", "rng_state", "set_rng_state"]
+__all__ = ["devices_elsewhere", "empty_cache", "no_grad", "rng_state", "set_rng_state"]
 
 Module = nn.Module
 
 
 def choose_device(cpu: bool) -> torch.device:
-    usable = torch.cuda.is_available() and not cpu
-    return torch.device("cuda" if usable else "cpu")
+    """torch's accelerator, its current one, where there is one and the CPU is not asked
+    for."""
+    kind = torch.accelerator.current_accelerator()
+    usable = kind is not None and torch.accelerator.is_available() and not cpu
+    return kind if usable and kind is not None else torch.device("cpu")
 
 
 def seed(value: int) -> None:
@@ -43,8 +46,9 @@ def seed(value: int) -> None:
         value (int): The seed.
     """
     torch.default_generator.manual_seed(value)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(value)
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None and torch.accelerator.is_available():
+        torch.get_device_module(kind).manual_seed_all(value)
 
 
 def autocast(module: Module, enabled: bool) -> contextlib.AbstractContextManager[Any]:
@@ -129,10 +133,6 @@ def sample_dtype(fp16: bool, bf16: bool) -> torch.dtype | None:
 # Gradients in a device's memory
 
 
-def on_host(parameters: Iterable[torch.Tensor]) -> bool:
-    return all(p.device.type == "cpu" for p in parameters)
-
-
 def grad_norm(groups: list[dict[str, Any]]) -> torch.Tensor:
     """The norm of all gradients, computed where they are."""
     return nn.utils.get_total_norm(_grads(groups))
@@ -148,8 +148,11 @@ def _grads(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
     return [p.grad for g in groups for p in g["params"] if p.grad is not None]
 
 
-def memory_gb() -> float:
-    """GiB of the GPU that were never in use since the last call."""
+def memory_gb() -> float | None:
+    """GiB of the GPU that were never in use since the last call; None of a device other
+    than CUDA's."""
+    if not torch.cuda.is_available():
+        return None
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     used = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -208,7 +208,7 @@ def optimizer_class(
 def _is_elsewhere(recipe: Recipe, adapter: Any, model: Any) -> bool:
     package = recipe.elsewhere
     away = package is not None and package.installed
-    return away and bool(adapter.devices_elsewhere(model))
+    return away and bool(adapter.devices_elsewhere(model.parameters()))
 
 
 def _precision_of(args: Any, cls: Callable[..., Any]) -> dict[str, bool]:

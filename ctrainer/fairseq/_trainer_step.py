@@ -359,8 +359,9 @@ class Step(_C.FairseqTrainer):
         if self._stores_ema:
             self.ema.step(self.get_model(), updates)
             self._metrics.log_scalar("ema_decay", self.ema.get_decay(), 0, 10000, 5)
-        if self.cuda:
-            self._metrics.log_scalar("gb_free", tools.memory_gb(), 0, 1500, 1)
+        free = tools.memory_gb() if self.cuda else None
+        if free is not None:
+            self._metrics.log_scalar("gb_free", free, 0, 1500, 1)
         output = self._reduce_and_log_stats(outputs, sample_size, grad_norm)
         every = self._cache_freq
         if self.cuda and every > 0 and (updates + every - 1) % every == 0:

@@ -325,10 +325,13 @@ def _inner(
     """Our engine's optimizer for a config group, its state sharded over the ranks of
     `sharing`, if given."""
     params = list(params)
-    if not tools.on_host(params):
+    away = tools.devices_elsewhere(params)
+    if away:
         raise ValueError(
             f"optimizer {name_of(cfg)!r} of ctrainer updates parameters in host "
-            "memory, and these are on a GPU: set common.cpu"
+            "memory, or on one GPU with the plugin that pip install 'ctrainer[cuda13]' "
+            f"brings, and these are on {', '.join(sorted(away))}: install it, or set "
+            "common.cpu"
         )
     if is_composite(cfg):
         return _composite(cfg, params, **precision)

@@ -269,7 +269,7 @@ class Trainer(Iterators, Failures):
         self.original_dummies = original_dummies
         self.tpu = False
         self.device = tools.choose_device(bool(setting(cfg, "common", "cpu")))
-        self.cuda = self.device.type == "cuda"
+        self.cuda = self.device.type != "cpu"
         self.pipeline_model_parallel, self.last_device = False, None
         self.cuda_env = self.cuda_env_arr = None
         self._metrics = _metrics_of_the_task()

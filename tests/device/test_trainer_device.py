@@ -13,7 +13,7 @@ from draws import EXHAUSTIVE
 from tiny import Net, arguments, rows
 
 import ctrainer
-from ctrainer import optim
+from ctrainer import adapters, optim
 
 DATA = rows(40)
 # A run whose update adds no squares of gradients has the same bits.
@@ -52,14 +52,17 @@ def trained(
     folder: Path, on_host: bool, resume: Path | None = None, **options: Any
 ) -> ctrainer.Trainer:
     callbacks = options.pop("callbacks", [])
+    make = options.pop("optimizer", None)
     args = arguments(
         output_dir=str(folder), use_cpu=on_host, max_steps=8, logging_steps=1, seed=5,
         per_device_train_batch_size=5, learning_rate=1e-2, save_steps=4,
         **{"save_strategy": "no", **options},
     )  # fmt: skip
+    model = Net(dropout=0.2)
+    optimizer = None if make is None else make(model.to(args.device).parameters())
     trainer = ctrainer.Trainer(
-        Net(dropout=0.2), args, train_dataset=DATA, eval_dataset=DATA[:11],
-        callbacks=callbacks,
+        model, args, train_dataset=DATA, eval_dataset=DATA[:11],
+        callbacks=callbacks, optimizers=(optimizer, None),
     )  # fmt: skip
     trainer.remove_callback(ctrainer.PrinterCallback)
     trainer.train(None if resume is None else str(resume / "checkpoint-4"))
@@ -69,7 +72,6 @@ def trained(
 
 
 def compare(here: ctrainer.Trainer, there: ctrainer.Trainer, exact: bool) -> None:
-    assert isinstance(there.optimizer, optim._wrapper.EngineOptimizer)
     logs = [
         [
             {k: v for k, v in e.items() if "time" not in k and "second" not in k}
@@ -98,6 +100,7 @@ def test_a_run_on_the_device_is_that_on_the_host(tmp_path: Path, name: str) -> N
     options = OPTIONS[name]
     here = trained(tmp_path, True, **options)
     there = trained(tmp_path, False, **options)
+    assert isinstance(there.optimizer, optim._wrapper.EngineOptimizer)
     compare(here, there, "max_grad_norm" in options)
 
 
@@ -135,3 +138,51 @@ def test_weights_are_averaged_on_the_device(
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name
         assert not torch.equal(pair[0].model.state_dict()[name], value)
+
+
+def torchs(parameters: Any) -> torch.optim.Optimizer:
+    one_by_one: dict[str, Any] = {"foreach": False}  # on every device
+    return torch.optim.SGD(parameters, lr=1e-2, **one_by_one)
+
+
+CLIPPING: list[dict[str, Any]] = [
+    {"max_grad_norm": 0.1}, {"max_grad_norm": 0.1, "grad_norm_type": float("inf")},
+    {"max_grad_norm": 0.1, "clip_by_group": True}, PLAIN | {"max_grad_value": 0.01},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", CLIPPING)
+def test_our_kernels_clip_for_torchs_optimizers(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("grad_norms", "clip_grads"):
+        monkeypatch.setattr(adapters.torch, name, None)
+    compare(
+        *(
+            trained(tmp_path, host, optimizer=torchs, **options)
+            for host in (True, False)
+        ),
+        exact=options["max_grad_norm"] == 0.0,
+    )
+
+
+class Count(ctrainer.TrainerCallback):
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **k: Any) -> None:
+        self.taken.append(emulated_torch.allocations())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*CLIPPING[:2], {"optimizer": torchs}, {"ema_decay": 0.9}, {"callbacks": [Watch()]},
+     {"optim": "adafactor"}, {"optim": "lion_8bit"}],
+)  # fmt: skip
+def test_no_memory_is_taken_after_the_second_update(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    count = Count()
+    more = options | {"callbacks": [*options.get("callbacks", []), count]}
+    trained(tmp_path, False, **more)
+    assert count.taken[1:] == [count.taken[1]] * 7

@@ -46,7 +46,13 @@ def _library() -> ctypes.CDLL:
     library.emul_torchs_stream.restype = library.emul_last_stream.restype = (
         ctypes.c_void_p
     )
+    library.emul_allocations_of_ours.restype = ctypes.c_size_t
     return library
+
+
+def allocations() -> int:
+    """How often the plugin has taken memory so far."""
+    return int(_library().emul_allocations_of_ours())
 
 
 def torchs_stream() -> int:

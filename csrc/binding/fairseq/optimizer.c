@@ -28,7 +28,6 @@ typedef struct FairseqOptimizer {
     PyObject *scaler; /* LossScaler, or NULL: the loss is not scaled */
     PyObject *tools;  /* ctrainer.adapters.torch_fairseq, or None */
     fairseq_rules rules;
-    bool on_host;          /* every parameter is in host memory */
     bool in_backward;      /* a backward pass has begun and not ended */
     bool measured;         /* clip_grad_norm() was called since the last zero_grad() */
     double divisor;        /* of the gradients, in the next update; > 0 */
@@ -37,16 +36,14 @@ typedef struct FairseqOptimizer {
 
 PyDoc_STRVAR(
     FairseqOptimizer_doc,
-    "FairseqOptimizer(optimizer, *, scaler=None, rules='plain', on_host=True,\n"
-    "                 tools=None)\n--\n\n"
+    "FairseqOptimizer(optimizer, *, scaler=None, rules='plain', tools=None)\n--\n\n"
     "fairseq's interface of an optimizer over a torch.optim.Optimizer or the like.\n"
     "\n"
     "scaler: a LossScaler, whose scale backward() multiplies by, or None.\n"
     "rules: what happens when the norm is Inf or NaN: 'plain', nothing; 'fp16',\n"
     "OverflowError from clip_grad_norm(); 'amp', the next step() is skipped.\n"
-    "on_host: every parameter is in host memory. tools: has scalar(value), a tensor\n"
-    "of a norm, and for gradients on a device grad_norm(groups) and\n"
-    "divide_grads(groups, by).");
+    "tools: has scalar(value), a tensor of a norm, and for gradients where no kernels\n"
+    "of ctrainer work grad_norm(groups) and divide_grads(groups, by).");
 
 static PyObject *
 FairseqOptimizer_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
@@ -55,7 +52,6 @@ FairseqOptimizer_new(PyTypeObject *type, PyObject *Py_UNUSED(args),
     PyObject *op = type->tp_alloc(type, 0);
     if (op != NULL) {
         ((FairseqOptimizer *)op)->divisor = 1.0;
-        ((FairseqOptimizer *)op)->on_host = true;
     }
     return op;
 }
@@ -78,14 +74,13 @@ parse_rules(const char *word, fairseq_rules *rules)
 static int
 FairseqOptimizer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"optimizer", "scaler", "rules", "on_host", "tools", NULL};
+    static char *names[] = {"optimizer", "scaler", "rules", "tools", NULL};
     FairseqOptimizer *self = (FairseqOptimizer *)op;
     PyObject *inner, *scaler = Py_None, *tools = Py_None;
     const char *word = "plain";
-    int on_host = true;
     fairseq_rules rules;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OspO:FairseqOptimizer", names,
-                                     &inner, &scaler, &word, &on_host, &tools) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OsO:FairseqOptimizer", names,
+                                     &inner, &scaler, &word, &tools) ||
         parse_rules(word, &rules) < 0) {
         return -1;
     }
@@ -100,7 +95,6 @@ FairseqOptimizer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_XSETREF(self->scaler, scaler == Py_None ? NULL : Py_NewRef(scaler));
     Py_XSETREF(self->tools, Py_NewRef(tools));
     self->rules = rules;
-    self->on_host = on_host;
     self->measured = self->in_backward = false;
     self->divisor = 1.0;
     return 0;
@@ -245,21 +239,9 @@ FairseqOptimizer_get_inner(PyObject *op, void *Py_UNUSED(closure))
 /* All the same whether a gradient is finite: the rules decide, not the engine. */
 static const ct_step_config RULES_DECIDE = {.nonfinite = CT_NONFINITE_KEEP};
 
+/* The norm by torch. */
 static int
-measure_grads(FairseqOptimizer *self, ctpy_state *names)
-{
-    const ct_clip clip = {0};
-    ctpy_grads grads = {0};
-    int failed =
-        ctpy_grads_open(names, self->inner, true, &grads) < 0 ||
-        ctpy_grads_measure(&grads, &clip, self->divisor, &self->result.grad_norm) < 0;
-    ctpy_grads_close(&grads);
-    return failed ? -1 : 0;
-}
-
-/* The norm of gradients in a device's memory. */
-static int
-measure_on_device(FairseqOptimizer *self)
+measure_by_tools(FairseqOptimizer *self)
 {
     PyObject *groups = param_groups((PyObject *)self);
     PyObject *norm = groups == NULL
@@ -274,21 +256,33 @@ measure_on_device(FairseqOptimizer *self)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+static int
+measure_grads(FairseqOptimizer *self, ctpy_state *names)
+{
+    const ct_clip clip = {0};
+    ctpy_grads grads = {0};
+    int failed = ctpy_grads_open(names, self->inner, &grads) < 0 ||
+                 (grads.elsewhere ? measure_by_tools(self)
+                                  : ctpy_grads_measure(&grads, &clip, self->divisor,
+                                                       &self->result.grad_norm)) < 0;
+    ctpy_grads_close(&grads);
+    return failed ? -1 : 0;
+}
+
 /* The norm of all gradients, divided by the divisor. */
 static int
 measure(FairseqOptimizer *self)
 {
     ctpy_state *names = ctpy_state_borrow((PyObject *)self);
     PyObject *engine = NULL;
-    int native = self->on_host ? ctpy_optimizer_engine(names, self->inner, &engine) : 0;
+    int native = ctpy_optimizer_engine(names, self->inner, &engine);
     int failed = native < 0;
     if (native == 1) {
         failed = ctpy_engine_measure(engine, self->inner, &RULES_DECIDE, self->divisor,
                                      &self->result) < 0;
     }
     else if (native == 0) {
-        failed =
-            (self->on_host ? measure_grads(self, names) : measure_on_device(self)) < 0;
+        failed = measure_grads(self, names) < 0;
     }
     Py_XDECREF(engine);
     if (failed) {
@@ -400,6 +394,18 @@ FairseqOptimizer_clip_grad_norm(PyObject *op, PyObject *args, PyObject *kwargs)
 
 /* ---- the update ------------------------------------------------------------------ */
 
+static int
+divide_by_tools(FairseqOptimizer *self)
+{
+    PyObject *groups = param_groups((PyObject *)self);
+    PyObject *answer = groups == NULL
+                           ? NULL
+                           : PyObject_CallMethod(self->tools, "divide_grads", "Od",
+                                                 groups, self->divisor);
+    Py_XDECREF(groups);
+    return ctpy_drop_steal(answer);
+}
+
 /* Divides the gradients of another's optimizer in place. */
 static int
 divide_grads(FairseqOptimizer *self, ctpy_state *names)
@@ -407,22 +413,11 @@ divide_grads(FairseqOptimizer *self, ctpy_state *names)
     if (self->divisor == 1.0) {
         return 0;
     }
-    if (!self->on_host) {
-        PyObject *groups = param_groups((PyObject *)self);
-        PyObject *answer = groups == NULL
-                               ? NULL
-                               : PyObject_CallMethod(self->tools, "divide_grads", "Od",
-                                                     groups, self->divisor);
-        Py_XDECREF(groups);
-        Py_XDECREF(answer);
-        return answer == NULL ? -1 : 0;
-    }
     const ct_clip none = {0};
     ctpy_grads grads = {0};
-    double norm;
-    int failed = ctpy_grads_open(names, self->inner, true, &grads) < 0 ||
-                 ctpy_grads_measure(&grads, &none, self->divisor, &norm) < 0 ||
-                 ctpy_grads_clip(&grads, &none, self->divisor) < 0;
+    int failed = ctpy_grads_open(names, self->inner, &grads) < 0 ||
+                 (grads.elsewhere ? divide_by_tools(self)
+                                  : ctpy_grads_clip(&grads, &none, self->divisor)) < 0;
     ctpy_grads_close(&grads);
     return failed ? -1 : 0;
 }
@@ -443,7 +438,7 @@ update(FairseqOptimizer *self)
     ctpy_state *names = ctpy_state_borrow((PyObject *)self);
     PyObject *engine = NULL;
     ct_step_result result = {.clip_coef = 1.0, .finite = true};
-    int native = self->on_host ? ctpy_optimizer_engine(names, self->inner, &engine) : 0;
+    int native = ctpy_optimizer_engine(names, self->inner, &engine);
     result.grad_norm = self->result.grad_norm;
     int failed = native == 1 ? ctpy_engine_apply(engine, self->inner, &RULES_DECIDE,
                                                  self->divisor, &result)

@@ -55,7 +55,7 @@ OptimEngine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         self->state = ctpy_state_borrow((PyObject *)self);
         self->kind = kind;
         self->core = ct_optim_new(&ct_device_cpu);
-        self->memory = CTPY_DL_CPU;
+        self->target = (ctpy_target){&ct_device_cpu, CTPY_DL_CPU, 0, NULL};
         self->result = (ct_step_result){.clip_coef = 1.0, .finite = true};
         if (self->core == NULL) {
             Py_DECREF(self);
@@ -586,16 +586,16 @@ choose_device(OptimEngine *self)
     if (ctpy_view_anywhere(self->state, slot->grad, &place, &view) < 0) {
         return -1;
     }
-    const ct_device *device = ctpy_device_of(self->state, slot->grad, &place, &view);
-    if (device == NULL) {
+    ctpy_target target;
+    if (ctpy_target_of(self->state, slot->grad, &place, &view, &target) < 0) {
         return -1;
     }
-    if (device != ct_optim_device_borrow(self->core) || view.ordinal != self->ordinal) {
-        ct_optim_move(self->core, device);
+    if (target.device != self->target.device ||
+        target.ordinal != self->target.ordinal) {
+        ct_optim_move(self->core, target.device);
     }
-    self->memory = view.memory;
-    self->ordinal = view.ordinal;
-    return ctpy_current_stream(self->state, view.memory, view.ordinal, &self->stream);
+    self->target = target;
+    return 0;
 }
 
 /* ---- gradients ------------------------------------------------------------------- */
@@ -790,13 +790,13 @@ static int
 measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
     ct_error err, unused;
-    const ct_device *device = ct_optim_device_borrow(self->core);
-    int ordinal = self->ordinal;
+    const ct_device *device = self->target.device;
+    int ordinal = self->target.ordinal;
     self->measured = false;
     ct_status status = ct_device_switch(device, &ordinal, &err);
     if (status == CT_OK) {
         Py_BEGIN_ALLOW_THREADS
-        status = ct_step_measure(self->core, self->stream, config, loss_scale,
+        status = ct_step_measure(self->core, self->target.stream, config, loss_scale,
                                  &self->result, &err);
         Py_END_ALLOW_THREADS
         self->measured = status == CT_OK;
@@ -809,13 +809,13 @@ static int
 apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
     ct_error err, unused;
-    const ct_device *device = ct_optim_device_borrow(self->core);
-    int ordinal = self->ordinal;
+    const ct_device *device = self->target.device;
+    int ordinal = self->target.ordinal;
     ct_status status = ct_device_switch(device, &ordinal, &err);
     if (status == CT_OK) {
         hold_groups(self, true);
         Py_BEGIN_ALLOW_THREADS
-        status = ct_step_apply(self->core, self->stream, config, loss_scale,
+        status = ct_step_apply(self->core, self->target.stream, config, loss_scale,
                                &self->result, &err);
         Py_END_ALLOW_THREADS
         hold_groups(self, false);

@@ -91,9 +91,8 @@ typedef struct OptimEngine {
     ctpy_state *state;  /* the module's, which the type keeps alive */
     ct_optim_kind kind; /* of the groups without a 'kind' */
     ct_optim *core;
-    int memory, ordinal; /* of the gradients, as in ctpy_view */
-    void *stream;        /* of the update */
-    optim_slot *slots;   /* as many as core has parameters, in the same order */
+    ctpy_target target; /* of the first gradient */
+    optim_slot *slots;  /* as many as core has parameters, in the same order */
     size_t n_slots, slots_capacity;
     optim_entry *known;
     size_t n_known, known_capacity;

@@ -138,13 +138,38 @@ visit_groups(ctpy_state *state, PyObject *groups, visit_fn *visit, void *arg)
     return result;
 }
 
+/* Chooses where the gradients are measured by the first one: -1 with an exception, or
+ * 0, where no kernels work there, too. */
 static int
-add_span(ctpy_state *state, PyObject *grad, const ctpy_place *place, ct_grads *list)
+choose_target(ctpy_grads *grads, PyObject *grad, const ctpy_place *place,
+              const ctpy_view *view)
+{
+    ct_grads *list = grads->list;
+    if (ctpy_target_of(grads->state, grad, place, view, &grads->target) < 0) {
+        grads->elsewhere = true;
+        return ctpy_forgive() ? 0 : -1;
+    }
+    if (list->device != grads->target.device || list->ordinal != view->ordinal) {
+        ct_grads_fini(list);
+        ct_grads_init(list, grads->target.device);
+        list->ordinal = view->ordinal;
+    }
+    return 0;
+}
+
+static int
+add_span(ctpy_grads *grads, PyObject *grad, const ctpy_place *place)
 {
     ctpy_view view;
     ct_error err;
-    if (ctpy_view_of(state, grad, place, &view) < 0) {
+    if (ctpy_view_anywhere(grads->state, grad, place, &view) < 0 ||
+        (grads->target.device == NULL &&
+         choose_target(grads, grad, place, &view) < 0)) {
         return -1;
+    }
+    grads->elsewhere |= !ctpy_target_has(&grads->target, &view);
+    if (grads->elsewhere) {
+        return 0;
     }
     if (!ct_dtype_is_float(view.span.dtype)) {
         PyErr_Format(PyExc_TypeError,
@@ -153,10 +178,10 @@ add_span(ctpy_state *state, PyObject *grad, const ctpy_place *place, ct_grads *l
                      place->group, place->index, ct_dtype_name(view.span.dtype));
         return -1;
     }
-    if (ct_grads_reserve(list, list->n + 1, &err) != CT_OK) {
+    if (ct_grads_reserve(grads->list, grads->list->n + 1, &err) != CT_OK) {
         return ctpy_raise_int(&err);
     }
-    ct_grads_add(list, &view.span, (uint32_t)place->group);
+    ct_grads_add(grads->list, &view.span, (uint32_t)place->group);
     return 0;
 }
 
@@ -165,12 +190,12 @@ static int
 add_grad(ctpy_state *state, PyObject *param, const ctpy_place *place, void *arg)
 {
     ctpy_grads *grads = arg;
-    PyObject *grad = PyObject_GetAttr(param, state->str_grad);
+    PyObject *grad = grads->elsewhere ? Py_NewRef(Py_None)
+                                      : PyObject_GetAttr(param, state->str_grad);
     int result = grad == NULL ? -1 : 0;
     if (result == 0 && !Py_IsNone(grad)) {
-        result = PyList_Append(grads->owners, grad) < 0
-                     ? -1
-                     : add_span(state, grad, place, &grads->list);
+        result =
+            PyList_Append(grads->owners, grad) < 0 ? -1 : add_span(grads, grad, place);
     }
     Py_XDECREF(grad);
     return result;
@@ -212,6 +237,7 @@ read_groups(ctpy_state *state, PyObject *groups, ct_grads *list)
     }
     for (Py_ssize_t g = 0; g < n; g++) {
         PyObject *group = PySequence_Fast_GET_ITEM(groups, g);
+        list->groups[g].coef = 1.0;
         if (read_max_norm(state, group, g, &list->groups[g].max_norm) < 0) {
             return -1;
         }
@@ -219,46 +245,84 @@ read_groups(ctpy_state *state, PyObject *groups, ct_grads *list)
     return 0;
 }
 
+static void
+free_list(ct_grads *list)
+{
+    if (list != NULL) {
+        ct_grads_fini(list);
+        ct_free(list);
+    }
+}
+
+void
+ctpy_grads_free_spare(ctpy_state *state)
+{
+    free_list(state->spare_grads);
+    state->spare_grads = NULL;
+}
+
+/* The list that the last update has left, with its memory, or a new one. */
+static ct_grads *
+take_list(ctpy_state *state)
+{
+    ct_grads *list = state->spare_grads;
+    state->spare_grads = NULL;
+    if (list == NULL) {
+        list = ct_calloc(1, sizeof *list);
+        if (list == NULL) {
+            PyErr_NoMemory();
+            return NULL;
+        }
+        ct_grads_init(list, &ct_device_cpu);
+    }
+    list->n = 0;
+    return list;
+}
+
 void
 ctpy_grads_close(ctpy_grads *grads)
 {
-    if (grads->list.device != NULL) {
-        ct_grads_fini(&grads->list);
+    if (grads->list != NULL && grads->state->spare_grads == NULL) {
+        grads->state->spare_grads = grads->list;
+        grads->list = NULL;
     }
+    free_list(grads->list);
+    grads->list = NULL;
     Py_CLEAR(grads->owners);
 }
 
 int
-ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host, ctpy_grads *grads)
+ctpy_grads_open(ctpy_state *state, PyObject *optimizer, ctpy_grads *grads)
 {
     PyObject *groups = get_groups(state, optimizer);
-    *grads = (ctpy_grads){.owners = NULL};
-    ct_grads_init(&grads->list, &ct_device_cpu);
-    bool failed = groups == NULL || read_groups(state, groups, &grads->list) < 0;
-    /* A device's gradients are measured by the adapter, which needs the groups
-     * alone. */
-    if (!failed && on_host) {
-        grads->owners = PyList_New(0);
-        failed =
-            grads->owners == NULL || visit_groups(state, groups, add_grad, grads) < 0;
-    }
+    *grads = (ctpy_grads){.state = state};
+    bool failed = groups == NULL || (grads->list = take_list(state)) == NULL ||
+                  (grads->owners = PyList_New(0)) == NULL ||
+                  visit_groups(state, groups, add_grad, grads) < 0 ||
+                  read_groups(state, groups, grads->list) < 0;
     Py_XDECREF(groups);
     if (failed) {
         ctpy_grads_close(grads);
+        return -1;
     }
-    return failed ? -1 : 0;
+    grads->list->n = grads->elsewhere ? 0 : grads->list->n;
+    return 0;
 }
 
 int
 ctpy_grads_sum(ctpy_grads *grads, const ct_clip *clip)
 {
-    ct_status status;
-    ct_error err;
-    /* The owners keep the memory; a gradient replaced meanwhile is measured as it
-     * was. */
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_clip_measure(clip, &grads->list, NULL, &err);
-    Py_END_ALLOW_THREADS
+    ct_error err, unused;
+    int ordinal = grads->list->ordinal;
+    ct_status status = ct_device_switch(grads->list->device, &ordinal, &err);
+    if (status == CT_OK) {
+        /* The owners keep the memory; a gradient replaced meanwhile is measured as it
+         * was. */
+        Py_BEGIN_ALLOW_THREADS
+        status = ct_clip_measure(clip, grads->list, grads->target.stream, &err);
+        Py_END_ALLOW_THREADS(void)
+        ct_device_switch(grads->list->device, &ordinal, &unused);
+    }
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
@@ -269,18 +333,23 @@ ctpy_grads_measure(ctpy_grads *grads, const ct_clip *clip, double loss_scale,
     if (ctpy_grads_sum(grads, clip) < 0) {
         return -1;
     }
-    *norm = ct_clip_decide(clip, &grads->list, loss_scale);
+    *norm = ct_clip_decide(clip, grads->list, loss_scale);
     return 0;
 }
 
 int
 ctpy_grads_clip(ctpy_grads *grads, const ct_clip *clip, double loss_scale)
 {
-    ct_status status;
-    ct_error err;
-    Py_BEGIN_ALLOW_THREADS
-    status = ct_clip_apply(clip, &grads->list, NULL, loss_scale, &err);
-    Py_END_ALLOW_THREADS
+    ct_error err, unused;
+    int ordinal = grads->list->ordinal;
+    ct_status status = ct_device_switch(grads->list->device, &ordinal, &err);
+    if (status == CT_OK) {
+        Py_BEGIN_ALLOW_THREADS
+        status =
+            ct_clip_apply(clip, grads->list, grads->target.stream, loss_scale, &err);
+        Py_END_ALLOW_THREADS(void)
+        ct_device_switch(grads->list->device, &ordinal, &unused);
+    }
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 

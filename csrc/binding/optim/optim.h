@@ -33,15 +33,21 @@ int ctpy_engine_apply(PyObject *engine, PyObject *op, const ct_step_config *conf
 int ctpy_engine_attach(PyObject *engine, PyObject *average);
 
 /* The gradients of any optimizer's parameters (of its live param_groups), to be
- * measured and clipped in place. On a device the list has groups and no spans. */
+ * measured and clipped in place, by kernels where there are some for their memory. */
 typedef struct ctpy_grads {
-    ct_grads list;
-    PyObject *owners; /* a list that keeps the spans alive; NULL without spans */
+    ctpy_state *state;
+    ct_grads *list;     /* NULL: not open */
+    PyObject *owners;   /* a list that keeps the spans alive */
+    ctpy_target target; /* none without gradients */
+    bool elsewhere;     /* no kernels for their memory, or on several devices: the list
+                         * has groups and no spans */
 } ctpy_grads;
 
-int ctpy_grads_open(ctpy_state *state, PyObject *optimizer, bool on_host,
-                    ctpy_grads *grads);
+int ctpy_grads_open(ctpy_state *state, PyObject *optimizer, ctpy_grads *grads);
 void ctpy_grads_close(ctpy_grads *grads); /* {0} is fine */
+
+/* Frees the list that is kept from one update to the next. */
+void ctpy_grads_free_spare(ctpy_state *state);
 
 /* ct_clip_measure; ct_clip_measure and ct_clip_decide; ct_clip_apply; without the GIL.
  * 0, or -1 with an exception. */

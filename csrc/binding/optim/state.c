@@ -42,17 +42,17 @@ optim_view(OptimEngine *self, const optim_slot *slot, const char *what, PyObject
     if (ctpy_view_anywhere(self->state, op, &place, view) < 0) {
         return -1;
     }
-    if (view->memory == self->memory && view->ordinal == self->ordinal) {
+    if (ctpy_target_has(&self->target, view)) {
         return 0;
     }
-    if (self->memory == CTPY_DL_CPU) {
+    if (self->target.memory == CTPY_DL_CPU) {
         return ctpy_reject_device(self->state, op, &place);
     }
     return optim_fail(PyExc_ValueError, slot, what,
                       "is not on %s %d, where the first gradient is: keep the "
                       "parameters of an optimizer, their gradients and state on one "
                       "device, or use torch.optim",
-                      ct_optim_device_borrow(self->core)->name, self->ordinal);
+                      self->target.device->name, self->target.ordinal);
 }
 
 /* Views op, which is `what` of the slot in messages, in the host's memory, where single
@@ -646,13 +646,13 @@ check_map(OptimEngine *self, const optim_slot *slot, const optim_value *value,
           const float *map)
 {
     float copy[CT_QUANT_MAP_SIZE];
-    if (self->memory != CTPY_DL_CPU) {
+    if (self->target.memory != CTPY_DL_CPU) {
         ct_error err;
         if (slot->maps_checked) {
             return 0;
         }
-        if (ct_optim_device_borrow(self->core)
-                ->transfer(self->stream, copy, map, sizeof copy, &err) != CT_OK) {
+        if (self->target.device->transfer(self->target.stream, copy, map, sizeof copy,
+                                          &err) != CT_OK) {
             return ctpy_raise_int(&err);
         }
         map = copy;

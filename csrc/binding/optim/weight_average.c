@@ -211,9 +211,7 @@ ctpy_average_drop(PyObject *average)
  * which are copied, from the back. All are on one device. */
 typedef struct pair_list {
     size_t n_floats, n_others;
-    const ct_device *device; /* NULL without pairs */
-    int memory, ordinal;
-    void *stream;
+    ctpy_target target; /* none without pairs */
 } pair_list;
 
 /* Chooses the device by the first pair; the others have to be there, too. */
@@ -222,15 +220,10 @@ place_pair(PyObject *op, PyObject *value, const ctpy_view *view, pair_list *list
 {
     ctpy_state *state = ctpy_state_borrow(op);
     const ctpy_place where = {"a value", -1, -1};
-    if (list->device == NULL) {
-        list->device = ctpy_device_of(state, value, &where, view);
-        list->memory = view->memory;
-        list->ordinal = view->ordinal;
-        return list->device == NULL ? -1
-                                    : ctpy_current_stream(state, view->memory,
-                                                          view->ordinal, &list->stream);
+    if (list->target.device == NULL) {
+        return ctpy_target_of(state, value, &where, view, &list->target);
     }
-    if (view->memory == list->memory && view->ordinal == list->ordinal) {
+    if (ctpy_target_has(&list->target, view)) {
         return 0;
     }
     PyErr_SetString(PyExc_ValueError,
@@ -244,7 +237,7 @@ list_pairs(PyObject *op, pair_list *list)
 {
     WeightAverage *self = (WeightAverage *)op;
     const size_t n = (size_t)PyTuple_GET_SIZE(self->values);
-    *list = (pair_list){.device = NULL};
+    *list = (pair_list){.n_floats = 0};
     for (size_t i = 0; i < n; i++) {
         const ctpy_place where = {"a value", -1, -1};
         PyObject *object = PyTuple_GET_ITEM(self->values, (Py_ssize_t)i);
@@ -273,11 +266,12 @@ average_pairs(const WeightAverage *self, const pair_list *list, double decay,
 {
     const size_t n = (size_t)PyTuple_GET_SIZE(self->values);
     const size_t others = n - list->n_others;
-    ct_status status = list->device->average(list->stream, self->to, self->from,
-                                             list->n_floats, decay, err);
+    const ctpy_target *target = &list->target;
+    ct_status status = target->device->average(target->stream, self->to, self->from,
+                                               list->n_floats, decay, err);
     return status == CT_OK
-               ? list->device->copy(list->stream, self->to + others,
-                                    self->from + others, list->n_others, err)
+               ? target->device->copy(target->stream, self->to + others,
+                                      self->from + others, list->n_others, err)
                : status;
 }
 
@@ -290,11 +284,12 @@ average_rest(PyObject *op, double decay)
     if (list_pairs(op, &list) < 0) {
         return -1;
     }
-    if (list.device == NULL) {
+    const ct_device *device = list.target.device;
+    if (device == NULL) {
         return 0;
     }
-    int ordinal = list.ordinal;
-    ct_status status = ct_device_switch(list.device, &ordinal, &err);
+    int ordinal = list.target.ordinal;
+    ct_status status = ct_device_switch(device, &ordinal, &err);
     if (status == CT_OK) {
         /* The object's lists: a second update would overwrite them. */
         self->busy = true;
@@ -302,7 +297,7 @@ average_rest(PyObject *op, double decay)
         status = average_pairs(self, &list, decay, &err);
         Py_END_ALLOW_THREADS
         self->busy = false;
-        (void)ct_device_switch(list.device, &ordinal, &unused);
+        (void)ct_device_switch(device, &ordinal, &unused);
     }
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }

@@ -623,6 +623,17 @@ ctpy_current_stream(ctpy_state *state, int memory, int ordinal, void **stream)
     return api->current_work_stream(memory, ordinal, stream);
 }
 
+int
+ctpy_target_of(ctpy_state *state, PyObject *op, const ctpy_place *place,
+               const ctpy_view *view, ctpy_target *target)
+{
+    const ct_device *device = ctpy_device_of(state, op, place, view);
+    *target = (ctpy_target){device, view->memory, view->ordinal, NULL};
+    return device == NULL ? -1
+                          : ctpy_current_stream(state, view->memory, view->ordinal,
+                                                &target->stream);
+}
+
 static const char ctpy_has_kernels_doc[] =
     "has_kernels($module, tensor, /)\n--\n\n"
     "Is the tensor or array where kernels of ctrainer can work: in the host's memory, "

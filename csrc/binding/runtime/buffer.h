@@ -81,6 +81,24 @@ const ct_device *ctpy_device_of(ctpy_state *state, PyObject *op,
  * the host. 0, or -1 with an exception. */
 int ctpy_current_stream(ctpy_state *state, int memory, int ordinal, void **stream);
 
+/* Where kernels work: on a device's memory, in the order of torch's current stream. */
+typedef struct ctpy_target {
+    const ct_device *device; /* NULL: not chosen yet */
+    int memory, ordinal;
+    void *stream;
+} ctpy_target;
+
+/* The target in whose memory the view of op is. 0, or -1 with an exception, as for
+ * ctpy_device_of. */
+int ctpy_target_of(ctpy_state *state, PyObject *op, const ctpy_place *place,
+                   const ctpy_view *view, ctpy_target *target);
+
+static inline bool
+ctpy_target_has(const ctpy_target *target, const ctpy_view *view)
+{
+    return view->memory == target->memory && view->ordinal == target->ordinal;
+}
+
 /* ---- nested batches: tensors, arrays and numbers in containers ------------------- */
 
 typedef enum ctpy_kind {

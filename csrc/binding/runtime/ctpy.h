@@ -29,6 +29,7 @@ typedef struct ctpy_state {
 #include "binding/runtime/cached.def"
 #undef CTPY_CACHED
     const struct ctpy_dlpack_api *dlpack; /* torch's exchange table, or NULL */
+    struct ct_grads *spare_grads;         /* of the last update, or NULL */
 #define CTPY_KEYWORD(name) PyObject *kw_##name;
 #include "binding/runtime/keywords.def"
 #undef CTPY_KEYWORD

@@ -27,7 +27,6 @@ typedef struct ctpy_update {
                           parameter, or NULL */
     bool average_due;
     double loss_scale;
-    bool on_host;     /* the gradients are in host memory */
     bool logs_layers; /* the norms of layers, too */
     bool overridden;  /* somebody else's _clip_grad_norm clips by norm */
     bool clip_first;  /* somebody looks at the gradients between clipping and update */
@@ -102,7 +101,6 @@ open_config(PyObject *op, ctpy_update *u)
     Py_DECREF(args);
     const int clips = failed ? -1 : ctpy_is_default(op, names->str__clip_grad_norm);
     u->overridden = clips == 0 && clip->max_norm > 0.0;
-    u->on_host = ((Trainer *)op)->inputs_stay;
     return clips < 0 ? -1 : 0;
 }
 
@@ -179,8 +177,8 @@ update_open(PyObject *op, ctpy_update *u)
 /* ---- the norm and clipping --------------------------------------------------------
  *
  * Our optimizers clip in their update. The gradients of any other optimizer, or those
- * that an override or a callback sees before the update, are clipped in place: by us in
- * host memory, by the framework on its devices. */
+ * that an override or a callback sees before the update, are clipped in place: by our
+ * kernels where there are some for their memory, else by the framework. */
 
 /* Reads the adapter's norms, one for each group or one of all, into the list's sums and
  * their total. */
@@ -206,7 +204,7 @@ take_norms(PyObject *norms, double p, ct_grads *list, bool by_group)
 }
 
 static int
-sum_on_device(PyObject *op, ctpy_update *u, const ct_clip *clip, bool by_group)
+sum_by_adapter(PyObject *op, ctpy_update *u, const ct_clip *clip, bool by_group)
 {
     PyObject *p = PyFloat_FromDouble(clip->norm_type), *norms = NULL;
     if (p != NULL) {
@@ -216,7 +214,7 @@ sum_on_device(PyObject *op, ctpy_update *u, const ct_clip *clip, bool by_group)
     }
     const int result =
         norms == NULL ? -1
-                      : take_norms(norms, clip->norm_type, &u->grads.list, by_group);
+                      : take_norms(norms, clip->norm_type, u->grads.list, by_group);
     Py_XDECREF(norms);
     return result;
 }
@@ -226,7 +224,7 @@ sum_on_device(PyObject *op, ctpy_update *u, const ct_clip *clip, bool by_group)
 static int
 reduce_sums(PyObject *op, ctpy_update *u, const ct_clip *clip, bool by_group)
 {
-    const ct_grads *list = &u->grads.list;
+    const ct_grads *list = u->grads.list;
     const bool largest = ct_norm_kind_of(clip->norm_type) == CT_NORM_MAX;
     return u->shards == NULL
                ? 0
@@ -240,18 +238,17 @@ reduce_sums(PyObject *op, ctpy_update *u, const ct_clip *clip, bool by_group)
 static int
 open_and_measure(PyObject *op, ctpy_update *u, const ct_clip *clip)
 {
-    ct_grads *list = &u->grads.list;
     ctpy_grads_close(&u->grads);
-    if (ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, u->on_host, &u->grads) <
-        0) {
+    if (ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, &u->grads) < 0) {
         return -1;
     }
+    ct_grads *list = u->grads.list;
     for (size_t g = 0; u->overridden && g < list->n_groups; g++) {
         list->groups[g].max_norm = 0.0; /* clipping by norm is not ours */
     }
     const bool by_group = ct_clip_by_group(clip, list);
-    if ((u->on_host ? ctpy_grads_sum(&u->grads, clip)
-                    : sum_on_device(op, u, clip, by_group)) < 0 ||
+    if ((u->grads.elsewhere ? sum_by_adapter(op, u, clip, by_group)
+                            : ctpy_grads_sum(&u->grads, clip)) < 0 ||
         reduce_sums(op, u, clip, by_group) < 0) {
         return -1;
     }
@@ -280,14 +277,14 @@ measure(PyObject *op, ctpy_update *u)
         return -1;
     }
     u->result.finite = isfinite(u->result.grad_norm);
-    u->result.clip_coef = ct_clip_least(&u->grads.list);
+    u->result.clip_coef = ct_clip_least(u->grads.list);
     return 0;
 }
 
 static int
-device_clip(PyObject *op, ctpy_update *u, const ct_clip *clip)
+clip_by_adapter(PyObject *op, ctpy_update *u, const ct_clip *clip)
 {
-    const ct_grads *list = &u->grads.list;
+    const ct_grads *list = u->grads.list;
     PyObject *limit =
         ct_clip_by_value(clip) ? PyFloat_FromDouble(clip->value) : Py_NewRef(Py_None);
     PyObject *factors = PyList_New((Py_ssize_t)list->n_groups);
@@ -314,8 +311,8 @@ device_clip(PyObject *op, ctpy_update *u, const ct_clip *clip)
 static int
 clip_in_place(PyObject *op, ctpy_update *u, const ct_clip *clip)
 {
-    return u->on_host ? ctpy_grads_clip(&u->grads, clip, u->loss_scale)
-                      : device_clip(op, u, clip);
+    return u->grads.elsewhere ? clip_by_adapter(op, u, clip)
+                              : ctpy_grads_clip(&u->grads, clip, u->loss_scale);
 }
 
 /* An override of _clip_grad_norm(model) clips by itself and returns the norm. */
@@ -345,8 +342,7 @@ clip_by_value(PyObject *op, ctpy_update *u)
     if (!ct_clip_by_value(&clip)) {
         return 0;
     }
-    return ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, u->on_host, &u->grads) <
-                   0
+    return ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, &u->grads) < 0
                ? -1
                : clip_in_place(op, u, &clip);
 }
@@ -455,11 +451,21 @@ average_grads(PyObject *op, ctpy_update *u)
     if (done != 0) {
         return done < 0 ? -1 : 0;
     }
-    if (ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, u->on_host, &grads) < 0) {
+    if (ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, &grads) < 0) {
         return -1;
     }
-    for (size_t i = 0; done == 0 && i < grads.list.n; i++) {
-        done = ctpy_trainer_reduce_span(op, &grads.list.spans[i], CT_REDUCE_MEAN);
+    const ct_device *device = grads.target.device;
+    if (grads.elsewhere || (device != NULL && device != &ct_device_cpu)) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "nothing averages the gradients of the %d ranks: the model that "
+                     "_wrap_model() returned has no no_sync(), and the Trainer itself "
+                     "averages gradients in the host's memory; let _wrap_model() "
+                     "return what super()._wrap_model() does",
+                     ranks);
+        done = -1;
+    }
+    for (size_t i = 0; done == 0 && i < grads.list->n; i++) {
+        done = ctpy_trainer_reduce_span(op, &grads.list->spans[i], CT_REDUCE_MEAN);
     }
     ctpy_grads_close(&grads);
     return done;

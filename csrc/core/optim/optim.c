@@ -202,12 +202,6 @@ ct_optim_free(ct_optim *optim)
     ct_free(optim);
 }
 
-const ct_device *
-ct_optim_device_borrow(const ct_optim *optim)
-{
-    return optim->device;
-}
-
 /* What is kept between updates in the old device's memory is scratch alone. */
 void
 ct_optim_move(ct_optim *optim, const ct_device *device)

@@ -24,6 +24,7 @@ typedef struct ct_grad_group {
 
 typedef struct ct_grads {
     const ct_device *device;
+    int ordinal; /* of a GPU, for the caller */
     ct_span *spans;
     uint32_t *group_of; /* of each span; < n_groups */
     ct_grad_group *groups;
@@ -115,7 +116,6 @@ ct_optim *ct_optim_new(const ct_device *device);
 void ct_optim_free(ct_optim *optim); /* NULL is fine */
 
 /* Where it works; and to work on `device`, or on another GPU of it, from now on. */
-const ct_device *ct_optim_device_borrow(const ct_optim *optim);
 void ct_optim_move(ct_optim *optim, const ct_device *device);
 
 /* Sets the numbers of groups and parameters, whose arrays the caller then fills; their

@@ -29,11 +29,14 @@ release(void *data)
     cudaFree(data);
 }
 
+size_t by_torch; /* allocations */
+
 struct Allocator final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override
     {
         void *data = nullptr;
         if (bytes != 0) {
+            by_torch++;
             TORCH_CHECK(cudaMalloc(&data, bytes) == cudaSuccess, "out of memory");
         }
         return {data, data, &release, c10::Device(TYPE, 0)};
@@ -341,6 +344,13 @@ extern "C" void *
 emul_torchs_stream()
 {
     return EMUL_STREAM;
+}
+
+/* How often memory was taken that is not torch's. */
+extern "C" size_t
+emul_allocations_of_ours()
+{
+    return emul::seen.allocations - by_torch;
 }
 
 extern "C" void *
