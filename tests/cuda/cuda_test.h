@@ -91,21 +91,30 @@ get(ct_dtype dtype, const void *data, size_t i)
 /* The same bytes twice, for a kernel of the CPU and for one of the device. The data
  * starts `shift` elements into its block, hence at an address aligned to no more. */
 struct twin {
+    enum {
+        GUARD = 16 /* bytes behind the last element, which no kernel writes */
+    };
     std::vector<unsigned char> host;
     void *block;
     size_t n, element, shift;
     ct_dtype dtype;
+    unsigned char pattern; /* of the guard; a copy of another's differs */
 
     twin(ct_dtype type, size_t length, size_t shifted)
         : host(length * ct_dtype_size(type)), n(length), element(ct_dtype_size(type)),
           shift(shifted), dtype(type)
     {
-        CHECK(cudaMalloc(&block, (n + shift) * element + 1) == cudaSuccess);
+        static unsigned char last;
+        pattern = ++last;
+        const size_t bytes = (n + shift) * element + GUARD;
+        CHECK(cudaMalloc(&block, bytes) == cudaSuccess);
+        CHECK(cudaMemsetAsync(block, pattern, bytes, NULL) == cudaSuccess);
     }
     twin(const twin &) = delete;
     twin(twin &&other) noexcept
         : host(std::move(other.host)), block(other.block), n(other.n),
-          element(other.element), shift(other.shift), dtype(other.dtype)
+          element(other.element), shift(other.shift), dtype(other.dtype),
+          pattern(other.pattern)
     {
         other.block = NULL;
     }
@@ -146,7 +155,19 @@ struct twin {
 
     bool agree() const
     {
-        return host.empty() || memcmp(download().data(), host.data(), host.size()) == 0;
+        return memory_behind_is_kept() &&
+               (host.empty() ||
+                memcmp(download().data(), host.data(), host.size()) == 0);
+    }
+
+    bool memory_behind_is_kept() const
+    {
+        unsigned char back[GUARD], expected[GUARD];
+        memset(expected, pattern, GUARD);
+        CHECK(cudaMemcpyAsync(back, (unsigned char *)device() + host.size(), GUARD,
+                              cudaMemcpyDeviceToHost, NULL) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+        return memcmp(back, expected, GUARD) == 0;
     }
 
     ct_span on_host()

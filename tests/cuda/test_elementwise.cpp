@@ -331,6 +331,7 @@ test_copy_moves_bytes_of_any_dtype()
         const ct_span source = from.on_device(), target = to.on_device();
         CHECK(ct_device_cuda.copy(NULL, &target, &source, 1, NULL) == CT_OK);
         CHECK(to.download() == from.host);
+        CHECK(to.memory_behind_is_kept());
     }
 }
 

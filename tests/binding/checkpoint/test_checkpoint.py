@@ -170,6 +170,18 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "nothing") != []
 
 
+def test_the_manifest_lists_files_by_name(tmp_path: Path) -> None:
+    writer = _C.CheckpointWriter()
+    writer.begin(tmp_path / "checkpoint-1")
+    for name in ("b", "optimizer.pt", "a", "c/b", "model.safetensors", "c/a"):
+        writer.add_bytes(name, b"1")
+    writer.commit(True)
+    text = (tmp_path / "checkpoint-1/ctrainer_manifest.json").read_text()
+    names = list(json.loads(text)["files"])
+    assert len(names) == 6
+    assert names == sorted(names)
+
+
 def test_newest_whole_checkpoint_is_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
