@@ -111,15 +111,18 @@ def grad_norms(optimizer: Any, norm_type: float, by_group: bool) -> list[float]:
 def layer_norms(optimizer: Any, norm_type: float) -> dict[Any, float]:
     """The norm of the gradient of each of the optimizer's parameters that has one, in
     double; waits for them."""
-    norms = {
-        param: torch.linalg.vector_norm(param.grad, norm_type, dtype=torch.float64)
-        if param.grad.numel() > 0  # as a shard may have
-        else torch.zeros((), device="cpu")
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.grad is not None
-    }
-    return {param: norm.item() for param, norm in norms.items()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for p in params if p.grad is not None]
+    if not params:
+        return {}
+    norms = [
+        torch.linalg.vector_norm(p.grad, norm_type, dtype=torch.float64)
+        if p.grad.numel() > 0  # as a shard may have
+        else p.grad.new_zeros((), dtype=torch.float64)
+        for p in params
+    ]
+    found = torch.stack([n.to(norms[0].device) for n in norms])
+    return dict(zip(params, found.tolist(), strict=True))
 
 
 def clip_grads(optimizer: Any, factors: list[float], limit: float | None) -> None:

@@ -260,7 +260,7 @@ def _metric_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
         for name, v in metrics.items()
         if isinstance(v, int | float) and not name.endswith(TIMINGS)
     }
-    # First, as evaluate() has it: trainer_state.json has the names in alphabetical order.
+    # First, as evaluate() has it; trainer_state.json has the names by the alphabet.
     loss = {"eval loss": numbers.pop("loss")} if "loss" in numbers else {}
     return loss | numbers
 
