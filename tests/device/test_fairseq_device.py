@@ -3,6 +3,7 @@ one on the host, where it is held against fairseq's formulas."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import emulated_torch
@@ -128,3 +129,25 @@ def test_no_memory_is_taken_after_the_second_update(changes: dict[str, Any]) -> 
         trainer.train_step([batch])
         taken.append(emulated_torch.allocations())
     assert taken[1:] == [taken[1]] * (UPDATES - 1)
+
+
+@pytest.mark.parametrize("saved_on_host", [True, False])
+@pytest.mark.parametrize("name", ["plain", "fp16", "average", "adafactor"])
+def test_a_run_resumes_on_the_other_device(
+    tmp_path: Path, name: str, saved_on_host: bool
+) -> None:
+    changes = {**EXACT, **CLOSE}[name] | {"checkpoint__save_dir": str(tmp_path)}
+    batches = tiny.batches(UPDATES)
+    whole = trained(saved_on_host, **changes)
+    half = tiny.trainer(common__cpu=saved_on_host, **changes)
+    for batch in batches[:3]:
+        half.train_step([batch])
+    half.save_checkpoint(str(tmp_path / "a.pt"), {})
+    state = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert {v.device.type for v in state["model"].values()} == {"cpu"}
+    other = tiny.trainer(common__cpu=not saved_on_host, **changes)
+    other.load_checkpoint(str(tmp_path / "a.pt"))
+    for batch in batches[3:]:
+        other.train_step([batch])
+    for a, b in zip(weights(whole), weights(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
