@@ -237,14 +237,14 @@ class BMUF(_C.BMUF):
         updates = state_dict.get("num_updates", self.get_num_updates())
         self.set_num_updates(updates)
         if "model" in state_dict and self.block_momentum != 0:
-            self._load_values("model", state_dict["model"])
-            self._load_values("momentum", state_dict["momentum"])
+            self._load("model", state_dict["model"])
+            self._load("momentum", state_dict["momentum"])
             if self.delta_bits < 32 and self._is_own(state_dict):
-                self._load_values("residual", state_dict["residual"])
+                self._load("residual", state_dict["residual"])
         # "left" in checkpoints from before the key was renamed
         pending = state_dict.get("pending", state_dict.get("left"))
         if pending is not None and self.block_momentum != 0:
-            self._load_values("pending", pending)
+            self._load("pending", pending)
 
     def load_state_dict(
         self, state_dict: dict[str, Any], optimizer_overrides: Any = None
@@ -338,6 +338,9 @@ class BMUF(_C.BMUF):
 
     def _place(self) -> list[int]:
         return [self.communicator.rank, self.world_size]
+
+    def _load(self, name: str, values: list[Any]) -> None:
+        self._load_values(name, blocks.moved(values, self._synced_tensors()[0]))
 
     def _saved(self, name: str) -> list[Any]:
         values = blocks.blanks_like(self._synced_tensors()[0])

@@ -45,6 +45,17 @@ def blanks_like(tensors: Iterable[Any]) -> list[Any]:
     return [_blank(tensor) for tensor in tensors]
 
 
+def moved(values: Iterable[Any], tensors: Iterable[Any]) -> list[Any]:
+    """The values of a checkpoint, on the devices of the tensors that they are of."""
+    values = list(values)
+    to = [getattr(tensor, "device", None) for tensor in tensors]
+    places = to + [None] * (len(values) - len(to))  # too many: C says so
+    return [
+        value if place is None or isinstance(value, np.ndarray) else value.to(place)
+        for value, place in zip(values, places, strict=False)
+    ]
+
+
 def _values(param: Any) -> Any:
     return param if isinstance(param, np.ndarray) else getattr(param, "data", param)
 

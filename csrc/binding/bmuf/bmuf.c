@@ -7,9 +7,11 @@
  * Hooks run between passes and may raise or replace anything: tensors are read anew for
  * every pass, and owned while the core works on their memory. */
 #include "binding/comm/communicator.h"
+#include "binding/runtime/buffer.h"
 
 #include "core/base/alloc.h"
 #include "core/bmuf/bmuf.h"
+#include "core/comm/staged.h"
 #include "core/device/device.h"
 
 #include <math.h>
@@ -20,7 +22,8 @@ typedef struct BMUF {
     PyObject *inner;        /* the optimizer; NULL before __init__ */
     PyObject *communicator; /* a Communicator */
     ct_bmuf core;
-    double block_lr; /* as given; SlowMo's config.lr follows the optimizer's */
+    ctpy_target target; /* where the tensors are */
+    double block_lr;    /* as given; SlowMo's config.lr follows the optimizer's */
     int64_t num_updates;
     bool average_sync;
     bool slowmo;
@@ -34,6 +37,7 @@ typedef struct bmuf_tensors {
     PyObject *sources, *copies; /* tuples; copies may be NULL */
     ct_bmuf_tensor *tensors;
     ct_bmuf_list list;
+    ctpy_target target; /* none without tensors */
 } bmuf_tensors;
 
 /* A function of the core that works on a list. */
@@ -59,7 +63,9 @@ BMUF_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwar
 {
     PyObject *op = type->tp_alloc(type, 0);
     if (op != NULL) {
-        ct_bmuf_init(&((BMUF *)op)->core, &ct_device_cpu, NULL);
+        BMUF *self = (BMUF *)op;
+        self->target = (ctpy_target){&ct_device_cpu, CTPY_DL_CPU, 0, NULL};
+        ct_bmuf_init(&self->core, self->target.device, NULL);
     }
     return op;
 }
@@ -230,29 +236,50 @@ tensors_free(bmuf_tensors *t)
     *t = (bmuf_tensors){0};
 }
 
+/* The tensor's memory, where that of the first one is, and may be written to. */
 static int
-read_span(ctpy_state *state, PyObject *op, const char *what, Py_ssize_t index,
-          ct_span *span)
+read_span(ctpy_state *state, bmuf_tensors *t, PyObject *op, const char *what,
+          Py_ssize_t index, ct_span *span)
 {
     char text[64];
     (void)PyOS_snprintf(text, sizeof text, "%s %zd", what, index);
-    return ctpy_comm_span(state, NULL, op, text, span);
+    const ctpy_place place = {.what = text, .group = -1};
+    ctpy_view view;
+    if (ctpy_view_anywhere(state, op, &place, &view) < 0 ||
+        (t->target.device == NULL &&
+         ctpy_target_of(state, op, &place, &view, &t->target) < 0)) {
+        return -1;
+    }
+    if (!ctpy_target_has(&t->target, &view)) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s is on another device than parameter 0: blocks need all "
+                     "parameters, and their state, on one device",
+                     text);
+        return -1;
+    }
+    if (view.readonly) {
+        PyErr_Format(PyExc_ValueError, "%s is read-only; a collective writes into it",
+                     text);
+        return -1;
+    }
+    *span = view.span;
+    return 0;
 }
 
 static int
-read_tensor(ctpy_state *state, const bmuf_tensors *t, Py_ssize_t i)
+read_tensor(ctpy_state *state, bmuf_tensors *t, Py_ssize_t i)
 {
     ct_bmuf_tensor *tensor = &t->tensors[i];
     PyObject *source = PyTuple_GET_ITEM(t->sources, i);
     PyObject *copy = t->copies == NULL ? Py_None : PyTuple_GET_ITEM(t->copies, i);
     *tensor = (ct_bmuf_tensor){.span = {.dtype = CT_F32}};
-    if (read_span(state, source, "parameter", i, &tensor->span) < 0) {
+    if (read_span(state, t, source, "parameter", i, &tensor->span) < 0) {
         return -1;
     }
     if (copy == Py_None) {
         return 0;
     }
-    if (read_span(state, copy, "copy of parameter", i, &tensor->copy) < 0) {
+    if (read_span(state, t, copy, "copy of parameter", i, &tensor->copy) < 0) {
         return -1;
     }
     if (tensor->copy.n != tensor->span.n) {
@@ -303,6 +330,54 @@ tensors_read(ctpy_state *state, PyObject *sources, PyObject *copies, bmuf_tensor
     return 0;
 }
 
+/* The core works where the tensors are: a model that has moved begins without blocks.
+ */
+static void
+follow_tensors(BMUF *self, const bmuf_tensors *t)
+{
+    const ctpy_target *new = &t->target;
+    if (new->device == NULL) {
+        return;
+    }
+    if (new->device != self->target.device || new->ordinal != self->target.ordinal) {
+        const ct_bmuf_config config = self->core.config;
+        const int root = self->core.root;
+        ct_bmuf_fini(&self->core);
+        ct_bmuf_init(&self->core, new->device, new->stream);
+        self->core.config = config;
+        self->core.root = root;
+    }
+    self->core.stream = new->stream;
+    self->target = *new;
+}
+
+/* The pass over a group for memory of the device: collectives of a group for the
+ * host's are staged. */
+static ct_status
+run_on_device(BMUF *self, ct_comm *comm, const bmuf_tensors *t, bmuf_pass *pass,
+              ct_error *err)
+{
+    const ctpy_target *target = &self->target;
+    int ordinal = target->ordinal;
+    ct_staged staged;
+    ct_error unused;
+    if (target->device == &ct_device_cpu) {
+        return pass(&self->core, comm, &t->list, err);
+    }
+    ct_staged_init(&staged, comm, target->device, target->stream);
+    ct_status status = ct_device_switch(target->device, &ordinal, err);
+    if (status == CT_OK) {
+        const bool takes = comm->ops->takes_device_memory;
+        status = ct_comm_follow(comm, target->stream, err);
+        if (status == CT_OK) {
+            status = pass(&self->core, takes ? comm : &staged.base, &t->list, err);
+        }
+        (void)ct_device_switch(target->device, &ordinal, &unused);
+    }
+    ct_staged_fini(&staged);
+    return status;
+}
+
 static int
 run_over(BMUF *self, const bmuf_tensors *t, bmuf_pass *pass)
 {
@@ -314,9 +389,10 @@ run_over(BMUF *self, const bmuf_tensors *t, bmuf_pass *pass)
     }
     /* The GIL is released below, and the attribute may be replaced meanwhile. */
     PyObject *group = Py_NewRef(self->communicator);
+    follow_tensors(self, t);
     self->busy = true;
     PyThreadState *thread = ctpy_comm_enter(group);
-    const ct_status status = pass(&self->core, comm, &t->list, &err);
+    const ct_status status = run_on_device(self, comm, t, pass, &err);
     ctpy_comm_leave(group, thread);
     self->busy = false;
     Py_DECREF(group);
@@ -661,12 +737,28 @@ copy_one(BMUF *self, const ct_bmuf_flat *flat, PyObject *tensors, copy_fn *copy)
     if (tensors_read(ctpy_state_borrow((PyObject *)self), tensors, NULL, &t) < 0) {
         return -1;
     }
-    /* The GIL is released below. */
-    self->busy = true;
-    Py_BEGIN_ALLOW_THREADS
-    status = copy(&self->core, flat, &t.list, &err);
-    Py_END_ALLOW_THREADS
-    self->busy = false;
+    const ct_device *device = self->target.device;
+    if (t.target.device != NULL &&
+        (t.target.device != device || t.target.ordinal != self->target.ordinal)) {
+        PyErr_Format(PyExc_ValueError,
+                     "the values of a block are on %s, its parameters on %s: move the "
+                     "values there",
+                     t.target.device->name, device->name);
+        tensors_free(&t);
+        return -1;
+    }
+    ct_error unused;
+    int ordinal = self->target.ordinal;
+    status = ct_device_switch(device, &ordinal, &err);
+    if (status == CT_OK) {
+        /* The GIL is released below. */
+        self->busy = true;
+        Py_BEGIN_ALLOW_THREADS
+        status = copy(&self->core, flat, &t.list, &err);
+        Py_END_ALLOW_THREADS
+        self->busy = false;
+        (void)ct_device_switch(device, &ordinal, &unused);
+    }
     tensors_free(&t);
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }

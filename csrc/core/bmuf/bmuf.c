@@ -493,29 +493,74 @@ ct_bmuf_start(ct_bmuf *b, const ct_bmuf_list *list, ct_error *err)
     return status == CT_OK ? copy_flats(b, &b->global, list, false, err) : status;
 }
 
-static uint32_t
-sum_model(const ct_bmuf *b)
+/* Continues a checksum over memory of the device, piece by piece on the host. */
+static ct_status
+sum_memory(const ct_bmuf *b, const char *data, size_t bytes, uint32_t *sum,
+           ct_error *err)
+{
+    enum {
+        PIECE = 1 << 20
+    };
+    char *held = ct_alloc(PIECE);
+    ct_status status = CT_OK;
+    if (held == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory to sum a model up");
+    }
+    for (size_t at = 0; status == CT_OK && at < bytes; at += PIECE) {
+        const size_t n = bytes - at < PIECE ? bytes - at : PIECE;
+        status = b->device->transfer(b->stream, held, data + at, n, err);
+        *sum = ct_crc32c(*sum, held, n);
+    }
+    ct_free(held);
+    return status;
+}
+
+static ct_status
+sum_model(const ct_bmuf *b, int64_t *result, ct_error *err)
 {
     uint32_t sum = 0;
-    for (int d = 0; d < CT_BMUF_DTYPES; d++) {
-        sum = ct_crc32c(sum, b->global.memory[d].data,
-                        b->n[d] * ct_dtype_size((ct_dtype)d));
+    ct_status status = CT_OK;
+    for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
+        status = sum_memory(b, b->global.memory[d].data,
+                            b->n[d] * ct_dtype_size((ct_dtype)d), &sum, err);
     }
-    return sum;
+    *result = sum;
+    return status;
+}
+
+/* Gathers a number of each rank, by way of memory that the group takes. */
+static ct_status
+gather_numbers(ct_bmuf *b, ct_comm *comm, int64_t own, int64_t *numbers, ct_error *err)
+{
+    const size_t n = (size_t)comm->world_size;
+    ct_status status = b->device->scratch_grow(&b->wire, (n + 1) * sizeof own, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    int64_t *there = b->wire.data;
+    const ct_span in = {there + n, 1, CT_I64}, out = {there, n, CT_I64};
+    status = b->device->transfer(b->stream, in.data, &own, sizeof own, err);
+    if (status == CT_OK) {
+        status = ct_comm_all_gather(comm, &out, &in, err);
+    }
+    return status == CT_OK
+               ? b->device->transfer(b->stream, numbers, there, n * sizeof own, err)
+               : status;
 }
 
 /* For the first block after a start or a load: compares checksums of the models. */
 static ct_status
 check_alike(ct_bmuf *b, ct_comm *comm, ct_error *err)
 {
-    int64_t own = sum_model(b);
+    int64_t own;
     int64_t *sums = ct_calloc((size_t)comm->world_size, sizeof *sums);
     if (sums == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for %d sums", comm->world_size);
     }
-    const ct_span in = {&own, 1, CT_I64},
-                  out = {sums, (size_t)comm->world_size, CT_I64};
-    ct_status status = ct_comm_all_gather(comm, &out, &in, err);
+    ct_status status = sum_model(b, &own, err);
+    if (status == CT_OK) {
+        status = gather_numbers(b, comm, own, sums, err);
+    }
     for (int rank = 1; status == CT_OK && rank < comm->world_size; rank++) {
         if (sums[rank] != sums[0]) {
             status = ct_fail(err, CT_EINVAL,

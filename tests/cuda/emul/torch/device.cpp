@@ -179,7 +179,9 @@ empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
         c10::dtype_or_default(dtype));
 }
 
-/* The same memory as a tensor of the host, to be used while it is opened. */
+/* The same memory as a tensor of the host, to be used while it is opened. Made before
+ * that: a second reference to a tensor of Python's waits for the GIL, which another
+ * thread may hold that waits for the memory. */
 at::Tensor
 on_host(const at::Tensor &tensor)
 {
@@ -203,8 +205,9 @@ at::Tensor
 copy_from(const at::Tensor &from, const at::Tensor &to, bool)
 {
     if (from.numel() != 0) {
+        const at::Tensor target = on_host(to), source = on_host(from);
         emul::opened both(memory_of(to), memory_of(from));
-        on_host(to).copy_(on_host(from));
+        target.copy_(source);
     }
     return to;
 }
@@ -221,8 +224,9 @@ copy_from_and_resize(const at::Tensor &from, const at::Tensor &to)
 at::Scalar
 local_scalar(const at::Tensor &tensor)
 {
+    const at::Tensor source = on_host(tensor);
     emul::opened both(memory_of(tensor), nullptr);
-    return on_host(tensor).item();
+    return source.item();
 }
 
 at::Tensor
