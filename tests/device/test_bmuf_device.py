@@ -126,3 +126,16 @@ def test_parameters_on_two_devices_are_named(gpu: torch.device) -> None:
             ctrainer.BMUF(SimpleNamespace(**BASE), inner, communicator=group)
 
     on_ranks(2, train)
+
+
+@pytest.mark.parametrize("name", ["momentum", "overlapping"])
+def test_parameters_that_move_in_a_block_are_told(gpu: torch.device, name: str) -> None:
+    def train(group: Any) -> None:
+        made, params = make(group, "cpu", [torch.float32] * 3, **WAYS[name])
+        trained(group, made, params, range(3))
+        moved = [torch.nn.Parameter(p.detach().to(gpu)) for p in params]
+        made.optimizer.param_groups[0]["params"] = moved
+        with pytest.raises(ValueError, match="when the block began"):
+            trained(group, made, moved, range(3, 8))
+
+    on_ranks(2, train)

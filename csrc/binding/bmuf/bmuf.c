@@ -342,6 +342,7 @@ follow_tensors(BMUF *self, const bmuf_tensors *t)
     if (new->device != self->target.device || new->ordinal != self->target.ordinal) {
         const ct_bmuf_config config = self->core.config;
         const int root = self->core.root;
+        abandon(self); /* what is under way has the old memory */
         ct_bmuf_fini(&self->core);
         ct_bmuf_init(&self->core, new->device, new->stream);
         self->core.config = config;
