@@ -34,8 +34,15 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
 
 
 def devices_elsewhere(parameters: Iterable[torch.Tensor]) -> set[str]:
-    """The devices that have some of the parameters, unless ctrainer's kernels can
-    update all of these: in the host's memory, or on one GPU with the plugin."""
+    """Return where parameters are that ctrainer's kernels cannot update.
+
+    Args:
+        parameters (Iterable[torch.Tensor]): Of one model.
+
+    Returns:
+        Nothing where all are in the host's memory, or on one GPU with the plugin; else
+        the devices that have some of them.
+    """
     first = {p.device: p for p in parameters}
     if set(first) <= {torch.device("cpu")} or (
         len(first) == 1 and _C.has_kernels(*first.values())
