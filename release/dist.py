@@ -19,10 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_BYTES = 3_000_000
-TESTS = [
-    f"tests/binding/{part}"
-    for part in ("checkpoint", "comm", "data", "optim")
-]
+TESTS = [f"tests/binding/{part}" for part in ("checkpoint", "comm", "data", "optim")]
 
 
 def run(*command: str | Path, cwd: Path, **changed: str) -> str:
