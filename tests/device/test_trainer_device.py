@@ -8,6 +8,7 @@ from typing import Any
 
 import emulated_torch
 import pytest
+import ranks
 import torch
 from draws import EXHAUSTIVE
 from tiny import Net, arguments, rows
@@ -186,3 +187,12 @@ def test_no_memory_is_taken_after_the_second_update(
     more = options | {"callbacks": [*options.get("callbacks", []), count]}
     trained(tmp_path, False, **more)
     assert count.taken[1:] == [count.taken[1]] * 7
+
+
+def test_ranks_on_the_device(tmp_path: Path) -> None:
+    told = ranks.told(ranks.run(tmp_path, "trainer.on_device"))
+    for name in ("bmuf", "diloco"):
+        (first, there), (second, also) = (found[name] for found in told)
+        assert there == also == first == second
+    for found in told:
+        assert "nothing averages the gradients of the 2 ranks" in found["bare"]
