@@ -429,6 +429,8 @@ AREAS = {
                  "base/segment"):
                 "core/comm/test_comm_shm.c core/comm/test_comm_shm_memory.c "
                 "core/comm/test_comm_shm_faults.c",
+            core("comm/staged"):
+                "core/comm/test_staged.c",
             core("comm/hierarchical"):
                 "core/comm/test_hierarchical.c",
             core("base/pool"):
