@@ -162,7 +162,9 @@ class Trainer(TrainerRun):
         places = set((getattr(model, "hf_device_map", None) or {}).values())
         self.is_model_parallel = len(places - {"cpu", "disk"}) > 1
         full_eval = self.args.bf16_full_eval or self.args.fp16_full_eval
-        self.place_model_on_device = not self.is_model_parallel
+        self.place_model_on_device = (
+            self.args.place_model_on_device is not False and not self.is_model_parallel
+        )
         self._inputs_stay = self._adapter.inputs_stay(self.args)
         if not full_eval:
             self._move_model_to_device(model, device)

@@ -12,6 +12,7 @@ import ranks
 import torch
 from draws import EXHAUSTIVE
 from tiny import Net, arguments, rows
+from torch import nn
 
 import ctrainer
 from ctrainer import adapters, optim
@@ -49,26 +50,46 @@ class Watch(ctrainer.TrainerCallback):
         self.largest = max(p.grad.abs().max().item() for p in k["model"].parameters())
 
 
+class Spread(Net):
+    """Its last layer is on the host, the others are on the device."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.2)
+        self.layers[:-1].to(emulated_torch.device())
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+        y = self.layers[-1](self.layers[:-1](x).cpu()).squeeze(-1)
+        return {"loss": nn.functional.mse_loss(y, labels.cpu()), "logits": y}
+
+
+class KeepsPlace(ctrainer.TrainingArguments):
+    @property
+    def place_model_on_device(self) -> bool:
+        return False
+
+
 def trained(
     folder: Path, on_host: bool, resume: Path | None = None, **options: Any
 ) -> ctrainer.Trainer:
     callbacks = options.pop("callbacks", [])
     make = options.pop("optimizer", None)
+    model = options.pop("model", None) or Net(dropout=0.2)
+    kept = {"cls": KeepsPlace} if isinstance(model, Spread) else {}
     args = arguments(
         output_dir=str(folder), use_cpu=on_host, max_steps=8, logging_steps=1, seed=5,
         per_device_train_batch_size=5, learning_rate=1e-2, save_steps=4,
-        **{"save_strategy": "no", **options},
+        **{"save_strategy": "no", **kept, **options},
     )  # fmt: skip
-    model = Net(dropout=0.2)
-    optimizer = None if make is None else make(model.to(args.device).parameters())
+    model = model if kept else model.to(args.device)
+    optimizer = None if make is None else make(model.parameters())
     trainer = ctrainer.Trainer(
         model, args, train_dataset=DATA, eval_dataset=DATA[:11],
         callbacks=callbacks, optimizers=(optimizer, None),
     )  # fmt: skip
     trainer.remove_callback(ctrainer.PrinterCallback)
     trainer.train(None if resume is None else str(resume / "checkpoint-4"))
-    kind = "cpu" if on_host else "emul"
-    assert {p.device.type for p in trainer.model.parameters()} == {kind}
+    kinds = {p.device.type for p in trainer.model.parameters()}
+    assert kinds == ({"cpu", "emul"} if kept else {"cpu" if on_host else "emul"})
     return trainer
 
 
@@ -165,6 +186,13 @@ def test_our_kernels_clip_for_torchs_optimizers(
         ),
         exact=options["max_grad_norm"] == 0.0,
     )
+
+
+@pytest.mark.parametrize("options", [PLAIN, *CLIPPING])
+def test_a_model_on_two_devices(tmp_path: Path, options: dict[str, Any]) -> None:
+    here = trained(tmp_path, True, optimizer=torchs, **options)
+    there = trained(tmp_path, False, optimizer=torchs, model=Spread(), **options)
+    compare(here, there, exact=options["max_grad_norm"] == 0.0)
 
 
 class Count(ctrainer.TrainerCallback):
