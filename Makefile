@@ -78,8 +78,9 @@ $(TESTABLE): $(INSTALLED) | ext
 	$(call stage,installing the packages of the tests,$(EDITABLE) '.[$(FOR_TESTS)]')
 	@touch $@
 
+# After a Ctrl-C its last line is the demo's own, not make's.
 demo: ext
-	$(PY) examples/code_search.py
+	@trap : INT; $(PY) examples/code_search.py || test $$? -eq 130
 
 # The parts of Python's are for make -j2. Each part runs, whatever the others find.
 SHARDING := tests/python/fsdp
