@@ -5,8 +5,9 @@ python docs/make_tables.py --check    exits 1 when one is not current
 
 A table stands between `<!-- table: KIND NAME -->` and `<!-- table: end -->`. KIND is
 `arguments` of a class or a method, `methods` of a class, `commands` of a module,
-`options` of a table for argparse, `events` of the class of callbacks, `schedules` of
-the function that makes them, or `optimizers` and `optimizer_names` of a module.
+`names` of modules' `__all__`, `options` of a table for argparse, `events` of the class
+of callbacks, `schedules` of the function that makes them, or `optimizers` and
+`optimizer_names` of a module.
 """
 
 import importlib
@@ -85,6 +86,13 @@ def _call(method: Any) -> str:
     taken = list(inspect.signature(method).parameters.values())
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in taken]
     return str(inspect.Signature([p for p in bare if p.name not in ("self", "cls")]))
+
+
+def names(name: str) -> str:
+    """A row for each class and function of the module's __all__."""
+    module = importlib.import_module(name)
+    rows = [(f"`{n}`", summary(getattr(module, n))) for n in module.__all__]
+    return made("| name | what it is or does |", rows)
 
 
 def commands(name: str) -> str:
@@ -202,6 +210,7 @@ def optimizer_names(name: str) -> str:
 KINDS = {
     "arguments": arguments,
     "methods": methods,
+    "names": names,
     "commands": commands,
     "options": options,
     "events": events,

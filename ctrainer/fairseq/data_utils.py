@@ -13,6 +13,16 @@ import numpy as np
 
 from ctrainer import _C
 
+__all__ = [
+    "batch_by_size",
+    "collate_tokens",
+    "collect_filtered",
+    "filter_paired_dataset_indices_by_size",
+    "infer_language_pair",
+    "load_indexed_dataset",
+    "numpy_seed",
+    "raise_if_valid_subsets_unintentionally_ignored",
+]
 logger = logging.getLogger(__name__)
 
 

@@ -17,7 +17,7 @@ _OVERWRITE = "#fairseq:overwrite"
 
 
 class Dictionary:
-    """Words, numbered from 0: <s>, <pad>, </s>, <unk>, further special ones, the rest.
+    """Words, numbered from 0: `<s>`, `<pad>`, `</s>`, `<unk>`, special ones, the rest.
 
     `symbols`, `count` and `indices` are fairseq's: the words, how often each was seen,
     and the number of each. Words that are not there have the number of <unk>.
@@ -351,7 +351,7 @@ class Dictionary:
 
 
 class TruncatedDictionary:
-    """The first words of a dictionary; all others are <unk>.
+    """The first words of a dictionary; all others are `<unk>`.
 
     Args:
         wrapped_dict (Dictionary): The dictionary.
