@@ -27,7 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 def infer_language_pair(path: str) -> Sequence[str | None]:
-    """["src", "dst"] of the first file SPLIT.SRC-DST... in a folder, else Nones."""
+    """Return ["src", "dst"] of the first file SPLIT.SRC-DST... in a folder.
+
+    Args:
+        path (str): The folder.
+
+    Returns:
+        The two languages; [None, None] where no file has such a name.
+    """
     for name in os.listdir(path):
         parts = name.split(".")
         if len(parts) >= 3 and len(parts[1].split("-")) == 2:
@@ -37,9 +44,11 @@ def infer_language_pair(path: str) -> Sequence[str | None]:
 
 @contextlib.contextmanager
 def numpy_seed(seed: int | None, *addl_seeds: int) -> Iterator[None]:
-    """Seeds NumPy's global generator for the body and then restores its state.
+    """Seed NumPy's global generator for the body, then restore its state.
 
-    Further seeds are hashed together with the first. None does nothing.
+    Args:
+        seed (int | None): None does nothing.
+        addl_seeds (int): Further seeds, hashed together with the first.
     """
     if seed is None:
         yield
@@ -61,11 +70,18 @@ def load_indexed_dataset(
     combine: bool = False,
     default: str = "mmap",
 ) -> Any:
-    """Opens the data set with the prefix `path`, "data-bin/train" for example; None
-    where there is none.
+    """Open the data set with a prefix.
 
-    dataset_impl: its kind; None asks the files, and `default` where they do not say.
-    combine: PATH1, PATH2 and so on belong to it too, as far as they go.
+    Args:
+        path (str): The prefix, "data-bin/train" for example.
+        dictionary (default None): The Dictionary that encodes a text file.
+        dataset_impl (str | None, default None): Its kind; None asks the files.
+        combine (bool, default False): PATH1, PATH2 and so on belong to it, too, as far
+            as they go.
+        default (str, default 'mmap'): The kind where the files do not say.
+
+    Returns:
+        The data set; None where there is none.
     """
     from ctrainer.fairseq.concat_dataset import ConcatDataset
     from ctrainer.fairseq.indexed_dataset import infer_dataset_impl, make_dataset
@@ -86,9 +102,16 @@ def load_indexed_dataset(
 
 
 def raise_if_valid_subsets_unintentionally_ignored(cfg: Any) -> None:
-    """Raise ValueError where a folder of the data has subsets valid1, valid2... that
-    dataset.valid_subset does not name, unless ignore_unused_valid_subsets or
-    combine_valid_subsets is set or nothing is validated."""
+    """Reject subsets valid1, valid2... of the data's folder that no option names.
+
+    Args:
+        cfg: fairseq's configuration. Subsets may be ignored with
+            dataset.ignore_unused_valid_subsets, dataset.combine_valid_subsets or
+            dataset.disable_validation.
+
+    Raises:
+        ValueError: dataset.valid_subset does not name one of them.
+    """
     dataset, data = cfg.dataset, getattr(cfg.task, "data", None)
     if (
         dataset.ignore_unused_valid_subsets
@@ -180,7 +203,13 @@ def batch_by_size(
 def collect_filtered(
     function: Callable[[Any], bool], iterable: Iterable[Any], filtered: list[Any]
 ) -> Iterator[Any]:
-    """filter() that appends what it leaves out to `filtered`."""
+    """Yield the elements that pass a test, as filter() does, and keep the others.
+
+    Args:
+        function (Callable[[Any], bool]): The test.
+        iterable (Iterable[Any]): The elements.
+        filtered (list[Any]): Gets those that do not pass.
+    """
     for item in iterable:
         if function(item):
             yield item
@@ -242,9 +271,17 @@ def report_ignored(
 def filter_paired_dataset_indices_by_size(
     src_sizes: Any, tgt_sizes: Any, indices: Any, max_sizes: Any
 ) -> tuple[Any, list[int]]:
-    """The indices whose source and target are within max_sizes, and the list of the
-    others. max_sizes: None, a number for both, or a pair; tgt_sizes: an array or
-    None."""
+    """Return the indices whose source and target are within a size.
+
+    Args:
+        src_sizes: (n,) integers.
+        tgt_sizes: (n,) integers, or None without targets.
+        indices: (m,) integers below n.
+        max_sizes: None, a number for both, or a pair.
+
+    Returns:
+        The indices within the sizes, and the list of the others.
+    """
     if max_sizes is None:
         return indices, []
     pair = (max_sizes, max_sizes) if isinstance(max_sizes, int | float) else max_sizes
@@ -268,12 +305,21 @@ def collate_tokens(
     pad_to_multiple: int = 1,
     pad_to_bsz: int | None = None,
 ) -> Any:
-    """Puts 1-d tensors into the rows of one 2-d tensor, the rest being pad_idx.
+    """Put 1-d tensors into the rows of one 2-d tensor, the rest being padding.
 
-    The width is the longest's, at least pad_to_length, rounded up to pad_to_multiple;
-    the height len(values), at least pad_to_bsz. left_pad: padding comes first.
-    move_eos_to_beginning: each row is rotated by one, its first element eos_idx or, for
-    None, the last of its values.
+    Args:
+        values (Sequence[Any]): Tensors of one dtype, of any lengths.
+        pad_idx (int): The padding.
+        eos_idx (int | None, default None): What a rotated row begins with; None: the
+            last of its values.
+        left_pad (bool, default False): Padding comes first.
+        move_eos_to_beginning (bool, default False): Rotate each row by one.
+        pad_to_length (int | None, default None): The width at least; else the longest.
+        pad_to_multiple (int, default 1): The width is rounded up to a multiple of it.
+        pad_to_bsz (int | None, default None): The height at least; else len(values).
+
+    Returns:
+        A tensor (height, width) of the values' dtype.
     """
     width = max([v.numel() for v in values] + [pad_to_length or 0])
     width = -(-width // pad_to_multiple) * pad_to_multiple
