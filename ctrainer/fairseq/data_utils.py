@@ -49,6 +49,9 @@ def numpy_seed(seed: int | None, *addl_seeds: int) -> Iterator[None]:
     Args:
         seed (int | None): None does nothing.
         addl_seeds (int): Further seeds, hashed together with the first.
+
+    Returns:
+        A context manager.
     """
     if seed is None:
         yield
