@@ -19,6 +19,7 @@
 #   make mutants   put 100 faults into a copy of the tree and see that tests fail: an hour
 #   make cuda      build the CUDA plugin with nvcc and test it, its kernels on the CPU
 #   make cuda-emul, cuda-check   the CUDA kernels on the CPU; on a GPU
+#   make gpu       on a machine with a GPU: build, test and measure there, in ten minutes
 #   make bench-kernels   the update against the speed of this memory
 #   make clean     remove what was built; $(VENV) and out/ stay
 #
@@ -46,11 +47,11 @@ HEADERS := $(wildcard csrc/*/*.h csrc/*/*.def csrc/*/*/*.h csrc/*/*/*.def)
 RANKS := $(patsubst tests/core/%.c,$(BUILD)/obj/tests/%.o,$(wildcard tests/core/ct_*.c))
 CORE_TESTS := $(wildcard tests/core/*/test_*.c)
 TESTS := $(patsubst %.c,$(BUILD)/%,$(notdir $(CORE_TESTS)))
-FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c cuda/*.[hc] cuda/*.cu cuda/*.cuh tests/core/*.[hc] tests/core/*/*.c \
+FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c benchmarks/*.cpp cuda/*.[hc] cuda/*.cu cuda/*.cuh tests/core/*.[hc] tests/core/*/*.c \
     tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp tests/cuda/emul/torch/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install install-test demo test test-all test-python test-engine test-device test-sharding bench lint format ext check-core asan asan-core asan-ext tsan clean
+.PHONY: install install-test demo test test-all test-python test-engine test-device test-sharding gpu bench lint format ext check-core asan asan-core asan-ext tsan clean
 .PHONY: dist wheels docs bench-kernels mutants step-files
 install: $(INSTALLED)
 install-test: $(TESTABLE)
@@ -98,6 +99,10 @@ test-device: ext $(TESTABLE) test-engine
 
 test-all:
 	CTRAINER_EXHAUSTIVE=1 PYTEST_TIMEOUT=7200 $(MAKE) test
+
+# Takes what PYTHON has: its torch has to see the GPU. OPTIONS are benchmarks/gpu.py's.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(OPTIONS)
 
 bench: ext $(TESTABLE)
 	mkdir -p out/benchmarks

@@ -81,13 +81,13 @@ def optimizer_table(rows: list[dict[str, Any]]) -> str:
     return measured_on() + OPTIMIZER_HEAD + "\n".join(map(optimizer_cells, rows)) + "\n"
 
 
-def rewrite(page: Path, text: str) -> None:
-    """Puts the text between the page's two marks."""
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{page} needs the lines {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+def rewrite(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Puts the text between two marks of the page."""
+    before, found, rest = page.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise SystemExit(f"{page} needs the lines {begin} and {end}")
+    page.write_text(f"{before}{begin}\n{text}{end}{after}")
 
 
 def refresh(page: Path, rows: list[dict[str, Any]]) -> None:

@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, settings
 
 os.environ.update(
     CTRAINER_FSDP_POISON="nan",  # so that no test gets by with released parameters
-    CUDA_VISIBLE_DEVICES="",
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
 )
+if "CTRAINER_TEST_GPU" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # A shell that starts a command in the background has it ignore Ctrl-C, and so all that
 # the command starts.

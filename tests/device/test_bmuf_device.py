@@ -7,7 +7,7 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-import emulated_torch
+import any_gpu
 import pytest
 import torch
 from rank_threads import on_ranks
@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def gpu() -> torch.device:
-    return emulated_torch.device()
+    return any_gpu.device()
 
 
 def make(

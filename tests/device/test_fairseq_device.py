@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import emulated_torch
+import any_gpu
 import fairseq_tiny as tiny
 import pytest
 import torch
@@ -36,7 +36,7 @@ CLOSE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def gpu() -> torch.device:
-    return emulated_torch.device()
+    return any_gpu.device()
 
 
 def trained(on_host: bool, **changes: Any) -> Any:
@@ -45,7 +45,7 @@ def trained(on_host: bool, **changes: Any) -> Any:
     batches = tiny.batches(UPDATES * freq)
     for i in range(0, len(batches), freq):
         trainer.train_step(batches[i : i + freq])
-    kind = "cpu" if on_host else "emul"
+    kind = "cpu" if on_host else any_gpu.KIND
     assert {p.device.type for p in trainer.model.parameters()} == {kind}
     assert trainer.get_num_updates() > 0
     return trainer
@@ -69,10 +69,7 @@ def test_a_run_on_the_device_is_that_on_the_host(name: str) -> None:
     here, there = (trained(on_host, **changes) for on_host in (True, False))
     assert here.get_num_updates() == there.get_num_updates()
     for a, b in zip(weights(here), weights(there), strict=True):
-        if name in EXACT:
-            assert torch.equal(a, b)
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        any_gpu.assert_same(b, a, 0.0 if name in EXACT else 1e-6)
 
 
 def stepped(device: Any, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -124,10 +121,10 @@ def test_gradients_on_two_devices_are_measured_by_torch(gpu: torch.device) -> No
 )
 def test_no_memory_is_taken_after_the_second_update(changes: dict[str, Any]) -> None:
     trainer = tiny.trainer(common__cpu=False, **changes)
-    before, taken = emulated_torch.allocations(), []
+    before, taken = any_gpu.allocations(), []
     for batch in tiny.batches(UPDATES):
         trainer.train_step([batch])
-        taken.append(emulated_torch.allocations())
+        taken.append(any_gpu.allocations())
     assert taken[1:] == [taken[1]] * (UPDATES - 1)
     assert taken[1] > before  # it is counted
 
@@ -151,4 +148,4 @@ def test_a_run_resumes_on_the_other_device(
     for batch in batches[3:]:
         other.train_step([batch])
     for a, b in zip(weights(whole), weights(other), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        any_gpu.assert_same(b, a, 1e-6)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import emulated_torch
+import any_gpu
 import pytest
 import ranks
 import torch
@@ -38,7 +38,7 @@ SOME = ["plain", "clipped", "fp16", "adafactor", "layers"]
 
 @pytest.fixture(scope="module", autouse=True)
 def gpu() -> torch.device:
-    return emulated_torch.device()
+    return any_gpu.device()
 
 
 class Watch(ctrainer.TrainerCallback):
@@ -54,8 +54,8 @@ class Spread(Net):
     """Its last layer is on the host, the others are on the device."""
 
     def __init__(self) -> None:
-        super().__init__(dropout=0.2)
-        self.layers[:-1].to(emulated_torch.device())
+        super().__init__(dropout=any_gpu.DROPOUT)
+        self.layers[:-1].to(any_gpu.device())
 
     def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
         y = self.layers[-1](self.layers[:-1](x).cpu()).squeeze(-1)
@@ -73,7 +73,7 @@ def trained(
 ) -> ctrainer.Trainer:
     callbacks = options.pop("callbacks", [])
     make = options.pop("optimizer", None)
-    model = options.pop("model", None) or Net(dropout=0.2)
+    model = options.pop("model", None) or Net(dropout=any_gpu.DROPOUT)
     kept = {"cls": KeepsPlace} if isinstance(model, Spread) else {}
     args = arguments(
         output_dir=str(folder), use_cpu=on_host, max_steps=8, logging_steps=1, seed=5,
@@ -89,7 +89,9 @@ def trained(
     trainer.remove_callback(ctrainer.PrinterCallback)
     trainer.train(None if resume is None else str(resume / "checkpoint-4"))
     kinds = {p.device.type for p in trainer.model.parameters()}
-    assert kinds == ({"cpu", "emul"} if kept else {"cpu" if on_host else "emul"})
+    assert kinds == (
+        {"cpu", any_gpu.KIND} if kept else {"cpu" if on_host else any_gpu.KIND}
+    )
     return trainer
 
 
@@ -104,16 +106,14 @@ def compare(here: ctrainer.Trainer, there: ctrainer.Trainer, exact: bool) -> Non
     for a, b in zip(*logs, strict=True):
         assert a.keys() == b.keys()
         for name, value in a.items():
-            assert b[name] == pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True)
-    pairs = zip(here.model.state_dict().items(), there.model.state_dict().values(),
-                strict=True)  # fmt: skip
-    for (name, a), b in pairs:
-        if exact:
-            assert torch.equal(a, b.cpu()), name
-        else:
-            torch.testing.assert_close(b.cpu(), a, rtol=1e-5, atol=1e-6)
+            rel = max(1e-5, any_gpu.LIMIT)
+            assert b[name] == pytest.approx(value, rel=rel, abs=1e-7, nan_ok=True)
+    states = (trainer.model.state_dict().values() for trainer in (here, there))
+    pairs = zip(*states, strict=True)
+    for a, b in pairs:
+        any_gpu.assert_same(b, a, 0.0 if exact else 2e-6)
     assert there.evaluate()["eval_loss"] == pytest.approx(
-        here.evaluate()["eval_loss"], rel=1e-5
+        here.evaluate()["eval_loss"], rel=max(1e-5, any_gpu.LIMIT)
     )
 
 
@@ -142,7 +142,8 @@ def test_gradients_that_a_callback_sees_are_clipped(tmp_path: Path) -> None:
         for on_host, watch in zip((True, False), watches, strict=True)
     ]
     compare(*pair, exact=False)
-    assert watches[0].largest == pytest.approx(watches[1].largest, rel=1e-5)
+    rel = max(1e-5, 10 * any_gpu.LIMIT)
+    assert watches[0].largest == pytest.approx(watches[1].largest, rel=rel)
     assert watches[0].largest < 0.1
 
 
@@ -158,7 +159,7 @@ def test_weights_are_averaged_on_the_device(
             state = trainer.model.state_dict()
             found.append({name: v.cpu().clone() for name, v in state.items()})
     for name, value in found[0].items():
-        assert torch.equal(found[1][name], value), name
+        any_gpu.assert_same(found[1][name], value)
         assert not torch.equal(pair[0].model.state_dict()[name], value)
 
 
@@ -200,7 +201,7 @@ class Count(ctrainer.TrainerCallback):
         self.taken: list[int] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **k: Any) -> None:
-        self.taken.append(emulated_torch.allocations())
+        self.taken.append(any_gpu.allocations())
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_no_memory_is_taken_after_the_second_update(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     count = Count()
-    before = emulated_torch.allocations()
+    before = any_gpu.allocations()
     more = options | {"callbacks": [*options.get("callbacks", []), count]}
     trained(tmp_path, False, **more)
     assert count.taken[1:] == [count.taken[1]] * 7
@@ -224,6 +225,7 @@ def test_ranks_on_the_device(tmp_path: Path) -> None:
     told = ranks.told(ranks.run(tmp_path, "trainer.on_device"))
     for name in ("bmuf", "diloco"):
         (first, there), (second, also) = (found[name] for found in told)
-        assert there == also == first == second
+        assert (first, there) == (second, also)
+        assert there == pytest.approx(first, rel=0, abs=any_gpu.LIMIT)
     for found in told:
         assert "nothing averages the gradients of the 2 ranks" in found["bare"]

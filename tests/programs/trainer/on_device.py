@@ -3,15 +3,15 @@
 import os
 from typing import Any
 
-os.environ["LOCAL_RANK"] = "0"  # the emulation has one GPU, which both take
+os.environ["LOCAL_RANK"] = "0"  # one GPU, which both take
 
-import emulated_torch
+import any_gpu
 from programs.run import folder, tell
 from tiny import Net, arguments, rows
 
 import ctrainer
 
-emulated_torch.device()
+any_gpu.device()
 
 
 class Bare(ctrainer.Trainer):
@@ -37,7 +37,7 @@ def weights(**options: Any) -> list[list[float]]:
         trainer = made(ctrainer.Trainer, on_host, **options)
         trainer.train()
         kind = next(trainer.model.parameters()).device.type
-        assert kind == ("cpu" if on_host else "emul")
+        assert kind == ("cpu" if on_host else any_gpu.KIND)
         parameters = trainer.model.parameters()
         found.append([x for p in parameters for x in p.detach().cpu().flatten()])
     return [[float(x) for x in values] for values in found]
