@@ -52,16 +52,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_what_fails_or_takes_too_long_is_told(gpu: Any, tmp_path: Path) -> None:
     late = tmp_path / "late"
-    child = f"import time; time.sleep(3); open({str(late)!r}, 'w')"
-    hang = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    row = 'print(\'{"name": "a", "ratio": 2}\')'
-    python = [sys.executable, "-c"]
+    row = ["echo", '{"name": "a", "ratio": 2}']
+    hang = ["sh", "-c", f"(sleep 3; touch {late}) & wait"]
     with open(tmp_path / "log", "ab") as log:
-        stage = gpu.Stage(
-            1, [[*python, row], [*python, "exit(3)"], ["/no/such"], [*python, row]]
-        )
-        failed = gpu.run_stage(stage, log)
-        stopped = gpu.run_stage(gpu.Stage(1 / 60, [[*python, hang]]), log)
+        commands = [row, ["sh", "-c", "exit 3"], ["/no/such"], row]
+        failed = gpu.run_stage(gpu.Stage(1, commands), log)
+        stopped = gpu.run_stage(gpu.Stage(1 / 60, [hang]), log)
     assert failed["became"] == "failed with 3"
     assert failed["rows"] == [{"name": "a", "ratio": 2}] * 2
     assert stopped["became"] == "was stopped at its limit"
