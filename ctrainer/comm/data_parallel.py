@@ -46,7 +46,7 @@ class DataParallel(ModuleShown):
     before them, as torch's has. Other attributes are the module's.
 
     Args:
-        module (nn.Module): In host memory, its parameters of any floating point dtypes.
+        module (nn.Module): On one device, its parameters of any floating point dtypes.
         communicator (_C.Communicator | None, default None): The ranks; None:
             comm.world().
         bucket_cap_mb (float | None, default None): The size of a bucket in MiB; None:
@@ -64,8 +64,9 @@ class DataParallel(ModuleShown):
         comm_hook (Any, default None): As in register_comm_hook; None: no hook.
 
     Raises:
-        ValueError: the ranks' modules differ, or nothing is to be trained.
-        TypeError: a parameter is not in host memory.
+        ValueError: the ranks' modules differ, nothing is to be trained, or parameters
+            are on several devices, or on a GPU without the plugin ctrainer._cuda.
+        TypeError: a parameter is not of floating point.
         RuntimeError: another rank fails, or stays away; in backward(): parameters got
             no gradient, or got a second one.
 

@@ -51,7 +51,7 @@ def allocate(params: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.T
     """A flat tensor, and views of it with the sizes and strides of params, which are
     of one dtype and have no gaps."""
     numel = sum(p.numel() for p in params)
-    flat = torch.empty(numel, dtype=params[0].dtype, device="cpu")
+    flat = torch.empty(numel, dtype=params[0].dtype, device=params[0].device)
     views, at = [], 0
     for p in params:
         views.append(flat.as_strided(p.size(), p.stride(), at))

@@ -258,9 +258,7 @@ read_span(ctpy_state *state, bmuf_tensors *t, PyObject *op, const char *what,
         return -1;
     }
     if (view.readonly) {
-        PyErr_Format(PyExc_ValueError, "%s is read-only; a collective writes into it",
-                     text);
-        return -1;
+        return ctpy_reject_readonly(text);
     }
     *span = view.span;
     return 0;
@@ -365,13 +363,12 @@ run_on_device(BMUF *self, ct_comm *comm, const bmuf_tensors *t, bmuf_pass *pass,
     if (target->device == &ct_device_cpu) {
         return pass(&self->core, comm, &t->list, err);
     }
-    ct_staged_init(&staged, comm, target->device, target->stream);
+    ct_comm *there = ctpy_comm_at(comm, target, &staged);
     ct_status status = ct_device_switch(target->device, &ordinal, err);
     if (status == CT_OK) {
-        const bool takes = comm->ops->takes_device_memory;
         status = ct_comm_follow(comm, target->stream, err);
         if (status == CT_OK) {
-            status = pass(&self->core, takes ? comm : &staged.base, &t->list, err);
+            status = pass(&self->core, there, &t->list, err);
         }
         (void)ct_device_switch(target->device, &ordinal, &unused);
     }

@@ -720,23 +720,63 @@ PyType_Spec CollectiveWork_spec = {
 
 /* ---- module functions: making ranks alike, or finding out whether they are ------- */
 
+/* Tensors to be broadcast: those in host memory first, then the others. */
+typedef struct placed_spans {
+    size_t n, n_host;
+    ct_span *spans;
+    ctpy_target *targets;
+} placed_spans;
+
 static int
-read_spans(ctpy_state *state, PyObject *tensors, ct_span *spans)
+read_spans(ctpy_state *state, PyObject *tensors, placed_spans *all)
 {
+    size_t end = all->n;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
+        PyObject *op = PyTuple_GET_ITEM(tensors, i);
         char text[40];
         (void)PyOS_snprintf(text, sizeof text, "tensor %zd", i);
-        if (ctpy_comm_span(state, NULL, PyTuple_GET_ITEM(tensors, i), text, &spans[i]) <
-            0) {
+        const ctpy_place place = {.what = text, .group = -1};
+        ctpy_view view;
+        ctpy_target target;
+        if (ctpy_view_anywhere(state, op, &place, &view) < 0 ||
+            ctpy_target_of(state, op, &place, &view, &target) < 0) {
             return -1;
         }
+        if (view.readonly) {
+            return ctpy_reject_readonly(text);
+        }
+        const size_t at = target.device == &ct_device_cpu ? all->n_host++ : --end;
+        all->spans[at] = view.span;
+        all->targets[at] = target;
     }
     return 0;
 }
 
+static ct_status
+broadcast_on_device(ct_comm *comm, const ct_span *span, const ctpy_target *target,
+                    int root, ct_error *err)
+{
+    const ct_span bytes = {span->data, span->n * ct_dtype_size(span->dtype), CT_U8};
+    int ordinal = target->ordinal;
+    ct_staged staged;
+    ct_error unused;
+    ct_comm *there = ctpy_comm_at(comm, target, &staged);
+    ct_status status = ct_device_switch(target->device, &ordinal, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    status = ct_comm_follow(comm, target->stream, err);
+    if (status == CT_OK) {
+        status = ct_comm_broadcast(there, &bytes, root, err);
+    }
+    (void)ct_device_switch(target->device, &ordinal, &unused);
+    ct_staged_fini(&staged);
+    return status;
+}
+
 static int
-broadcast_spans(ctpy_state *state, PyObject *communicator, const ct_span *spans,
-                size_t n, int root)
+broadcast_spans(ctpy_state *state, PyObject *communicator, const placed_spans *all,
+                int root)
 {
     ct_comm *comm = ctpy_comm_borrow(state, communicator);
     ct_error err;
@@ -744,7 +784,12 @@ broadcast_spans(ctpy_state *state, PyObject *communicator, const ct_span *spans,
         return -1;
     }
     PyThreadState *thread = ctpy_comm_enter(communicator);
-    const ct_status status = ct_comm_broadcast_spans(comm, spans, n, root, &err);
+    ct_status status =
+        ct_comm_broadcast_spans(comm, all->spans, all->n_host, root, &err);
+    for (size_t i = all->n; status == CT_OK && i-- > all->n_host;) {
+        status =
+            broadcast_on_device(comm, &all->spans[i], &all->targets[i], root, &err);
+    }
     ctpy_comm_leave(communicator, thread);
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
@@ -757,15 +802,18 @@ ctpy_broadcast_sequence(ctpy_state *state, PyObject *communicator, PyObject *ten
     PyObject *all = PySequence_Tuple(tensors);
     int result = all == NULL ? -1 : 0;
     if (all != NULL && PyTuple_GET_SIZE(all) > 0) {
-        const size_t n = (size_t)PyTuple_GET_SIZE(all);
-        ct_span *spans = ct_calloc(n, sizeof *spans);
-        if (spans == NULL) {
+        placed_spans found = {.n = (size_t)PyTuple_GET_SIZE(all)};
+        found.spans = ct_calloc(found.n, sizeof *found.spans);
+        found.targets = ct_calloc(found.n, sizeof *found.targets);
+        result = -1;
+        if (found.spans == NULL || found.targets == NULL) {
             PyErr_NoMemory();
         }
-        result = spans == NULL || read_spans(state, all, spans) < 0
-                     ? -1
-                     : broadcast_spans(state, communicator, spans, n, root);
-        ct_free(spans);
+        else if (read_spans(state, all, &found) == 0) {
+            result = broadcast_spans(state, communicator, &found, root);
+        }
+        ct_free(found.spans);
+        ct_free(found.targets);
     }
     Py_XDECREF(all);
     return result;
@@ -774,8 +822,9 @@ ctpy_broadcast_sequence(ctpy_state *state, PyObject *communicator, PyObject *ten
 static const char ctpy_broadcast_tensors_doc[] =
     "broadcast_tensors($module, communicator, tensors, root=0, /)\n--\n\n"
     "Replace the elements of all tensors, of any dtype, by those of rank root.\n\n"
-    "tensors: a sequence of tensors or arrays without gaps in host memory, with the\n"
-    "same lengths and dtypes on every rank. Short ones travel together.\n\n"
+    "tensors: a sequence of tensors or arrays without gaps, with the same lengths,\n"
+    "dtypes and kinds of device on every rank. Short ones in host memory travel\n"
+    "together.\n\n"
     "Raises RuntimeError naming the rank when another fails or stays away.";
 
 static PyObject *

@@ -5,6 +5,7 @@
 #include "binding/runtime/buffer.h"
 
 #include "core/comm/comm.h"
+#include "core/comm/staged.h"
 #include "core/device/device.h"
 
 typedef struct Communicator {
@@ -51,6 +52,13 @@ int ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *la
 int ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op,
                    const char *what, ct_span *span);
 
+/* Raises the ValueError of an array without write access; -1. */
+int ctpy_reject_readonly(const char *what);
+
+/* The group for spans in the target's memory: comm, or *staged over it, whose maker
+ * ends it. */
+ct_comm *ctpy_comm_at(ct_comm *comm, const ctpy_target *target, ct_staged *staged);
+
 /* A group over a Python object with rank, world_size and
  * begin(what, out, in_, dtype, op, root) -> a handle with wait(). NULL with an
  * exception. */
@@ -62,8 +70,8 @@ int ctpy_comm_wants_comparison(void);
 
 PyObject *Communicator_gather_bytes(PyObject *op, PyObject *arg);
 
-/* The elements of every tensor become the root's. 0 or -1; nothing for an empty
- * sequence. */
+/* The elements of every tensor, in host memory or a GPU's, become the root's. 0 or -1;
+ * nothing for an empty sequence. */
 int ctpy_broadcast_sequence(ctpy_state *state, PyObject *communicator,
                             PyObject *tensors, int root);
 

@@ -79,6 +79,14 @@ ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *label,
 }
 
 int
+ctpy_reject_readonly(const char *what)
+{
+    PyErr_Format(PyExc_ValueError, "%s is read-only; a collective writes into it",
+                 what);
+    return -1;
+}
+
+int
 ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op, const char *what,
                ct_span *span)
 {
@@ -93,12 +101,19 @@ ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op, const char 
     /* Collectives write in place, and the array may be a mapping without write
      * access. */
     if (view.readonly) {
-        PyErr_Format(PyExc_ValueError, "%s is read-only; a collective writes into it",
-                     what);
-        return -1;
+        return ctpy_reject_readonly(what);
     }
     *span = view.span;
     return 0;
+}
+
+ct_comm *
+ctpy_comm_at(ct_comm *comm, const ctpy_target *target, ct_staged *staged)
+{
+    ct_staged_init(staged, comm, target->device, target->stream);
+    return target->device == &ct_device_cpu || comm->ops->takes_device_memory
+               ? comm
+               : &staged->base;
 }
 
 /* ---- the beginning and the end of a group ---------------------------------------- */

@@ -76,7 +76,7 @@ grad_reducer_abandon(GradReducer *self)
     ct_comm *comm = ((Communicator *)self->communicator)->comm;
     if (comm != NULL && self->core.active) {
         Py_BEGIN_ALLOW_THREADS
-        ct_reducer_abort(&self->core, comm);
+        ct_reducer_abort(&self->core, grad_reducer_group(self, comm));
         Py_END_ALLOW_THREADS
     }
     self->core.active = self->queued = false;
@@ -95,8 +95,29 @@ read_view(GradReducer *self, PyObject *tensor, Py_ssize_t param, const char *wha
         return -1;
     }
     (void)PyOS_snprintf(text, sizeof text, "%s of parameter '%.150s'", what, name);
-    const ctpy_place place = {.what = text, .group = -1};
-    return ctpy_view_of(ctpy_state_borrow((PyObject *)self), tensor, &place, view);
+    return grad_reducer_view(self, tensor, text, view);
+}
+
+/* Has the core work on the stream that torch works on now. What it has enqueued on
+ * another one in this pass has to be done then: `there` is in the device's memory. */
+static int
+follow_torch(GradReducer *self, const ct_span *there)
+{
+    const ctpy_target *target = &self->target;
+    void *stream;
+    char byte;
+    ct_error err;
+    if (ctpy_current_stream(ctpy_state_borrow((PyObject *)self), target->memory,
+                            target->ordinal, &stream) < 0) {
+        return -1;
+    }
+    if (stream != self->core.stream && self->core.active && there->n > 0 &&
+        target->device->transfer(self->core.stream, &byte, there->data, 1, &err) !=
+            CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    self->core.stream = self->staged.stream = stream;
+    return 0;
 }
 
 /* The core copies so many elements of that dtype into the bucket. */
@@ -121,16 +142,21 @@ announce(GradReducer *self, Py_ssize_t param, const ct_span *span)
 {
     ct_comm *comm =
         ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), self->communicator);
-    ct_error err;
-    if (comm == NULL) {
+    int ordinal = self->target.ordinal;
+    ct_error err, unused;
+    if (comm == NULL || follow_torch(self, span) < 0) {
         return -1;
     }
     /* The GIL is released below: a second thread's backward pass must not enter the
      * core. */
     self->busy = true;
     PyThreadState *thread = ctpy_comm_enter(self->communicator);
-    const ct_status status =
-        ct_reducer_announce(&self->core, comm, (size_t)param, span, &err);
+    ct_status status = ct_device_switch(self->target.device, &ordinal, &err);
+    if (status == CT_OK) {
+        status = ct_reducer_announce(&self->core, grad_reducer_group(self, comm),
+                                     (size_t)param, span, &err);
+        (void)ct_device_switch(self->target.device, &ordinal, &unused);
+    }
     ctpy_comm_leave(self->communicator, thread);
     self->busy = false;
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
@@ -213,10 +239,30 @@ announce_grad(GradReducer *self, Py_ssize_t param, PyObject *grad)
                : announce_copy(self, param, grad);
 }
 
+/* Scales the tensor's elements, or with factor 0 writes zeros, with the GIL. */
+static int
+set_elements(GradReducer *self, const ct_span *span, double factor)
+{
+    const ct_device *device = self->target.device;
+    int ordinal = self->target.ordinal;
+    ct_error err, unused;
+    if (follow_torch(self, span) < 0) {
+        return -1;
+    }
+    ct_status status = ct_device_switch(device, &ordinal, &err);
+    if (status == CT_OK) {
+        void *stream = self->core.stream;
+        status = factor == 0.0
+                     ? device->zero(stream, span, 1, &err)
+                     : device->scale(stream, factor, (double)INFINITY, span, 1, &err);
+        (void)ct_device_switch(device, &ordinal, &unused);
+    }
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
 static int
 announce_zeros(GradReducer *self, Py_ssize_t param)
 {
-    const ct_device *device = self->core.device;
     PyObject *view_in_bucket = view_of(self, param);
     /* The view of the bucket if there is one: zeros are written in place, not
      * copied. */
@@ -224,12 +270,9 @@ announce_zeros(GradReducer *self, Py_ssize_t param)
                           ? Py_NewRef(view_in_bucket)
                           : new_like(self, param);
     ctpy_view view;
-    ct_error err;
     int result = -1;
     if (zeros != NULL && read_view(self, zeros, param, "the zeros", &view) == 0) {
-        result = device->zero(self->core.stream, &view.span, 1, &err) == CT_OK
-                     ? 0
-                     : ctpy_raise_int(&err);
+        result = set_elements(self, &view.span, 0.0);
     }
     if (result == 0) {
         result = keep(self, param, zeros);
@@ -265,17 +308,11 @@ announce_absent(GradReducer *self, Py_ssize_t param)
 static int
 scale_average(GradReducer *self, PyObject *grad)
 {
-    const ctpy_place place = {.what = "a gradient", .group = -1};
     const ct_comm *comm = ((Communicator *)self->communicator)->comm;
     ctpy_view view;
-    ct_error err;
-    if (ctpy_view_of(ctpy_state_borrow((PyObject *)self), grad, &place, &view) < 0) {
-        return -1;
-    }
-    return self->core.device->scale(self->core.stream, comm->world_size,
-                                    (double)INFINITY, &view.span, 1, &err) == CT_OK
-               ? 0
-               : ctpy_raise_int(&err);
+    return grad_reducer_view(self, grad, "a gradient", &view) < 0
+               ? -1
+               : set_elements(self, &view.span, comm->world_size);
 }
 
 static int
@@ -513,13 +550,18 @@ finish_buckets(GradReducer *self)
         ctpy_comm_borrow(ctpy_state_borrow((PyObject *)self), self->communicator);
     const bool asks = (self->find_unused || self->static_graph) && !self->usage_known;
     const ct_span usage = {self->used, (size_t)count(self), CT_I64};
-    ct_error err;
+    int ordinal = self->target.ordinal;
+    ct_error err, unused;
     if (comm == NULL) {
         return -1;
     }
     self->busy = true;
     PyThreadState *thread = ctpy_comm_enter(self->communicator);
-    ct_status status = ct_reducer_finish(&self->core, comm, &err);
+    ct_status status = ct_device_switch(self->target.device, &ordinal, &err);
+    if (status == CT_OK) {
+        status = ct_reducer_finish(&self->core, grad_reducer_group(self, comm), &err);
+        (void)ct_device_switch(self->target.device, &ordinal, &unused);
+    }
     /* After the buckets on every rank: `asks` depends on options alone, alike on
      * all. */
     if (status == CT_OK && asks) {

@@ -24,7 +24,7 @@ PyDoc_STRVAR(
     "            bucket_cap_mb=25.0, gradient_as_bucket_view=True,\n"
     "            find_unused_parameters=False, static_graph=False, owners=None)\n--\n\n"
     "Averages the gradients of params over the ranks, while autograd computes them.\n\n"
-    "params: tensors of floating point in host memory, each with its name, the same "
+    "params: tensors of floating point on one device, each with its name, the same "
     "on\n"
     "every rank. allocate(params) returns a flat tensor and a list of views of it, "
     "one\n"
@@ -71,6 +71,7 @@ GradReducer_dealloc(PyObject *op)
     PyObject_GC_UnTrack(op);
     (void)GradReducer_clear(op);
     ct_reducer_fini(&self->core);
+    ct_staged_fini(&self->staged);
     ct_free(self->used);
     ct_free(self->absent);
     ct_free(self->owners);
@@ -190,8 +191,29 @@ read_owners(GradReducer *self, PyObject *owners)
     return result;
 }
 
+int
+grad_reducer_view(GradReducer *self, PyObject *tensor, const char *text,
+                  ctpy_view *view)
+{
+    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
+    const ctpy_place place = {.what = text, .group = -1};
+    if (ctpy_view_anywhere(state, tensor, &place, view) < 0 ||
+        (self->target.device == NULL &&
+         ctpy_target_of(state, tensor, &place, view, &self->target) < 0)) {
+        return -1;
+    }
+    if (!ctpy_target_has(&self->target, view)) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s is on another device than the first parameter when it was "
+                     "wrapped; parameters and gradients have to be on one device",
+                     text);
+        return -1;
+    }
+    return 0;
+}
+
 static int
-read_params(GradReducer *self, ctpy_state *state, ct_span *spans)
+read_params(GradReducer *self, ct_span *spans)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->params); i++) {
         char text[200];
@@ -201,9 +223,9 @@ read_params(GradReducer *self, ctpy_state *state, ct_span *spans)
         }
         (void)PyOS_snprintf(text, sizeof text, "parameter '%.150s'", name);
         /* Names in errors: an index says little in a model of hundreds of tensors. */
-        const ctpy_place place = {.what = text, .group = -1};
         ctpy_view view;
-        if (ctpy_view_of(state, PyTuple_GET_ITEM(self->params, i), &place, &view) < 0) {
+        if (grad_reducer_view(self, PyTuple_GET_ITEM(self->params, i), text, &view) <
+            0) {
             return -1;
         }
         if (!ct_dtype_is_float(view.span.dtype)) {
@@ -233,7 +255,7 @@ static int
 plan(GradReducer *self, ctpy_state *state, ct_bucket_limits limits)
 {
     const size_t n = (size_t)PyTuple_GET_SIZE(self->params);
-    const ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
+    ct_comm *comm = ctpy_comm_borrow(state, self->communicator);
     const ct_owners owners = {self->owners, comm == NULL ? 0 : comm->world_size};
     ct_span *spans = ct_calloc(n + 1, sizeof *spans);
     ct_error err;
@@ -244,10 +266,14 @@ plan(GradReducer *self, ctpy_state *state, ct_bucket_limits limits)
     if (spans == NULL || self->used == NULL || self->absent == NULL) {
         PyErr_NoMemory();
     }
-    else if (comm != NULL && read_params(self, state, spans) == 0) {
-        limits.alone_bytes = alone_bytes(comm);
-        result = ct_reducer_init(&self->core, &ct_device_cpu, NULL, spans, n, &limits,
-                                 &owners, &err) == CT_OK
+    else if (comm != NULL && read_params(self, spans) == 0) {
+        if (self->target.device == NULL) { /* no parameters */
+            self->target = (ctpy_target){&ct_device_cpu, CTPY_DL_CPU, 0, NULL};
+        }
+        const ctpy_target *target = &self->target;
+        limits.alone_bytes = alone_bytes(ctpy_comm_at(comm, target, &self->staged));
+        result = ct_reducer_init(&self->core, target->device, target->stream, spans, n,
+                                 &limits, &owners, &err) == CT_OK
                      ? 0
                      : ctpy_raise_int(&err);
     }
@@ -273,9 +299,8 @@ static int
 place_bucket(GradReducer *self, size_t b, PyObject *flat, PyObject *views)
 {
     const ct_bucket *bucket = &self->core.plan.buckets[b];
-    const ctpy_place place = {.what = "the memory of a bucket", .group = -1};
     ctpy_view view;
-    if (ctpy_view_of(ctpy_state_borrow((PyObject *)self), flat, &place, &view) < 0 ||
+    if (grad_reducer_view(self, flat, "the memory of a bucket", &view) < 0 ||
         PyList_Append(self->memory, flat) < 0) {
         return -1;
     }

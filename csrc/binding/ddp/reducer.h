@@ -28,8 +28,10 @@ typedef struct GradReducer {
     GRAD_REDUCER_OBJECTS(FIELD)
 #undef FIELD
     ct_reducer core;
-    int64_t *used;  /* by parameter: whether any rank has a gradient */
-    bool *absent;   /* by parameter: no gradient on this rank in this pass */
+    ctpy_target target; /* of the parameters, their gradients and the buckets */
+    ct_staged staged;   /* the communicator, for the memory of a device */
+    int64_t *used;      /* by parameter: whether any rank has a gradient */
+    bool *absent;       /* by parameter: no gradient on this rank in this pass */
     int *owners;    /* by parameter: the rank that gets the average; NULL: all ranks */
     bool *averaged; /* by parameter of this rank: the gradient is an average */
     size_t dropped; /* turns of this pass with gradients sent and dropped */
@@ -62,6 +64,20 @@ grad_reducer_name(const GradReducer *self, Py_ssize_t param)
 {
     return PyUnicode_AsUTF8(PyTuple_GET_ITEM(self->names, param));
 }
+
+/* The group that the core calls: the communicator's, or the staged one over it. */
+static inline ct_comm *
+grad_reducer_group(GradReducer *self, ct_comm *comm)
+{
+    return self->target.device == &ct_device_cpu || comm->ops->takes_device_memory
+               ? comm
+               : &self->staged.base;
+}
+
+/* binding/ddp/reducer.c: the memory of the tensor `text`, on the parameters' device. 0,
+ * or -1 with an exception. */
+int grad_reducer_view(GradReducer *self, PyObject *tensor, const char *text,
+                      ctpy_view *view);
 
 /* binding/ddp/pass.c: hooks the parameters; the reducer owns the hooks. */
 int grad_reducer_add_hooks(GradReducer *self);

@@ -50,11 +50,12 @@ run(ct_comm *comm, const ct_request *request, ct_error *err)
                                           out, err);
 }
 
+static const ct_comm_ops ops = {
+    .name = "staged", .run = run, .takes_device_memory = true};
+
 void
 ct_staged_init(ct_staged *staged, ct_comm *inner, const ct_device *device, void *stream)
 {
-    static const ct_comm_ops ops = {
-        .name = "staged", .run = run, .takes_device_memory = true};
     *staged = (ct_staged){
         .base = ct_comm_made(&ops, inner->rank, inner->world_size),
         .inner = inner,
@@ -71,4 +72,10 @@ ct_staged_fini(ct_staged *staged)
     ct_free(staged->host);
     staged->host = NULL;
     staged->bytes = 0;
+}
+
+ct_comm *
+ct_comm_of_host(ct_comm *comm)
+{
+    return comm->ops == &ops ? ((ct_staged *)comm)->inner : comm;
 }

@@ -22,6 +22,9 @@ void ct_staged_init(ct_staged *staged, ct_comm *inner, const ct_device *device,
                     void *stream);
 void ct_staged_fini(ct_staged *staged);
 
+/* The group for spans in the host's memory: that below a staged one, else comm. */
+ct_comm *ct_comm_of_host(ct_comm *comm);
+
 CT_END_DECLS
 
 #endif

@@ -7,6 +7,7 @@
 
 #include "core/base/alloc.h"
 #include "core/comm/collectives.h"
+#include "core/comm/staged.h"
 
 #include <math.h>
 #include <string.h>
@@ -392,9 +393,14 @@ start(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
         ct_label_set(&r->label, "gradients of replicated parameters",
                      r->plan.n_buckets);
     }
-    ct_comm_label(comm, &r->label, CT_ALL_REDUCE);
-    ct_status status = exchange(r, comm, b, err);
-    ct_comm_unlabel(comm);
+    ct_comm *const named = ct_comm_of_host(comm);
+    ct_comm_label(named, &r->label, CT_ALL_REDUCE);
+    /* The gradients are on the way to the bucket. */
+    ct_status status = ct_comm_follow(comm, r->stream, err);
+    if (status == CT_OK) {
+        status = exchange(r, comm, b, err);
+    }
+    ct_comm_unlabel(named);
     r->label.call += status == CT_OK;
     if (status != CT_OK) {
         return status;
@@ -476,7 +482,8 @@ take_turns(ct_reducer *r, ct_comm *comm, ct_error *err)
 {
     const ct_span order = {r->filled, r->plan.n_buckets, CT_I64};
     /* Rank 0's order, as gradients may arrive in another order on every rank. */
-    ct_status status = order.n > 1 ? ct_comm_broadcast(comm, &order, 0, err) : CT_OK;
+    ct_status status =
+        order.n > 1 ? ct_comm_broadcast(ct_comm_of_host(comm), &order, 0, err) : CT_OK;
     if (status == CT_OK) {
         memcpy(r->turns, r->filled, order.n * sizeof *r->turns);
         r->in_turn = true;
