@@ -243,18 +243,8 @@ read_span(ctpy_state *state, bmuf_tensors *t, PyObject *op, const char *what,
 {
     char text[64];
     (void)PyOS_snprintf(text, sizeof text, "%s %zd", what, index);
-    const ctpy_place place = {.what = text, .group = -1};
     ctpy_view view;
-    if (ctpy_view_anywhere(state, op, &place, &view) < 0 ||
-        (t->target.device == NULL &&
-         ctpy_target_of(state, op, &place, &view, &t->target) < 0)) {
-        return -1;
-    }
-    if (!ctpy_target_has(&t->target, &view)) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s is on another device than parameter 0: blocks need all "
-                     "parameters, and their state, on one device",
-                     text);
+    if (ctpy_view_at(state, op, text, &t->target, &view) < 0) {
         return -1;
     }
     if (view.readonly) {

@@ -191,27 +191,6 @@ read_owners(GradReducer *self, PyObject *owners)
     return result;
 }
 
-int
-grad_reducer_view(GradReducer *self, PyObject *tensor, const char *text,
-                  ctpy_view *view)
-{
-    ctpy_state *state = ctpy_state_borrow((PyObject *)self);
-    const ctpy_place place = {.what = text, .group = -1};
-    if (ctpy_view_anywhere(state, tensor, &place, view) < 0 ||
-        (self->target.device == NULL &&
-         ctpy_target_of(state, tensor, &place, view, &self->target) < 0)) {
-        return -1;
-    }
-    if (!ctpy_target_has(&self->target, view)) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s is on another device than the first parameter when it was "
-                     "wrapped; parameters and gradients have to be on one device",
-                     text);
-        return -1;
-    }
-    return 0;
-}
-
 static int
 read_params(GradReducer *self, ct_span *spans)
 {

@@ -74,10 +74,15 @@ grad_reducer_group(GradReducer *self, ct_comm *comm)
                : &self->staged.base;
 }
 
-/* binding/ddp/reducer.c: the memory of the tensor `text`, on the parameters' device. 0,
- * or -1 with an exception. */
-int grad_reducer_view(GradReducer *self, PyObject *tensor, const char *text,
-                      ctpy_view *view);
+/* The memory of the tensor `text`, on the parameters' device. 0, or -1 with an
+ * exception. */
+static inline int
+grad_reducer_view(GradReducer *self, PyObject *tensor, const char *text,
+                  ctpy_view *view)
+{
+    return ctpy_view_at(ctpy_state_borrow((PyObject *)self), tensor, text,
+                        &self->target, view);
+}
 
 /* binding/ddp/pass.c: hooks the parameters; the reducer owns the hooks. */
 int grad_reducer_add_hooks(GradReducer *self);

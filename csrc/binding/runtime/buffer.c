@@ -634,6 +634,26 @@ ctpy_target_of(ctpy_state *state, PyObject *op, const ctpy_place *place,
                                                 &target->stream);
 }
 
+int
+ctpy_view_at(ctpy_state *state, PyObject *op, const char *what, ctpy_target *target,
+             ctpy_view *view)
+{
+    const ctpy_place place = {.what = what, .group = -1};
+    if (ctpy_view_anywhere(state, op, &place, view) < 0 ||
+        (target->device == NULL &&
+         ctpy_target_of(state, op, &place, view, target) < 0)) {
+        return -1;
+    }
+    if (!ctpy_target_has(target, view)) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s is on another device than the first: parameters, their "
+                     "gradients and their state have to be on one device",
+                     what);
+        return -1;
+    }
+    return 0;
+}
+
 static const char ctpy_has_kernels_doc[] =
     "has_kernels($module, tensor, /)\n--\n\n"
     "Is the tensor or array where kernels of ctrainer can work: in the host's memory, "
