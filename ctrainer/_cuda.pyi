@@ -2,7 +2,7 @@
 
 from typing_extensions import CapsuleType
 
-plugin: CapsuleType
+plugin: CapsuleType  # None where the driver is too old
 
 def comm_id() -> bytes: ...
 def device_count() -> int: ...

@@ -12,6 +12,9 @@
 #include "nccl.h"
 #include "status.h"
 
+/* Of Linux, for CUDA 13.0: CUDA's release notes, table 3. */
+#define OLDEST_DRIVER "580.65"
+
 static const ct_plugin plugin = {
     .version = CT_DEVICE_VERSION,
     .device = &ct_device_cuda,
@@ -71,9 +74,9 @@ cuda_why_no_device(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
     }
     return PyUnicode_FromFormat(
         "CUDA %d.%d, which ctrainer was built with, finds no device under a driver for "
-        "CUDA %d.%d: %s",
+        "CUDA %d.%d: %s. It needs driver %s or newer",
         CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, driver / 1000,
-        driver % 1000 / 10, cudaGetErrorString(result));
+        driver % 1000 / 10, cudaGetErrorString(result), OLDEST_DRIVER);
 }
 
 /* Sets dict[name] to "major.minor", or to None when version is 0. */
@@ -200,6 +203,27 @@ cuda_find_libraries(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
     Py_RETURN_NONE;
 }
 
+/* The runtime that is linked in needs a driver of its own major version: warns of an
+ * older one, and returns 1. */
+static int
+has_old_driver(void)
+{
+    int driver = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0 ||
+        driver / 1000 >= CUDART_VERSION / 1000) {
+        return 0;
+    }
+    return PyErr_WarnFormat(
+               PyExc_RuntimeWarning, 1,
+               "NVIDIA's driver is for CUDA %d.%d, and ctrainer's plugin for GPUs "
+               "needs one for CUDA %d: update the driver to %s or newer. Until then "
+               "torch alone works on the GPU",
+               driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
+               OLDEST_DRIVER) < 0
+               ? -1
+               : 1;
+}
+
 /* sys.path is Python's, so the folders are passed on here: the rest of cuda/ has no
  * Python. */
 static int
@@ -210,6 +234,10 @@ module_exec(PyObject *module)
         return -1;
     }
     Py_DECREF(done);
+    const int old = has_old_driver();
+    if (old != 0) { /* without tables, tensors on a GPU are left to torch */
+        return old < 0 ? -1 : PyModule_AddObjectRef(module, "plugin", Py_None);
+    }
     /* No destructor: the table is static. */
     PyObject *capsule = PyCapsule_New((void *)&plugin, CT_PLUGIN_CAPSULE, NULL);
     if (capsule == NULL) {

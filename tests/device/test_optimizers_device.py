@@ -13,6 +13,7 @@ import emulated_torch
 import pytest
 import torch
 from draws import draws
+from ranks import run_alone
 from torch import nn
 
 import ctrainer
@@ -225,3 +226,10 @@ def test_optimizers_of_a_model_there_are_ours(gpu: torch.device, tmp_path: Any) 
     cls, kwargs = ctrainer.Trainer.get_optimizer_cls_and_kwargs(args, model)
     assert cls is torch.optim.AdamW
     assert kwargs["fused"]
+
+
+def test_a_driver_that_is_too_old_is_told_and_torch_works_alone() -> None:
+    done = run_alone("old_driver")
+    assert "RuntimeWarning: NVIDIA's driver is for CUDA 12.8, and" in done.stderr
+    assert "update the driver to 580" in done.stderr
+    assert done.stdout == "kernels: False\n", done.stderr
