@@ -20,13 +20,14 @@ wanted(const ct_encoding &e, size_t i)
 
 /* A block of values: every thread must call, also behind the last value. The first of
  * two values in a byte writes the byte, after reading both and before either residual
- * changes. */
+ * changes; the second reads its own alone, as the next may be another block's. */
 template <typename Element>
 __device__ static void
 encode(const ct_encoding &e, size_t block)
 {
     const size_t i = block * CT_QUANTIZED_BLOCK + threadIdx.x;
-    const float x = wanted<Element>(e, i), next = wanted<Element>(e, i + 1);
+    const float x = wanted<Element>(e, i);
+    const float next = i % 2 == 0 ? wanted<Element>(e, i + 1) : 0.0f;
     const float most = ct_quantized_most(e.bits);
     const float scale =
         ct_quantized_scale(ct_block_largest(ct_quant_magnitude(x)), most);
