@@ -4,10 +4,9 @@
 #define CT_CUDA_ELEMENT_CUH
 
 #include "core/base/span.h"
+#include "launch.cuh"
 #include "math/ema.h"
 #include "math/half.h"
-
-#include <cuda_runtime.h>
 
 struct ct_bf16 {
     uint16_t bits;
@@ -46,38 +45,38 @@ template <typename Real>
 __device__ inline void
 ct_store(Real value, float *to)
 {
-    *to = (float)value;
+    *to = CT_COMPUTED((float)value);
 }
 
 template <typename Real>
 __device__ inline void
 ct_store(Real value, double *to)
 {
-    *to = (double)value;
+    *to = CT_COMPUTED((double)value);
 }
 
 __device__ inline void
 ct_store(float value, ct_bf16 *to)
 {
-    to->bits = ct_bf16_from_f32(value);
+    to->bits = ct_bf16_from_f32(CT_COMPUTED(value));
 }
 
 __device__ inline void
 ct_store(double value, ct_bf16 *to)
 {
-    to->bits = ct_bf16_from_f64(value);
+    to->bits = ct_bf16_from_f64(CT_COMPUTED(value));
 }
 
 __device__ inline void
 ct_store(float value, ct_f16 *to)
 {
-    to->bits = ct_f16_from_f32(value);
+    to->bits = ct_f16_from_f32(CT_COMPUTED(value));
 }
 
 __device__ inline void
 ct_store(double value, ct_f16 *to)
 {
-    to->bits = ct_f16_from_f64(value);
+    to->bits = ct_f16_from_f64(CT_COMPUTED(value));
 }
 
 template <typename Element> struct ct_tag {

@@ -19,6 +19,7 @@
 #ifndef CT_LAUNCH
 #define CT_LAUNCH(kernel, grid, block, stream, ...)                                    \
     kernel<<<grid, block, 0, (cudaStream_t)(stream)>>>(__VA_ARGS__)
+#define CT_COMPUTED(value) (value) /* a result; the emulation's NaN is the GPU's */
 #endif
 
 static const unsigned ct_cuda_block_size = 256;

@@ -101,9 +101,9 @@ update_plain(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
         }
         for (unsigned a = 0; a < ahead && i + a * step < range.end; a++) {
             Rule::apply(&c, grad[a], &param[a], state[a]);
-            params[i + a * step] = param[a];
+            ct_store(param[a], &params[i + a * step]);
             for (int k = 0; k < Rule::n_states; k++) {
-                ((Real *)operand.state[k])[i + a * step] = state[a][k];
+                ct_store(state[a][k], &((Real *)operand.state[k])[i + a * step]);
             }
             finish(operand, options, i + a * step, param[a]);
             if (options.zero_grads) {

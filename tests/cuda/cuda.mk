@@ -56,9 +56,11 @@ cuda-check: $(CHECK_TESTS)
 EMUL_OBJECTS := $(CUDA_CU:cuda/%=$(EMUL)/%.o) $(CUDA_C:cuda/%=$(EMUL)/%.o) \
     $(patsubst tests/cuda/emul/%.cpp,$(EMUL)/emul_%.o,$(wildcard tests/cuda/emul/*.cpp))
 
+# With calls before the accesses to memory, which races.cpp takes.
+EMUL_ACCESSES := $(if $(SAN),,-fsanitize=thread)
 $(EMUL)/%.cu.o: cuda/%.cu $(CUDA_HEADERS)
 	@mkdir -p $(@D)
-	$(CXX) -x c++ -std=c++17 $(EMUL_FLAGS) $(EMUL_INCLUDE) -c -o $@ $<
+	$(CXX) -x c++ -std=c++17 $(EMUL_FLAGS) $(EMUL_ACCESSES) $(EMUL_INCLUDE) -c -o $@ $<
 
 $(EMUL)/%.c.o: cuda/%.c $(CUDA_HEADERS)
 	@mkdir -p $(@D)
@@ -66,7 +68,7 @@ $(EMUL)/%.c.o: cuda/%.c $(CUDA_HEADERS)
 
 $(EMUL)/emul_%.o: tests/cuda/emul/%.cpp $(CUDA_HEADERS)
 	@mkdir -p $(@D)
-	$(CXX) -std=c++17 $(EMUL_FLAGS) $(EMUL_INCLUDE) -c -o $@ $<
+	$(CXX) -std=c++17 $(EMUL_FLAGS) -O2 $(EMUL_INCLUDE) -c -o $@ $<
 
 $(EMUL)/test_%: tests/cuda/test_%.cpp $(EMUL_OBJECTS) $(BUILD)/libcore.a
 	$(CXX) -std=c++17 $(EMUL_FLAGS) $(EMUL_INCLUDE) -rdynamic -o $@ $^ -ldl -lm
@@ -88,7 +90,7 @@ TORCH_DIR = $(shell $(PY) -c 'import torch; print(torch.__path__[0])')
 TORCH_DEVICE := -DCT_CUDA_DLPACK=12
 $(EMUL)/torch/device.cu.o: cuda/device.cu $(CUDA_HEADERS)
 	@mkdir -p $(@D)
-	$(CXX) -x c++ -std=c++17 $(EMUL_FLAGS) $(TORCH_DEVICE) $(EMUL_INCLUDE) -c -o $@ $<
+	$(CXX) -x c++ -std=c++17 $(EMUL_FLAGS) $(EMUL_ACCESSES) $(TORCH_DEVICE) $(EMUL_INCLUDE) -c -o $@ $<
 
 $(EMUL)/torch/_cuda.so: $(EMUL)/torch/device.cu.o $(filter-out %/device.cu.o,$(EMUL_OBJECTS)) \
     $(EMUL)/module.o $(PLUGIN_CORE:%=$(EMUL)/core/%.o)

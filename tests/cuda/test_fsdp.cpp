@@ -47,13 +47,13 @@ struct array {
         for (size_t i = 0; i < span.n; i++) {
             put(span.dtype, host.data(), i, numbers.next());
         }
-        move(span.data, host.data(), cudaMemcpyHostToDevice);
+        move(span.data, host.data(), cudaMemcpyHostToDevice, NULL);
     }
 
-    std::vector<unsigned char> read() const
+    std::vector<unsigned char> read(void *stream) const
     {
         std::vector<unsigned char> host(bytes());
-        move(host.data(), span.data, cudaMemcpyDeviceToHost);
+        move(host.data(), span.data, cudaMemcpyDeviceToHost, stream);
         return host;
     }
 
@@ -62,14 +62,15 @@ struct array {
         return span.n * ct_dtype_size(span.dtype);
     }
 
-    void move(void *to, const void *from, cudaMemcpyKind kind) const
+    void move(void *to, const void *from, cudaMemcpyKind kind, void *on) const
     {
         if (!on_device) {
             memcpy(to, from, bytes());
             return;
         }
-        CHECK(cudaMemcpyAsync(to, from, bytes(), kind, NULL) == cudaSuccess);
-        CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+        const cudaStream_t stream = (cudaStream_t)on;
+        CHECK(cudaMemcpyAsync(to, from, bytes(), kind, stream) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
     }
 };
 
@@ -84,9 +85,10 @@ bytes_of(const ct_fsdp &unit, size_t group)
         memcpy(host.data(), from, host.size());
         return host;
     }
+    const cudaStream_t stream = (cudaStream_t)unit.stream;
     CHECK(cudaMemcpyAsync(host.data(), from, host.size(), cudaMemcpyDeviceToHost,
-                          NULL) == cudaSuccess);
-    CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+                          stream) == cudaSuccess);
+    CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
     return host;
 }
 
@@ -208,7 +210,7 @@ train(const ct_device *device, ct_comm *comm, ct_comm *replicate, const options 
                      err);
             ct_fsdp_drop_grads(&unit.core);
         }
-        made.grad = out.read();
+        made.grad = out.read(stream);
         CHECK(ledger.live == 0 && ledger.peak > 0);
     }
     ct_fsdp_ledger_close(&ledger, device);
@@ -222,7 +224,10 @@ on_every_rank(int ranks, const std::function<void(int)> &work)
 {
     std::vector<std::thread> threads;
     for (int r = 0; r < ranks; r++) {
-        threads.emplace_back(work, r);
+        threads.emplace_back([&work, r] {
+            emul::current_host = r + 1;
+            work(r);
+        });
     }
     for (std::thread &it : threads) {
         it.join();
@@ -360,7 +365,7 @@ main()
     const char *folders[] = {CT_EMUL_WHEELS};
     ct_error err;
     check_ok(ct_dynlib_set_path(folders, 1, &err), err);
-    in_both_orders([] {
+    in_two_orders([] {
         test_whole_elements_of_every_dtype();
         test_wide_gradients_prefetch_and_watching();
         test_quantized();

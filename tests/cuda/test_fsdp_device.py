@@ -44,6 +44,7 @@ def on_every_rank(
     id = cuda.comm_id()
 
     def be_rank(rank: int) -> Any:
+        emulated_cuda.be_host(rank)
         group = _C.plugin_communicator(cuda.plugin, id, rank, ranks, 0, 30.0)
         try:
             return work(group)

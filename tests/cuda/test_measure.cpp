@@ -444,7 +444,7 @@ main()
     const char *folder = CT_EMUL_WHEELS;
     CHECK(ct_dynlib_set_path(&folder, 1, NULL) == CT_OK);
 #endif
-    in_both_orders([] {
+    in_two_orders([] {
         test_measured_rules_settle_as_on_the_cpu();
         test_factors_equal_the_cpus();
         test_whole_steps_equal_the_cpus_and_wait_once_at_most();

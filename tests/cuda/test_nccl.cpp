@@ -50,7 +50,10 @@ on_every_rank(const std::function<void(size_t)> &work)
 {
     std::vector<std::thread> threads;
     for (size_t r = 0; r < RANKS; r++) {
-        threads.emplace_back(work, r);
+        threads.emplace_back([&work, r] {
+            emul::current_host = (int)r + 1;
+            work(r);
+        });
     }
     for (std::thread &it : threads) {
         it.join();

@@ -43,6 +43,7 @@ def on_every_rank(
     id = cuda.comm_id()
 
     def be_rank(rank: int) -> Any:
+        emulated_cuda.be_host(rank)
         group = nccl.communicator(Over(rank, id), 30.0, stream=0)  # type: ignore[arg-type]
         try:
             return work(group)

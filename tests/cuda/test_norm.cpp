@@ -226,7 +226,7 @@ main()
 {
     skip_without_device();
     test_a_device_is_left_for_another_that_there_is();
-    in_both_orders([] {
+    in_two_orders([] {
         test_norm_is_within_its_bound();
         test_each_span_has_the_sum_that_it_has_alone();
         test_norm_has_one_order();

@@ -150,6 +150,6 @@ int
 main()
 {
     skip_without_device();
-    in_both_orders(test_every_rule_that_can_have_codes_equals_the_cpu);
+    in_two_orders(test_every_rule_that_can_have_codes_equals_the_cpu);
     return 0;
 }

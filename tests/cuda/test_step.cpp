@@ -129,7 +129,7 @@ int
 main()
 {
     skip_without_device();
-    in_both_orders([] {
+    in_two_orders([] {
         test_steps_without_clipping_equal_the_cpu();
         test_clipping_uses_the_device_norm();
         test_a_bad_gradient_leaves_the_weights_alone();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import subprocess
@@ -37,3 +38,8 @@ def load(target: str = "cuda-emul-python", library: Path = LIBRARY) -> Any:
     LOADED.add(module.__name__)
     sys.path.remove(wheels)
     return module
+
+
+def be_host(number: int) -> None:
+    """The calling thread is a host of its own, with a NULL stream of its own."""
+    ctypes.CDLL(str(LIBRARY)).emul_be_host(number)

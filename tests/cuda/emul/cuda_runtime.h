@@ -1,5 +1,5 @@
 /* CUDA C++ as far as cuda/ uses it, for a C++ compiler: a kernel is a function, a
- * thread a fibre, a launch a loop over blocks. */
+ * thread a fibre, a launch a loop over blocks on a stream. */
 #ifndef CT_EMUL_CUDA_RUNTIME_H
 #define CT_EMUL_CUDA_RUNTIME_H
 
@@ -8,6 +8,7 @@
 
 #include <stdint.h>
 #include <string.h>
+#include <tuple>
 
 #define __global__
 #define __device__
@@ -44,7 +45,45 @@ __shfl_down_sync(unsigned mask, T value, unsigned delta)
     return value;
 }
 
+/* Arguments are evaluated now and used when the stream comes to it. */
 #define CT_LAUNCH(kernel, grid, block, stream_, ...)                                   \
-    emul::launch(grid, block, (cudaStream_t)(stream_), [&] { kernel(__VA_ARGS__); })
+    emul::launch(                                                                      \
+        #kernel, grid, block, (cudaStream_t)(stream_),                                 \
+        emul::bind([=](const auto &...given) { kernel(given...); }, __VA_ARGS__))
+
+namespace emul {
+
+template <typename Kernel, typename... Args>
+std::function<void()>
+bind(Kernel kernel, const Args &...args)
+{
+    return
+        [kernel, given = std::tuple<Args...>(args...)] { std::apply(kernel, given); };
+}
+
+} // namespace emul
+
+/* A NaN that a GPU computes has these bits, whatever its operands have. */
+#define CT_COMPUTED(value) emul::computed(value)
+
+namespace emul {
+
+static inline float
+computed(float value)
+{
+    const uint32_t bits = 0x7fffffff;
+    if (value != value) {
+        memcpy(&value, &bits, sizeof value);
+    }
+    return value;
+}
+
+static inline double
+computed(double value)
+{
+    return value != value ? __builtin_nan("") : value;
+}
+
+} // namespace emul
 
 #endif

@@ -45,11 +45,10 @@ granularity(size_t *bytes, const CUmemAllocationProp *kind,
 CUresult
 reserve(CUdeviceptr *address, size_t bytes, size_t, CUdeviceptr, unsigned long long)
 {
-    void *data = mmap(NULL, bytes, PROT_NONE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (bytes == 0 || bytes % page != 0 || data == MAP_FAILED) {
+    if (bytes == 0 || bytes % page != 0) {
         return CUDA_ERROR_INVALID_VALUE;
     }
+    void *data = reserve_addresses(bytes);
     const std::lock_guard<std::mutex> held(lock);
     *address = (CUdeviceptr)(uintptr_t)data;
     reserved[*address] = bytes;
@@ -67,7 +66,6 @@ unreserve(CUdeviceptr address, size_t bytes)
     }
     reserved.erase(address);
     vm.reserved--;
-    munmap((void *)(uintptr_t)address, bytes);
     return CUDA_SUCCESS;
 }
 
@@ -128,8 +126,10 @@ set_access(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, siz
         return CUDA_ERROR_INVALID_VALUE;
     }
     void *data = (void *)(uintptr_t)address;
-    mmap(data, bytes, memory_protection(), MAP_SHARED | MAP_FIXED, found->second.file,
-         0);
+    exclusively([=](const clock &) {
+        mmap(data, bytes, memory_protection(), MAP_SHARED | MAP_FIXED,
+             found->second.file, 0);
+    });
     add_device_memory(data, bytes);
     return CUDA_SUCCESS;
 }
@@ -143,9 +143,11 @@ unmap(CUdeviceptr address, size_t bytes)
         return CUDA_ERROR_INVALID_VALUE;
     }
     void *data = (void *)(uintptr_t)address;
-    remove_device_memory(data);
-    mmap(data, bytes, PROT_NONE,
-         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    exclusively([=](const clock &host) {
+        (void)remove_device_memory(data, "cuMemUnmap", &host);
+        mmap(data, bytes, PROT_NONE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    });
     maps.erase(found);
     return CUDA_SUCCESS;
 }

@@ -1,10 +1,8 @@
 #include "emul.h"
 
-#include <memory>
-#include <stdio.h>
-#include <stdlib.h>
+#include <numeric>
+#include <setjmp.h>
 #include <ucontext.h>
-#include <vector>
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/common_interface_defs.h>
@@ -13,8 +11,6 @@
 namespace emul {
 
 place here;
-record seen;
-bool descending;
 unsigned most_blocks;
 size_t fail_launch;
 
@@ -31,7 +27,9 @@ enum class state {
 };
 
 struct fibre {
-    ucontext_t context;
+    ucontext_t context; /* before it runs first; */
+    jmp_buf left;       /* then this, which costs no system call */
+    bool has_run;
     std::unique_ptr<char[]> stack;
     state at;
     uint64_t bits;
@@ -41,15 +39,8 @@ struct fibre {
 
 std::vector<fibre> fibres(most_threads);
 unsigned n_fibres, running;
-ucontext_t scheduler;
+jmp_buf scheduler;
 const std::function<void()> *body;
-
-void
-die(const char *why)
-{
-    fprintf(stderr, "emulated launch: %s (block %u)\n", why, here.block.x);
-    abort();
-}
 
 #ifdef __SANITIZE_ADDRESS__
 const void *host_stack;
@@ -65,7 +56,9 @@ leave(state at)
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_start_switch_fiber(&me.fake_stack, host_stack, host_stack_bytes);
 #endif
-    swapcontext(&me.context, &scheduler);
+    if (_setjmp(me.left) == 0) {
+        _longjmp(scheduler, 1);
+    }
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_finish_switch_fiber(me.fake_stack, &host_stack, &host_stack_bytes);
 #endif
@@ -89,10 +82,17 @@ enter(unsigned thread)
     fibre &it = fibres[thread];
     running = thread;
     here.thread.x = thread;
+    enter_thread(thread);
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_start_switch_fiber(&host_fake_stack, it.stack.get(), stack_bytes);
 #endif
-    swapcontext(&scheduler, &it.context);
+    if (_setjmp(scheduler) == 0) {
+        if (it.has_run) {
+            _longjmp(it.left, 1);
+        }
+        it.has_run = true;
+        setcontext(&it.context);
+    }
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_finish_switch_fiber(host_fake_stack, nullptr, nullptr);
 #endif
@@ -143,29 +143,49 @@ exchange(unsigned first, unsigned end)
     return true;
 }
 
-/* A warp runs as far as it can: what it may do before the others, it does. */
-void
+/* The numbers below n, each once. */
+struct order {
+    unsigned n, begin, step;
+
+    explicit order(unsigned n_) : n(n_), begin((unsigned)draw() % n_), step(1)
+    {
+        do {
+            step = (unsigned)draw() % n + 1;
+        } while (std::gcd(step, n) != 1);
+    }
+    unsigned operator[](unsigned k) const
+    {
+        return (unsigned)((begin + (uint64_t)k * step) % n);
+    }
+};
+
+/* A warp runs up to a barrier or a shuffle; whether it was any. */
+bool
 run_warp(unsigned first, unsigned end)
 {
-    do {
-        for (unsigned k = first; k < end; k++) {
-            const unsigned i = descending ? first + end - 1 - k : k;
-            if (fibres[i].at == state::ready) {
-                enter(i);
-            }
+    const order lanes(end - first);
+    bool ran = exchange(first, end);
+    for (unsigned k = 0; k < end - first; k++) {
+        const unsigned i = first + lanes[k];
+        if (fibres[i].at == state::ready) {
+            enter(i);
+            ran = true;
         }
-    } while (exchange(first, end));
+    }
+    return ran;
 }
 
 void
 release_barrier()
 {
     if (count(state::at_barrier, 0, n_fibres) != n_fibres) {
-        die("threads wait at a barrier or a shuffle that others never reach");
+        die("threads wait at a barrier or a shuffle that others never reach (block %u)",
+            here.block.x);
     }
     for (unsigned i = 0; i < n_fibres; i++) {
         fibres[i].at = state::ready;
     }
+    begin_interval(false);
 }
 
 void
@@ -175,11 +195,15 @@ run_block()
     for (unsigned i = 0; i < n_fibres; i++) {
         prepare(i);
     }
+    begin_interval(true);
     for (;;) {
-        for (unsigned k = 0; k < n_warps; k++) {
-            const unsigned first = (descending ? n_warps - 1 - k : k) * warp_size;
-            const unsigned end = first + warp_size;
-            run_warp(first, end < n_fibres ? end : n_fibres);
+        for (bool ran = true; ran;) {
+            const order warps(n_warps);
+            ran = false;
+            for (unsigned k = 0; k < n_warps; k++) {
+                const unsigned first = warps[k] * warp_size;
+                ran |= run_warp(first, std::min(first + warp_size, n_fibres));
+            }
         }
         if (count(state::ended, 0, n_fibres) == n_fibres) {
             return;
@@ -191,8 +215,25 @@ run_block()
 } // namespace
 
 void
-launch(unsigned grid, unsigned block, cudaStream_t stream,
-       const std::function<void()> &kernel)
+run_blocks(unsigned grid, unsigned block, const std::function<void()> &kernel)
+{
+    const order blocks(grid);
+    open_memory(NULL, 0);
+    in_kernel = true;
+    body = &kernel;
+    n_fibres = block;
+    here.block_dim.x = block;
+    here.grid_dim.x = grid;
+    for (unsigned k = 0; k < grid; k++) {
+        here.block.x = blocks[k];
+        run_block();
+    }
+    in_kernel = false;
+}
+
+void
+launch(const char *name, unsigned grid, unsigned block, cudaStream_t stream,
+       std::function<void()> kernel)
 {
     seen.launches++;
     seen.stream = stream;
@@ -204,17 +245,14 @@ launch(unsigned grid, unsigned block, cudaStream_t stream,
         set_last_error(cudaErrorLaunchOutOfResources);
         return;
     }
-    grid = most_blocks > 0 && most_blocks < grid ? most_blocks : grid;
-    open_device_memory(true);
-    body = &kernel;
-    n_fibres = block;
-    here.block_dim.x = block;
-    here.grid_dim.x = grid;
-    for (unsigned k = 0; k < grid; k++) {
-        here.block.x = descending ? grid - 1 - k : k;
-        run_block();
+    if (device_of_stream(stream) != current_device) {
+        set_last_error(cudaErrorInvalidResourceHandle);
+        return;
     }
-    open_device_memory(false);
+    grid = most_blocks > 0 && most_blocks < grid ? most_blocks : grid;
+    enqueue(stream, name, [grid, block, kernel = std::move(kernel)] {
+        run_blocks(grid, block, kernel);
+    });
 }
 
 void
@@ -227,7 +265,7 @@ uint64_t
 shuffle_down(unsigned mask, uint64_t bits, unsigned delta)
 {
     if (mask != 0xffffffffu) {
-        die("a shuffle of part of a warp");
+        die("a shuffle of part of a warp (block %u)", here.block.x);
     }
     fibre &me = fibres[running];
     me.bits = bits;

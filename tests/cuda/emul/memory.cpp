@@ -1,7 +1,8 @@
-/* The emulated runtime: memory, copies, errors. Without a sanitizer each allocation is
- * pages of its own, ends at a guard page, and cannot be touched while no kernel or
- * copy runs: host code that follows a device pointer crashes here as it would there.
- * Under AddressSanitizer it is malloc's, whose red zones see more. */
+/* The emulated runtime: memory, copies, errors. Without a sanitizer device memory lies
+ * in one range of addresses, each block of it ending at a page that is nobody's, and
+ * none of it can be touched while no operation runs: host code that follows a device
+ * pointer crashes here as it would there. Under AddressSanitizer it is malloc's, whose
+ * red zones see more. New memory has the bits of NaN. */
 #include "emul.h"
 
 #include <map>
@@ -14,22 +15,23 @@
 namespace emul {
 
 size_t fail_malloc;
-bool no_events;
-size_t busy;
 int n_devices = 1;
+bool host_sees;
+thread_local int current_device;
 
 namespace {
 
 struct block {
-    char *pages;
-    size_t pages_bytes;
+    size_t bytes;
+    int device;
 };
 
-std::map<void *, block> blocks; /* by the address that cudaMalloc gave */
-std::mutex blocks_lock;         /* ranks of a group may be threads */
-std::mutex gpu;                 /* held by who works on the memory */
-cudaError_t last_error = cudaSuccess;
-bool host_sees; /* for hosts that compute on this memory themselves */
+/* By address; in use also at the exit. */
+std::map<uintptr_t, block> &blocks = *new std::map<uintptr_t, block>();
+std::mutex blocks_lock;
+thread_local cudaError_t last_error = cudaSuccess;
+
+const unsigned char unset = 0xff;
 
 } // namespace
 
@@ -38,7 +40,6 @@ reset()
 {
     seen = {};
     fail_launch = fail_malloc = fail_create = 0;
-    descending = false;
     most_blocks = 0;
     last_error = cudaSuccess;
 }
@@ -49,117 +50,164 @@ set_last_error(cudaError_t error)
     last_error = error;
 }
 
-static bool
-is_on_device(const void *data)
+static cudaError_t
+fail(cudaError_t error)
 {
-    std::lock_guard<std::mutex> held(blocks_lock);
-    const auto behind = blocks.upper_bound(const_cast<void *>(data));
+    last_error = error;
+    return error;
+}
+
+int
+device_of(const void *data, size_t bytes)
+{
+    const std::lock_guard<std::mutex> held(blocks_lock);
+    const auto behind = blocks.upper_bound((uintptr_t)data);
     if (behind == blocks.begin()) {
-        return false;
+        return -1;
     }
-    const block &it = std::prev(behind)->second;
-    return (const char *)data < it.pages + it.pages_bytes;
+    const auto &[begin, it] = *std::prev(behind);
+    const size_t at = (uintptr_t)data - begin;
+    return at < it.bytes && bytes <= it.bytes - at ? it.device : -1;
 }
 
 void
 add_device_memory(void *data, size_t bytes)
 {
-    std::lock_guard<std::mutex> held(blocks_lock);
-    blocks[data] = {(char *)data, bytes};
+    const std::lock_guard<std::mutex> held(blocks_lock);
+    blocks[(uintptr_t)data] = {bytes, current_device};
+    set_home(data, bytes, current_device);
 }
 
-void
-remove_device_memory(void *data)
+size_t
+remove_device_memory(void *data, const char *name, const clock *at)
 {
-    std::lock_guard<std::mutex> held(blocks_lock);
-    blocks.erase(data);
-}
-
-static void
-hold_gpu(bool hold)
-{
-    hold ? gpu.lock() : gpu.unlock();
-}
-
-#ifndef __SANITIZE_ADDRESS__
-int
-memory_protection()
-{
-    return host_sees ? PROT_READ | PROT_WRITE : PROT_NONE;
-}
-
-static void
-open_block(const block &it, bool open)
-{
-    mprotect(it.pages, it.pages_bytes,
-             open ? PROT_READ | PROT_WRITE : memory_protection());
-}
-
-static void
-open_blocks(bool open)
-{
-    std::lock_guard<std::mutex> held(blocks_lock);
-    for (const auto &entry : blocks) {
-        open_block(entry.second, open);
+    size_t bytes;
+    {
+        const std::lock_guard<std::mutex> held(blocks_lock);
+        const auto found = blocks.find((uintptr_t)data);
+        if (found == blocks.end()) {
+            die("%s of %p, where no block of memory begins", name, data);
+        }
+        bytes = found->second.bytes;
+        blocks.erase(found);
     }
+    check_release(data, bytes, name, at);
+    set_home(data, bytes, -1);
+    return bytes;
 }
 
-/* The one block that a copy or memset works on; a host address is none. */
-static void
-open_block_around(const void *data, bool open)
-{
-    std::lock_guard<std::mutex> held(blocks_lock);
-    const auto behind = blocks.upper_bound(const_cast<void *>(data));
-    if (behind == blocks.begin()) {
-        return;
-    }
-    const block &it = std::prev(behind)->second;
-    if ((const char *)data < it.pages + it.pages_bytes) {
-        open_block(it, open);
-    }
-}
-#else
+#ifdef __SANITIZE_ADDRESS__
+
 int
 memory_protection()
 {
     return PROT_READ | PROT_WRITE;
 }
 
-static void
-open_blocks(bool)
+void *
+reserve_addresses(size_t bytes)
+{
+    return mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                0);
+}
+
+void
+open_memory(const void *, size_t)
 {
 }
 
-static void
-open_block_around(const void *, bool)
+void
+close_memory()
 {
 }
+
+static void *
+get_memory(size_t bytes)
+{
+    void *data = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    return realloc(data, bytes); /* shrunk in place: the red zone starts at bytes */
+}
+
+static void
+give_back(void *data, size_t)
+{
+    free(data);
+}
+
+#else
+
+static size_t used; /* of the range */
+
+int
+memory_protection()
+{
+    return host_sees ? PROT_READ | PROT_WRITE : PROT_NONE;
+}
+
+void *
+reserve_addresses(size_t bytes)
+{
+    const std::lock_guard<std::mutex> held(blocks_lock);
+    const size_t big = 64 << 10; /* pages of the driver */
+    const size_t at = bytes % big == 0 ? (used + big - 1) / big * big : used;
+    if (arena.bytes - at < bytes) {
+        die("no address is left");
+    }
+    used = at + bytes;
+    return (void *)(arena.begin + at);
+}
+
+static const size_t page = 4096;
+static std::vector<bounds> opened; /* ranges of pages */
+
+void
+open_memory(const void *data, size_t bytes)
+{
+    const uintptr_t begin = (uintptr_t)data / page * page;
+    const uintptr_t end = ((uintptr_t)data + bytes + page - 1) / page * page;
+    const bounds pages =
+        data == NULL ? bounds{arena.begin, used} : bounds{begin, end - begin};
+    for (const bounds &it : opened) {
+        if (it.begin <= pages.begin &&
+            pages.begin + pages.bytes <= it.begin + it.bytes) {
+            return;
+        }
+    }
+    opened.push_back(pages);
+    mprotect((void *)pages.begin, pages.bytes, PROT_READ | PROT_WRITE);
+}
+
+void
+close_memory()
+{
+    for (const bounds &it : opened) {
+        mprotect((void *)it.begin, it.bytes, memory_protection());
+    }
+    opened.clear();
+}
+
+static void *
+get_memory(size_t bytes)
+{
+    const size_t size = (bytes + page - 1) / page * page;
+    char *pages = (char *)reserve_addresses(size + page);
+    return pages + (size - bytes) / 16 * 16; /* an overrun meets the page behind */
+}
+
+static void
+give_back(void *data, size_t bytes)
+{
+    char *pages = (char *)((uintptr_t)data / page * page);
+    madvise(pages, (size_t)((char *)data + bytes - pages), MADV_DONTNEED);
+}
+
 #endif
 
 void
-open_device_memory(bool open)
+free_behind(cudaStream_t stream, void *data)
 {
-    if (open) {
-        hold_gpu(true);
-    }
-    open_blocks(open);
-    if (!open) {
-        hold_gpu(false);
-    }
-}
-
-opened::opened(const void *one_, const void *other_) : one(one_), other(other_)
-{
-    hold_gpu(true);
-    open_block_around(one, true);
-    open_block_around(other, true);
-}
-
-opened::~opened()
-{
-    open_block_around(one, false);
-    open_block_around(other, false);
-    hold_gpu(false);
+    enqueue(stream, "a release of memory",
+            [=] { give_back(data, remove_device_memory(data, "release", NULL)); });
 }
 
 } // namespace emul
@@ -200,14 +248,18 @@ cudaGetDeviceCount(int *count)
 cudaError_t
 cudaGetDevice(int *device)
 {
-    *device = 0;
+    *device = emul::current_device;
     return cudaSuccess;
 }
 
 cudaError_t
 cudaSetDevice(int device)
 {
-    return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+    if (device < 0 || device >= emul::n_devices) {
+        return emul::fail(cudaErrorInvalidDevice);
+    }
+    emul::current_device = device;
+    return cudaSuccess;
 }
 
 cudaError_t
@@ -230,52 +282,46 @@ cudaMalloc(void **data, size_t bytes)
 {
     emul::seen.allocations++;
     if (emul::fail_malloc > 0 && --emul::fail_malloc == 0) {
-        emul::last_error = cudaErrorMemoryAllocation;
-        return cudaErrorMemoryAllocation;
+        return emul::fail(cudaErrorMemoryAllocation);
     }
-#ifdef __SANITIZE_ADDRESS__
-    *data = aligned_alloc(256, (bytes + 255) / 256 * 256);
-    *data = realloc(*data, bytes); /* shrunk in place: the red zone starts at bytes */
-    std::lock_guard<std::mutex> held(emul::blocks_lock);
-    emul::blocks[*data] = {(char *)*data, bytes};
-#else
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    const size_t size = (bytes + page - 1) / page * page;
-    char *pages =
-        (char *)mmap(NULL, size + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    mprotect(pages, size, emul::memory_protection());
-    *data = pages + (size - bytes) / 16 * 16; /* an overrun meets the guard page */
-    std::lock_guard<std::mutex> held(emul::blocks_lock);
-    emul::blocks[*data] = {pages, size};
-#endif
+    *data = emul::get_memory(bytes);
+    emul::exclusively([=](const emul::clock &) {
+        emul::open_memory(*data, bytes);
+        memset(*data, emul::unset, bytes);
+        emul::close_memory();
+    });
+    emul::add_device_memory(*data, bytes);
     return cudaSuccess;
 }
 
 cudaError_t
 cudaFree(void *data)
 {
-    emul::seen.waits += data != NULL;
-    std::lock_guard<std::mutex> held(emul::blocks_lock);
-#ifdef __SANITIZE_ADDRESS__
-    emul::blocks.erase(data);
-    free(data);
-#else
-    const auto found = emul::blocks.find(data);
-    if (found != emul::blocks.end()) {
-        munmap(found->second.pages,
-               found->second.pages_bytes + (size_t)sysconf(_SC_PAGESIZE));
-        emul::blocks.erase(found);
+    if (data == NULL) {
+        return cudaSuccess;
     }
-#endif
+    emul::seen.waits++;
+    emul::wait_for_device();
+    emul::exclusively([=](const emul::clock &host) {
+        emul::give_back(data, emul::remove_device_memory(data, "cudaFree", &host));
+    });
     return cudaSuccess;
 }
 
 cudaError_t
 cudaMemsetAsync(void *data, int value, size_t bytes, cudaStream_t stream)
 {
+    if (bytes == 0) {
+        return cudaSuccess;
+    }
+    if (emul::device_of(data, bytes) < 0) {
+        return emul::fail(cudaErrorInvalidValue);
+    }
     emul::seen.stream = stream;
-    emul::opened block(data, nullptr);
-    memset(data, value, bytes);
+    emul::enqueue(stream, "cudaMemsetAsync", [=] {
+        emul::touch(data, bytes, true);
+        memset(data, value, bytes);
+    });
     return cudaSuccess;
 }
 
@@ -283,92 +329,29 @@ cudaError_t
 cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
                 cudaStream_t stream)
 {
-    const bool up = kind == cudaMemcpyHostToDevice ||
-                    (kind == cudaMemcpyDefault && emul::is_on_device(to));
-    const void *device = up ? to : from;
+    const bool to_device = emul::device_of(to, bytes) >= 0;
+    const bool from_device = emul::device_of(from, bytes) >= 0;
+    if (bytes == 0) {
+        return cudaSuccess;
+    }
+    if ((kind == cudaMemcpyHostToDevice && (!to_device || from_device)) ||
+        (kind == cudaMemcpyDeviceToHost && (to_device || !from_device))) {
+        return emul::fail(cudaErrorInvalidValue);
+    }
     emul::seen.stream = stream;
-    emul::opened block(device, nullptr);
-    if (bytes != 0) {
-        memcpy(to, from, bytes);
-    }
-    return cudaSuccess;
-}
-
-cudaError_t
-cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
-{
-    *stream = (cudaStream_t)malloc(1);
-    return cudaSuccess;
-}
-
-cudaError_t
-cudaStreamDestroy(cudaStream_t stream)
-{
-    free(stream);
-    return cudaSuccess;
-}
-
-cudaError_t
-cudaStreamQuery(cudaStream_t)
-{
-    return emul::busy > 0 && emul::busy-- > 0 ? cudaErrorNotReady : cudaSuccess;
-}
-
-cudaError_t
-cudaStreamSynchronize(cudaStream_t)
-{
-    emul::seen.waits++;
-    return cudaSuccess;
-}
-
-cudaError_t
-cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
-{
-    if (emul::no_events) {
-        return cudaErrorMemoryAllocation;
-    }
-    *event = (cudaEvent_t)malloc(1);
-    return cudaSuccess;
-}
-
-cudaError_t
-cudaEventRecord(cudaEvent_t, cudaStream_t)
-{
-    return cudaSuccess;
-}
-
-cudaError_t
-cudaEventSynchronize(cudaEvent_t)
-{
-    emul::seen.waits++;
-    return cudaSuccess;
-}
-
-cudaError_t
-cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned)
-{
-    emul::seen.orders++;
-    return cudaSuccess;
-}
-
-cudaError_t
-cudaEventQuery(cudaEvent_t)
-{
-    return cudaStreamQuery(NULL);
-}
-
-cudaError_t
-cudaEventDestroy(cudaEvent_t event)
-{
-    free(event);
+    emul::enqueue(stream, "cudaMemcpyAsync", [=] {
+        emul::touch(from, bytes, false);
+        emul::touch(to, bytes, true);
+        memmove(to, from, bytes);
+    });
     return cudaSuccess;
 }
 
 cudaError_t
 cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *data)
 {
-    attributes->type =
-        emul::is_on_device(data) ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+    attributes->type = emul::device_of(data, 1) >= 0 ? cudaMemoryTypeDevice
+                                                     : cudaMemoryTypeUnregistered;
     return cudaSuccess;
 }
 
@@ -377,6 +360,18 @@ void
 emul_show_memory(int shown)
 {
     emul::host_sees = shown != 0;
+}
+
+void
+emul_set_devices(int n)
+{
+    emul::n_devices = n;
+}
+
+void
+emul_be_host(int host)
+{
+    emul::current_host = host;
 }
 
 } // extern "C"

@@ -13,17 +13,25 @@ struct context {
     cudaStream_t stream;
 };
 
+template <typename Element>
+void
+touch(const Element *matrix, int64_t rows, int64_t cols, int64_t ld, bool writes)
+{
+    for (int64_t j = 0; j < cols; j++) {
+        emul::touch(matrix + j * ld, (size_t)rows * sizeof *matrix, writes);
+    }
+}
+
 /* Elements of type Element, added as Real. */
 template <typename Real, typename Element>
-int
+void
 multiply(int op_a, int op_b, int64_t m, int64_t n, int64_t k, Real alpha,
          const Element *a, int64_t lda, const Element *b, int64_t ldb, Real beta,
          Element *c, int64_t ldc)
 {
-    if (lda < (op_a ? k : m) || ldb < (op_b ? n : k) || ldc < m || lda < 1 || ldb < 1) {
-        return invalid_value;
-    }
-    emul::open_device_memory(true);
+    touch(a, op_a ? k : m, op_a ? m : k, lda, false);
+    touch(b, op_b ? n : k, op_b ? k : n, ldb, false);
+    touch(c, m, n, ldc, true);
     for (int64_t j = 0; j < n; j++) {
         for (int64_t i = 0; i < m; i++) {
             Real sum = 0;
@@ -35,7 +43,21 @@ multiply(int op_a, int op_b, int64_t m, int64_t n, int64_t k, Real alpha,
             to = (Element)(beta == 0 ? alpha * sum : alpha * sum + beta * (Real)to);
         }
     }
-    emul::open_device_memory(false);
+}
+
+template <typename Real, typename Element>
+int
+enqueue(cudaStream_t stream, int op_a, int op_b, int64_t m, int64_t n, int64_t k,
+        Real alpha, const Element *a, int64_t lda, const Element *b, int64_t ldb,
+        Real beta, Element *c, int64_t ldc)
+{
+    if (lda < (op_a ? k : m) || ldb < (op_b ? n : k) || ldc < m || lda < 1 || ldb < 1) {
+        return invalid_value;
+    }
+    emul::seen.stream = stream;
+    emul::enqueue(stream, "cublasGemm", [=] {
+        multiply(op_a, op_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    });
     return 0;
 }
 
@@ -89,8 +111,8 @@ cublasSgemm_v2_64(context *handle, int op_a, int op_b, int64_t m, int64_t n, int
                   const float *alpha, const float *a, int64_t lda, const float *b,
                   int64_t ldb, const float *beta, float *c, int64_t ldc)
 {
-    emul::seen.stream = handle->stream;
-    return multiply(op_a, op_b, m, n, k, *alpha, a, lda, b, ldb, *beta, c, ldc);
+    return enqueue(handle->stream, op_a, op_b, m, n, k, *alpha, a, lda, b, ldb, *beta,
+                   c, ldc);
 }
 
 int
@@ -98,8 +120,8 @@ cublasDgemm_v2_64(context *handle, int op_a, int op_b, int64_t m, int64_t n, int
                   const double *alpha, const double *a, int64_t lda, const double *b,
                   int64_t ldb, const double *beta, double *c, int64_t ldc)
 {
-    emul::seen.stream = handle->stream;
-    return multiply(op_a, op_b, m, n, k, *alpha, a, lda, b, ldb, *beta, c, ldc);
+    return enqueue(handle->stream, op_a, op_b, m, n, k, *alpha, a, lda, b, ldb, *beta,
+                   c, ldc);
 }
 
 int
@@ -113,10 +135,9 @@ cublasGemmEx_64(context *handle, int op_a, int op_b, int64_t m, int64_t n, int64
         compute_type != compute_f32 || algorithm != default_algorithm) {
         return invalid_value;
     }
-    emul::seen.stream = handle->stream;
-    return multiply(op_a, op_b, m, n, k, *(const float *)alpha, (const bfloat16 *)a,
-                    lda, (const bfloat16 *)b, ldb, *(const float *)beta, (bfloat16 *)c,
-                    ldc);
+    return enqueue(handle->stream, op_a, op_b, m, n, k, *(const float *)alpha,
+                   (const bfloat16 *)a, lda, (const bfloat16 *)b, ldb,
+                   *(const float *)beta, (bfloat16 *)c, ldc);
 }
 
 } // extern "C"

@@ -1,11 +1,13 @@
 /* A libnccl.so.2 for the emulation: ranks are threads of one process, a collective is
- * worked out by the rank that comes last. It is opened as the real one is. */
+ * worked out when the streams of all have come to it. It is opened as the real one is.
+ */
 #include "../emul.h"
 #include "math/half.h"
 
 #include <atomic>
 #include <condition_variable>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <stdint.h>
 #include <string.h>
@@ -45,13 +47,12 @@ struct id {
     char bytes[128];
 };
 
+/* A rank's operands: `in_bytes` and `out_bytes` of them. Of a group of sends and
+ * receives, one of each a rank. */
 struct call {
     const char *in;
     char *out;
-};
-
-/* What a rank sends to each and receives from it. */
-struct exchange {
+    size_t in_bytes, out_bytes;
     std::vector<const char *> sent;
     std::vector<char *> received;
 };
@@ -60,11 +61,15 @@ struct wish {
     int color, key;
 };
 
-struct group {
+struct collective {
+    std::shared_ptr<emul::meeting> all = std::make_shared<emul::meeting>();
     std::vector<call> calls;
-    std::vector<exchange> exchanges;
+};
+
+struct group {
+    std::map<size_t, std::shared_ptr<collective>> begun; /* by their number */
     std::vector<wish> wishes;
-    size_t joined = 0, arrived = 0, round = 0, left = 0;
+    size_t joined = 0, arrived = 0, round = 0;
 };
 
 std::mutex mutex;
@@ -73,7 +78,7 @@ std::map<std::string, group> groups;
 
 struct rank {
     group *of;
-    size_t number, world_size;
+    size_t number, world_size, called;
 };
 
 size_t
@@ -134,29 +139,61 @@ reduce(const std::vector<call> &calls, size_t i, int dtype, int op, char *to)
         : reduce_as<float>(calls, i, op, to);
 }
 
-/* Waits for all ranks; the last one runs `work` on their buffers. */
-template <typename Work>
-int
-meet(rank *me, const void *in, void *out, int dtype, Work work)
+/* Waits, as the host, for all ranks. */
+void
+meet(rank *me)
 {
-    if (size_of(dtype) == 0) {
-        return INVALID_ARGUMENT;
-    }
     std::unique_lock<std::mutex> held(mutex);
     group &of = *me->of;
-    of.calls[me->number] = {(const char *)in, (char *)out};
     const size_t round = of.round;
     if (++of.arrived == me->world_size) {
-        emul::open_device_memory(true);
-        work(of.calls);
-        emul::open_device_memory(false);
         of.arrived = 0;
         of.round++;
         changed.notify_all();
     }
-    else {
-        changed.wait(held, [&] { return of.round != round; });
+    changed.wait(held, [&] { return of.round != round; });
+}
+
+void
+touch(const call &it)
+{
+    emul::touch(it.in, it.in_bytes, false);
+    emul::touch(it.out, it.out_bytes, true);
+    for (const char *sent : it.sent) {
+        emul::touch(sent, it.in_bytes, false);
     }
+    for (char *received : it.received) {
+        emul::touch(received, it.out_bytes, true);
+    }
+}
+
+std::shared_ptr<collective>
+collective_of(rank *me, size_t number)
+{
+    const std::lock_guard<std::mutex> held(mutex);
+    std::shared_ptr<collective> &it = me->of->begun[number];
+    if (!it) {
+        it = std::make_shared<collective>();
+        it->all->ranks = me->world_size;
+        it->calls.resize(me->world_size);
+    }
+    return it;
+}
+
+/* work(calls): once, on the operands of all ranks. */
+template <typename Work>
+int
+enqueue(rank *me, cudaStream_t stream, const char *name, const call &mine, int dtype,
+        Work work)
+{
+    if (size_of(dtype) == 0) {
+        return INVALID_ARGUMENT;
+    }
+    const std::shared_ptr<collective> it = collective_of(me, me->called++);
+    it->calls[me->number] = mine;
+    emul::enqueue_part(
+        stream, name, it->all, [mine] { touch(mine); },
+        [it, work] { work(it->calls); });
     return SUCCESS;
 }
 
@@ -199,13 +236,11 @@ join(const std::string &name, size_t world_size, size_t number)
 {
     std::unique_lock<std::mutex> held(mutex);
     group &it = groups[name];
-    it.calls.resize(world_size);
-    it.exchanges.resize(world_size);
     it.wishes.resize(world_size);
     it.joined++;
     changed.notify_all();
     changed.wait(held, [&] { return it.joined == world_size; });
-    return new rank{&it, number, world_size};
+    return new rank{&it, number, world_size, 0};
 }
 
 int
@@ -224,7 +259,6 @@ ncclCommInitRankConfig(rank **comm, int world_size, id of, int number,
 int
 ncclCommSplit(rank *comm, int color, int key, rank **made, const config *)
 {
-    static std::map<group *, int> splits;
     std::string name;
     size_t size = 0, number = 0;
     std::vector<wish> wishes;
@@ -232,14 +266,14 @@ ncclCommSplit(rank *comm, int color, int key, rank **made, const config *)
         const std::lock_guard<std::mutex> held(mutex);
         comm->of->wishes[comm->number] = {color, key};
     }
-    meet(comm, nullptr, nullptr, FLOAT,
-         [&](const std::vector<call> &) { splits[comm->of]++; });
+    meet(comm);
     {
         const std::lock_guard<std::mutex> held(mutex);
         wishes = comm->of->wishes;
-        name = "split " + std::to_string(splits[comm->of]) + " of " +
+        name = "split " + std::to_string(comm->of->round) + " of " +
                std::to_string((uintptr_t)comm->of) + " " + std::to_string(color);
     }
+    meet(comm); /* before anybody asks for the next one */
     for (size_t r = 0; r < wishes.size(); r++) {
         const bool before =
             wishes[r].key < key || (wishes[r].key == key && r < comm->number);
@@ -261,6 +295,9 @@ int
 ncclCommAbort(rank *comm)
 {
     fake_nccl_aborted++;
+    for (size_t i = 0; i < comm->called; i++) {
+        emul::abort(collective_of(comm, i)->all);
+    }
     delete comm;
     return SUCCESS;
 }
@@ -281,76 +318,107 @@ ncclGetErrorString(int result)
 
 int
 ncclAllReduce(const void *in, void *out, size_t n, int dtype, int op, rank *comm,
-              cudaStream_t)
+              cudaStream_t stream)
 {
     const int result = rejected();
     if (result != SUCCESS) {
         return result;
     }
-    return meet(comm, in, out, dtype, [&](const std::vector<call> &calls) {
-        for (size_t i = 0; i < n; i++) {
-            char value[8];
-            reduce(calls, i, dtype, op, value);
-            for (const call &it : calls) {
-                memcpy(it.out + i * size_of(dtype), value, size_of(dtype));
-            }
-        }
-    });
+    const call mine = {(const char *)in,   (char *)out, n * size_of(dtype),
+                       n * size_of(dtype), {},          {}};
+    return enqueue(comm, stream, "ncclAllReduce", mine, dtype,
+                   [=](const std::vector<call> &calls) {
+                       for (size_t i = 0; i < n; i++) {
+                           char value[8];
+                           reduce(calls, i, dtype, op, value);
+                           for (const call &it : calls) {
+                               memcpy(it.out + i * size_of(dtype), value,
+                                      size_of(dtype));
+                           }
+                       }
+                   });
 }
 
 int
-ncclAllGather(const void *in, void *out, size_t n, int dtype, rank *comm, cudaStream_t)
+ncclAllGather(const void *in, void *out, size_t n, int dtype, rank *comm,
+              cudaStream_t stream)
 {
-    return meet(comm, in, out, dtype, [&](const std::vector<call> &calls) {
-        for (const call &to : calls) {
-            for (size_t r = 0; r < calls.size(); r++) {
-                memcpy(to.out + r * n * size_of(dtype), calls[r].in,
-                       n * size_of(dtype));
-            }
-        }
-    });
+    const call mine = {(const char *)in,
+                       (char *)out,
+                       n * size_of(dtype),
+                       n * comm->world_size * size_of(dtype),
+                       {},
+                       {}};
+    return enqueue(comm, stream, "ncclAllGather", mine, dtype,
+                   [=](const std::vector<call> &calls) {
+                       for (const call &to : calls) {
+                           for (size_t r = 0; r < calls.size(); r++) {
+                               memcpy(to.out + r * n * size_of(dtype), calls[r].in,
+                                      n * size_of(dtype));
+                           }
+                       }
+                   });
 }
 
 int
 ncclReduceScatter(const void *in, void *out, size_t n, int dtype, int op, rank *comm,
-                  cudaStream_t)
+                  cudaStream_t stream)
 {
-    return meet(comm, in, out, dtype, [&](const std::vector<call> &calls) {
-        for (size_t r = 0; r < calls.size(); r++) {
-            for (size_t i = 0; i < n; i++) {
-                reduce(calls, r * n + i, dtype, op, calls[r].out + i * size_of(dtype));
-            }
-        }
-    });
+    const call mine = {
+        (const char *)in,   (char *)out, n * comm->world_size * size_of(dtype),
+        n * size_of(dtype), {},          {}};
+    return enqueue(comm, stream, "ncclReduceScatter", mine, dtype,
+                   [=](const std::vector<call> &calls) {
+                       for (size_t r = 0; r < calls.size(); r++) {
+                           for (size_t i = 0; i < n; i++) {
+                               reduce(calls, r * n + i, dtype, op,
+                                      calls[r].out + i * size_of(dtype));
+                           }
+                       }
+                   });
 }
 
 int
 ncclBroadcast(const void *in, void *out, size_t n, int dtype, int root, rank *comm,
-              cudaStream_t)
+              cudaStream_t stream)
 {
-    return meet(comm, in, out, dtype, [&](const std::vector<call> &calls) {
-        for (const call &to : calls) {
-            memmove(to.out, calls[(size_t)root].in, n * size_of(dtype));
-        }
-    });
+    const size_t is_root = comm->number == (size_t)root;
+    const call mine = {(const char *)in,   (char *)out, is_root * n * size_of(dtype),
+                       n * size_of(dtype), {},          {}};
+    return enqueue(comm, stream, "ncclBroadcast", mine, dtype,
+                   [=](const std::vector<call> &calls) {
+                       for (const call &to : calls) {
+                           memmove(to.out, calls[(size_t)root].in, n * size_of(dtype));
+                       }
+                   });
 }
 
 int
 ncclReduce(const void *in, void *out, size_t n, int dtype, int op, int root, rank *comm,
-           cudaStream_t)
+           cudaStream_t stream)
 {
-    return meet(comm, in, out, dtype, [&](const std::vector<call> &calls) {
-        for (size_t i = 0; i < n; i++) {
-            reduce(calls, i, dtype, op, calls[(size_t)root].out + i * size_of(dtype));
-        }
-    });
+    const size_t is_root = comm->number == (size_t)root;
+    const call mine = {(const char *)in,
+                       (char *)out,
+                       n * size_of(dtype),
+                       is_root * n * size_of(dtype),
+                       {},
+                       {}};
+    return enqueue(comm, stream, "ncclReduce", mine, dtype,
+                   [=](const std::vector<call> &calls) {
+                       for (size_t i = 0; i < n; i++) {
+                           reduce(calls, i, dtype, op,
+                                  calls[(size_t)root].out + i * size_of(dtype));
+                       }
+                   });
 }
 
 static thread_local struct {
-    exchange parts;
+    call mine;
     size_t n;
     int dtype;
     rank *comm;
+    cudaStream_t stream;
 } grouped;
 
 int
@@ -361,40 +429,38 @@ ncclGroupStart(void)
 }
 
 int
-ncclSend(const void *in, size_t n, int dtype, int, rank *comm, cudaStream_t)
+ncclSend(const void *in, size_t n, int dtype, int, rank *comm, cudaStream_t stream)
 {
-    grouped.parts.sent.push_back((const char *)in);
+    grouped.mine.sent.push_back((const char *)in);
+    grouped.mine.in_bytes = n * size_of(dtype);
     grouped.n = n;
     grouped.dtype = dtype;
     grouped.comm = comm;
+    grouped.stream = stream;
     return SUCCESS;
 }
 
 int
-ncclRecv(void *out, size_t, int, int, rank *, cudaStream_t)
+ncclRecv(void *out, size_t n, int dtype, int, rank *, cudaStream_t)
 {
-    grouped.parts.received.push_back((char *)out);
+    grouped.mine.received.push_back((char *)out);
+    grouped.mine.out_bytes = n * size_of(dtype);
     return SUCCESS;
 }
 
 int
 ncclGroupEnd(void)
 {
-    rank *me = grouped.comm;
-    const size_t n = grouped.n;
-    {
-        const std::lock_guard<std::mutex> held(mutex);
-        me->of->exchanges[me->number] = grouped.parts;
-    }
-    return meet(me, nullptr, nullptr, grouped.dtype, [&](const std::vector<call> &) {
-        const std::vector<exchange> &all = me->of->exchanges;
-        for (size_t to = 0; to < all.size(); to++) {
-            for (size_t from = 0; from < all.size(); from++) {
-                memcpy(all[to].received[from], all[from].sent[to],
-                       n * size_of(grouped.dtype));
-            }
-        }
-    });
+    const size_t bytes = grouped.n * size_of(grouped.dtype);
+    return enqueue(grouped.comm, grouped.stream, "ncclSend and ncclRecv", grouped.mine,
+                   grouped.dtype, [=](const std::vector<call> &all) {
+                       for (size_t to = 0; to < all.size(); to++) {
+                           for (size_t from = 0; from < all.size(); from++) {
+                               memcpy(all[to].received[from], all[from].sent[to],
+                                      bytes);
+                           }
+                       }
+                   });
 }
 
 } // extern "C"

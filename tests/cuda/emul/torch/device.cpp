@@ -1,7 +1,11 @@
 /* A device of torch whose memory is the emulation's: torch's build for the CPU trains
  * "on a GPU". An operator copies its operands to the host, is computed there, and its
  * results are copied back, so results are the CPU's; views share memory. The host can
- * touch that memory in copies and kernels alone. */
+ * touch that memory in copies and kernels alone.
+ *
+ * An operator is done at once, behind what is on torch's current stream, yet counts as
+ * enqueued there: work on another stream is ordered behind it by an event, or by a wait
+ * of the host's, as an item() or a copy to the host is. */
 #include "../emul.h"
 
 #include <ATen/EmptyTensor.h>
@@ -19,45 +23,68 @@
 namespace {
 
 constexpr c10::DeviceType TYPE = c10::DeviceType::PrivateUse1;
-/* Torch's only stream. No other call has it by chance. */
-char the_stream;
-void *const EMUL_STREAM = &the_stream;
+enum {
+    DEVICES = 2 /* at most */
+};
+char default_streams[DEVICES]; /* no other call has their addresses by chance */
+thread_local c10::StreamId current_streams[DEVICES]; /* 0: the default one */
 
-void
-release(void *data)
+cudaStream_t
+native(c10::StreamId id, c10::DeviceIndex device)
 {
-    cudaFree(data);
+    return id == 0 ? (cudaStream_t)&default_streams[device] : (cudaStream_t)id;
+}
+
+cudaStream_t
+current_stream(c10::DeviceIndex device)
+{
+    return native(current_streams[device], device);
 }
 
 size_t by_torch; /* allocations */
 
+struct Memory {
+    void *data;
+    cudaStream_t stream;
+};
+
+/* Torch's cache hands memory on behind the stream that it was taken for. */
+void
+release(void *memory)
+{
+    const std::unique_ptr<Memory> it((Memory *)memory);
+    emul::free_behind(it->stream, it->data);
+}
+
 struct Allocator final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override
     {
-        void *data = nullptr;
-        if (bytes != 0) {
-            by_torch++;
-            TORCH_CHECK(cudaMalloc(&data, bytes) == cudaSuccess, "out of memory");
+        const auto device = (c10::DeviceIndex)emul::current_device;
+        if (bytes == 0) {
+            return {nullptr, c10::Device(TYPE, device)};
         }
-        return {data, data, &release, c10::Device(TYPE, 0)};
-    }
-
-    c10::DeleterFnPtr raw_deleter() const override
-    {
-        return &release;
+        auto made = std::make_unique<Memory>();
+        made->stream = current_stream(device);
+        by_torch++;
+        TORCH_CHECK(cudaMalloc(&made->data, bytes) == cudaSuccess, "out of memory");
+        void *data = made->data;
+        return {data, made.release(), &release, c10::Device(TYPE, device)};
     }
 
     void copy_data(void *to, const void *from, std::size_t bytes) const override
     {
-        emul::opened both(to, from);
-        memcpy(to, from, bytes);
+        const auto device = (c10::DeviceIndex)emul::current_device;
+        emul::work_at_once(current_stream(device), "torch's copy", [=] {
+            emul::touch(from, bytes, false);
+            emul::touch(to, bytes, true);
+            memcpy(to, from, bytes);
+        });
     }
 };
 
 Allocator allocator;
 REGISTER_ALLOCATOR(TYPE, &allocator);
 
-/* One device with one stream, on which everything is done at once. */
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override
     {
@@ -65,64 +92,90 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     c10::Device exchangeDevice(c10::Device device) const override
     {
-        return device;
+        const c10::Device before = getDevice();
+        uncheckedSetDevice(device);
+        return before;
     }
     c10::Device getDevice() const override
     {
-        return c10::Device(TYPE, 0);
+        return c10::Device(TYPE, (c10::DeviceIndex)emul::current_device);
     }
-    void setDevice(c10::Device) const override
+    void setDevice(c10::Device device) const override
     {
+        uncheckedSetDevice(device);
     }
-    void uncheckedSetDevice(c10::Device) const noexcept override
+    void uncheckedSetDevice(c10::Device device) const noexcept override
     {
+        if (device.index() >= 0) {
+            (void)cudaSetDevice(device.index());
+        }
     }
     c10::Stream getStream(c10::Device device) const override
     {
-        return c10::Stream(c10::Stream::DEFAULT, device);
+        const auto index = device.index() < 0 ? getDevice().index() : device.index();
+        return c10::Stream(c10::Stream::UNSAFE, c10::Device(TYPE, index),
+                           current_streams[index]);
     }
     c10::Stream getDefaultStream(c10::Device device) const override
     {
         return c10::Stream(c10::Stream::DEFAULT, device);
     }
+    c10::Stream getNewStream(c10::Device device, int) const override
+    {
+        return c10::Stream(c10::Stream::UNSAFE, device, (c10::StreamId) new char);
+    }
     c10::Stream exchangeStream(c10::Stream stream) const override
     {
-        return stream;
+        const c10::Stream before = getStream(stream.device());
+        current_streams[stream.device_index()] = stream.id();
+        return before;
     }
     c10::DeviceIndex deviceCount() const noexcept override
     {
-        return 1;
+        return (c10::DeviceIndex)emul::n_devices;
     }
-    void *getStreamNativeHandle(const c10::Stream) const override
+    void *getStreamNativeHandle(const c10::Stream stream) const override
     {
-        return EMUL_STREAM;
+        return native(stream.id(), stream.device_index());
     }
-    void record(void **, const c10::Stream &, const c10::DeviceIndex,
+    void record(void **event, const c10::Stream &stream, const c10::DeviceIndex,
                 const c10::EventFlag) const override
     {
+        if (*event == nullptr) {
+            (void)cudaEventCreateWithFlags((cudaEvent_t *)event, 0);
+        }
+        (void)cudaEventRecord((cudaEvent_t)*event,
+                              native(stream.id(), stream.device_index()));
     }
-    void block(void *, const c10::Stream &) const override
+    void block(void *event, const c10::Stream &stream) const override
     {
+        (void)cudaStreamWaitEvent(native(stream.id(), stream.device_index()),
+                                  (cudaEvent_t)event, 0);
     }
-    bool queryEvent(void *) const override
+    bool queryEvent(void *event) const override
     {
-        return true;
+        return event == nullptr || cudaEventQuery((cudaEvent_t)event) == cudaSuccess;
     }
-    void destroyEvent(void *, const c10::DeviceIndex) const noexcept override
+    void destroyEvent(void *event, const c10::DeviceIndex) const noexcept override
     {
+        (void)cudaEventDestroy((cudaEvent_t)event);
     }
-    bool queryStream(const c10::Stream &) const override
+    bool queryStream(const c10::Stream &stream) const override
     {
-        return true;
+        return cudaStreamQuery(native(stream.id(), stream.device_index())) ==
+               cudaSuccess;
     }
-    void synchronizeStream(const c10::Stream &) const override
+    void synchronizeStream(const c10::Stream &stream) const override
     {
+        (void)cudaStreamSynchronize(native(stream.id(), stream.device_index()));
     }
-    void synchronizeEvent(void *) const override
+    void synchronizeEvent(void *event) const override
     {
+        (void)cudaEventSynchronize((cudaEvent_t)event);
     }
     void synchronizeDevice(const c10::DeviceIndex) const override
     {
+        emul::wait_for_device();
     }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -142,11 +195,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
     c10::DeviceIndex deviceCount() const override
     {
-        return 1;
+        return (c10::DeviceIndex)emul::n_devices;
     }
     c10::DeviceIndex getCurrentDevice() const override
     {
-        return 0;
+        return (c10::DeviceIndex)emul::current_device;
     }
     void
     resizePrivateUse1Bytes(const c10::Storage &storage, size_t bytes) const override
@@ -161,9 +214,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 at::Tensor
 empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype,
-      std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
+      std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
       std::optional<at::MemoryFormat> format)
 {
+    const c10::DeviceGuard guard(device.value_or(at::Device(TYPE)));
     return at::detail::empty_generic(size, &allocator,
                                      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                      c10::dtype_or_default(dtype), format);
@@ -172,8 +226,9 @@ empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype,
 at::Tensor
 empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
               std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-              std::optional<at::Device>, std::optional<bool>)
+              std::optional<at::Device> device, std::optional<bool>)
 {
+    const c10::DeviceGuard guard(device.value_or(at::Device(TYPE)));
     return at::detail::empty_strided_generic(
         size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
         c10::dtype_or_default(dtype));
@@ -195,19 +250,86 @@ on_host(const at::Tensor &tensor)
         at::TensorOptions().dtype(tensor.dtype()), at::Device(at::kCPU));
 }
 
-const void *
-memory_of(const at::Tensor &tensor)
+/* The rows of a tensor from dimension `dim` on; all of its memory is opened before, as
+ * one range. */
+void
+touch_rows(const char *data, const at::Tensor &tensor, int64_t dim, bool writes)
 {
-    return tensor.device().is_cpu() ? nullptr : tensor.storage().data();
+    const auto element = (int64_t)tensor.itemsize();
+    if (dim == tensor.dim()) {
+        emul::touch(data, (size_t)element, writes);
+        return;
+    }
+    if (dim == tensor.dim() - 1 && tensor.stride(dim) == 1) {
+        emul::touch(data, (size_t)(tensor.size(dim) * element), writes);
+        return;
+    }
+    for (int64_t i = 0; i < tensor.size(dim); i++) {
+        touch_rows(data + i * tensor.stride(dim) * element, tensor, dim + 1, writes);
+    }
+}
+
+void
+touch(const at::Tensor &host, bool writes)
+{
+    const auto *data = (const char *)host.const_data_ptr();
+    if (emul::device_of(data, 1) < 0) {
+        return;
+    }
+    if (host.is_non_overlapping_and_dense()) {
+        emul::touch(data, host.nbytes(), writes);
+        return;
+    }
+    int64_t end = 1;
+    for (int64_t i = 0; i < host.dim(); i++) {
+        end += (host.size(i) - 1) * host.stride(i);
+    }
+    emul::open_memory(data, (size_t)end * host.itemsize());
+    touch_rows(data, host, 0, writes);
+}
+
+/* An operator's own copies to the host are no copies of a program's. */
+thread_local int operators;
+
+struct Operator {
+    Operator()
+    {
+        operators++;
+    }
+    ~Operator()
+    {
+        operators--;
+    }
+};
+
+/* `work` on tensors of the host, made by on_host(); those of the host itself are no
+ * device's memory. */
+void
+compute(const at::Tensor &on, const char *name, const at::Tensor *to,
+        const at::Tensor &from, bool host_waits, const std::function<void()> &work)
+{
+    const cudaStream_t stream = current_stream(on.device().index());
+    emul::work_at_once(stream, name, [&] {
+        touch(from, false);
+        if (to != nullptr) {
+            touch(*to, true);
+        }
+        work();
+    });
+    if (host_waits && operators == 0) {
+        (void)cudaStreamSynchronize(stream);
+    }
 }
 
 at::Tensor
-copy_from(const at::Tensor &from, const at::Tensor &to, bool)
+copy_from(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
 {
     if (from.numel() != 0) {
         const at::Tensor target = on_host(to), source = on_host(from);
-        emul::opened both(memory_of(to), memory_of(from));
-        target.copy_(source);
+        const bool from_host = from.device().is_cpu();
+        const bool waits = (from_host || to.device().is_cpu()) && !non_blocking;
+        compute(from_host ? to : from, "torch's copy", &target, source, waits,
+                [&] { target.copy_(source); });
     }
     return to;
 }
@@ -225,8 +347,10 @@ at::Scalar
 local_scalar(const at::Tensor &tensor)
 {
     const at::Tensor source = on_host(tensor);
-    emul::opened both(memory_of(tensor), nullptr);
-    return source.item();
+    at::Scalar value;
+    compute(tensor, "torch's item()", nullptr, source, true,
+            [&] { value = source.item(); });
+    return value;
 }
 
 at::Tensor
@@ -294,6 +418,7 @@ set_tensor(at::Tensor &tensor, const at::Tensor &source)
 void
 fall_back(const c10::OperatorHandle &op, torch::jit::Stack *stack)
 {
+    const Operator running;
     at::native::cpu_fallback(op, stack);
 }
 
@@ -347,7 +472,7 @@ struct Registration {
 extern "C" void *
 emul_torchs_stream()
 {
-    return EMUL_STREAM;
+    return &default_streams[0];
 }
 
 /* How often memory was taken that is not torch's. */
