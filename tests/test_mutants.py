@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from draws import EXHAUSTIVE
-from mutants import areas, known
+from mutants import areas, known, on_device
 from mutants.faults import Fault, c_faults, faults, python_faults
 from mutants.run import confirm, drawn, excluded, told
 
@@ -117,7 +117,9 @@ def test_every_source_with_faults_is_drawn_once_or_named_with_a_reason() -> None
     assert not missing, f"give these a line in tests/mutants/areas.py: {missing}"
 
 
-@pytest.mark.parametrize("fixed", known.FIXED, ids=lambda fixed: fixed.why)
+@pytest.mark.parametrize(
+    "fixed", known.FIXED + on_device.DEVICE, ids=lambda fixed: fixed.why
+)
 def test_the_fixed_faults_apply(fixed: known.Fixed) -> None:
     text = (ROOT / fixed.path).read_text()
     assert fixed.fault(text).applied(text) != text

@@ -12,7 +12,7 @@ CUDA_HEADERS := $(HEADERS) $(wildcard cuda/*.h cuda/*.cuh tests/cuda/*.h tests/c
 CUDA_C := $(filter-out cuda/module.c,$(wildcard cuda/*.c))
 CUDA_CU := $(wildcard cuda/*.cu)
 EMUL_TESTS := $(patsubst tests/cuda/%.cpp,$(EMUL)/%,$(wildcard tests/cuda/test_*.cpp))
-ONLY_EMULATED := launch dynlib nccl fsdp mapping
+ONLY_EMULATED := launch dynlib nccl fsdp mapping streams
 CHECK_TESTS := $(patsubst %,$(CHECKED)/test_%,$(filter-out $(ONLY_EMULATED), \
     $(patsubst tests/cuda/test_%.cpp,%,$(wildcard tests/cuda/test_*.cpp))))
 EMUL_WHEELS := $(abspath $(EMUL))/wheels

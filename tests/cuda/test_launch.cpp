@@ -2,6 +2,8 @@
  * the emulation can count and reject, so this test is for it alone. */
 #include "cuda_test.h"
 
+#include "../../cuda/launch.cuh"
+
 static const cudaStream_t stream = (cudaStream_t)(uintptr_t)0x5eed;
 
 /* Every entry with one span of n elements of dtype, or with none. */
@@ -166,6 +168,38 @@ test_scratch_grows_by_doubling_and_survives_a_rejection()
     ct_device_cuda.scratch_release(&scratch);
 }
 
+/* Of three operands: more elements than 32 bits count, one chunk, one of two. */
+static void
+test_chunks_end_where_their_operand_does()
+{
+    const size_t chunk = ct_cuda_chunk_elems, many = (size_t)1 << 34;
+    ct_cuda_batch<ct_span> batch = {3, 0, {}, {}};
+    const size_t lengths[] = {many + 1, chunk, chunk + 5};
+    for (int i = 0; i < 3; i++) {
+        batch.operands[i] = {NULL, lengths[i], CT_U8};
+        batch.n_chunks += (uint32_t)ct_cuda_chunks_of(lengths[i]);
+        batch.chunk_end[i] = batch.n_chunks;
+    }
+    const size_t of_first = many / chunk;
+    const struct {
+        size_t chunk, begin, end;
+        uint32_t operand;
+    } cases[] = {
+        {0,            0,            chunk,     0},
+        {of_first - 1, many - chunk, many,      0},
+        {of_first,     many,         many + 1,  0},
+        {of_first + 1, 0,            chunk,     1},
+        {of_first + 2, 0,            chunk,     2},
+        {of_first + 3, chunk,        chunk + 5, 2},
+    };
+    for (const auto &it : cases) {
+        const ct_cuda_range range = ct_cuda_range_of(batch, it.chunk);
+        CHECK(range.operand == it.operand && range.begin == it.begin &&
+              range.end == it.end);
+    }
+    CHECK(batch.n_chunks == of_first + 4);
+}
+
 static void
 test_every_entry_of_the_table_is_there()
 {
@@ -180,6 +214,7 @@ test_every_entry_of_the_table_is_there()
 int
 main()
 {
+    test_chunks_end_where_their_operand_does();
     test_every_entry_of_the_table_is_there();
     test_an_entry_enqueues_on_its_stream_and_does_not_wait();
     test_read_waits();

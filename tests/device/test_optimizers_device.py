@@ -192,6 +192,39 @@ def test_the_kernels_run_on_torchs_stream(gpu: torch.device) -> None:
     assert param.detach().cpu().tolist() == [0.5] * 5
 
 
+def updated_on(device: torch.device) -> list[torch.Tensor]:
+    """A parameter after an update, and its average."""
+    param = nn.Parameter(torch.ones(5, device=device))
+    average = torch.zeros(5, device=device)
+    optimizer = optim.SGD([param], lr=0.5)
+    kept = _C.WeightAverage((param,), (average,), decay=0.75)
+    param.grad = torch.full((5,), 2.0, device=device)
+    optimizer.step()
+    assert kept.update()
+    return [param.detach().cpu(), average.cpu()]
+
+
+def test_kernels_are_ordered_behind_what_torch_does_on_its_current_stream(
+    gpu: torch.device,
+) -> None:
+    expected = updated_on(torch.device("cpu"))
+    with torch.Stream(gpu):
+        found = updated_on(gpu)
+    for there, here in zip(found, expected, strict=True):
+        torch.testing.assert_close(there, here)
+
+
+def test_parameters_may_be_on_another_device_than_the_current_one(
+    gpu: torch.device,
+) -> None:
+    expected = updated_on(torch.device("cpu"))
+    with emulated_torch.two_devices() as other:
+        found = updated_on(other)
+        assert torch.accelerator.current_device_index() == 0
+    for there, here in zip(found, expected, strict=True):
+        torch.testing.assert_close(there, here)
+
+
 def test_tensors_on_two_devices_are_rejected_by_name(gpu: torch.device) -> None:
     here, there = (nn.Parameter(torch.ones(3, device=d)) for d in ("cpu", gpu))
     for param in (here, there):

@@ -9,8 +9,8 @@ from mutants.faults import Fault
 
 @dataclass(frozen=True)
 class Fixed:
-    """A fault that is always among those tried: text that is there once, and what it
-    is replaced by."""
+    """A fault that is always among those tried: text that is there once, or comes first
+    behind text that is, and what it is replaced by."""
 
     path: str
     operator: str
@@ -18,14 +18,19 @@ class Fixed:
     after: str
     why: str
     nearest: str
+    behind: str = ""
 
     def fault(self, text: str) -> Fault:
         lines = text.split("\n")
-        found = [i for i, line in enumerate(lines) if self.before in line]
-        assert len(found) == 1, f"{self.path} has {self.before!r} {len(found)} times"
-        line = lines[found[0]]
-        changed = line.replace(self.before, self.after)
-        return Fault(self.path, found[0] + 1, self.operator, line, changed)
+        begin = self._only(lines, self.behind or self.before)
+        at = next(i for i in range(begin, len(lines)) if self.before in lines[i])
+        changed = lines[at].replace(self.before, self.after)
+        return Fault(self.path, at + 1, self.operator, lines[at], changed)
+
+    def _only(self, lines: list[str], text: str) -> int:
+        found = [i for i, line in enumerate(lines) if text in line]
+        assert len(found) == 1, f"{self.path} has {text!r} {len(found)} times"
+        return found[0]
 
 
 FIXED = (

@@ -1,7 +1,7 @@
 """Draws faults, puts each into a copy of the tree, and says which tests see it.
 
     python tests/mutants/run.py [--count 100] [--seed 2] [--area NAME ...]
-                                [--only NUMBER ...] [--list] [--trusted]
+                                [--only NUMBER ...] [--list] [--trusted] [--device]
 
 Exits 1 if fewer than 95 of 100 are seen by the tests of their area, or fewer than 90 by
 the nearest; 2 where tests fail without a fault. Each result, with the line that says
@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from mutants.areas import AREAS, nearest  # noqa: E402
 from mutants.faults import Fault, faults  # noqa: E402
-from mutants.known import EQUIVALENT, FIXED  # noqa: E402
+from mutants.known import EQUIVALENT, FIXED, Fixed  # noqa: E402
+from mutants.on_device import DEVICE  # noqa: E402
 
 COPIED = (
     *("Makefile", "setup.py", "pyproject.toml", "README.md", "CHANGELOG.md"),
@@ -47,16 +48,18 @@ def excluded(fault: Fault) -> bool:
     return any(told == equivalent[:3] for equivalent in EQUIVALENT)
 
 
-def drawn(seed: int, areas: list[str]) -> Iterator[Drawn]:
+def drawn(
+    seed: int, areas: list[str], always: tuple[Fixed, ...] = FIXED
+) -> Iterator[Drawn]:
     """The fixed faults, then others: by area, operator and place, each alike likely.
 
     A fault's turn comes of the seed and its own text, so that one more in a file leaves
     the order of the others as it was. What is excluded keeps its number.
     """
     known = nearest()
-    for fixed in FIXED:
+    for fixed in always:
         area = known[fixed.path][0]
-        if area in areas:
+        if area in areas or always is not FIXED:
             text = (ROOT / fixed.path).read_text()
             yield fixed.fault(text), area, [fixed.nearest]
     turns: list[tuple[float, Drawn]] = []
@@ -241,7 +244,7 @@ def told(results: list[dict[str, str]]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--count", type=int)
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--area", nargs="+", choices=AREAS, default=list(AREAS))
     parser.add_argument("--only", nargs="+", type=int, help="numbers of the draw")
@@ -252,14 +255,23 @@ def main() -> int:
         help="the tests have just passed: run those that saw a fault again at the end "
         "rather than all at first",
     )
+    parser.add_argument(
+        "--device",
+        action="store_true",
+        help="faults of on_device.py, then of area cuda alone; 40 unless told",
+    )
     given = parser.parse_args()
+    if given.device:
+        given.area = ["cuda"]
+    count = given.count or (40 if given.device else 100)
     tree = None if given.list else Tree(given.trusted)
     results: list[dict[str, str]] = []
     folder = ROOT / "build/mutants"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "results.jsonl", "a") as log:
-        for number, drawing in enumerate(drawn(given.seed, given.area)):
-            if len(results) == (len(given.only) if given.only else given.count):
+        always = DEVICE if given.device else FIXED
+        for number, drawing in enumerate(drawn(given.seed, given.area, always)):
+            if len(results) == (len(given.only) if given.only else count):
                 break
             if (given.only and number not in given.only) or excluded(drawing[0]):
                 continue

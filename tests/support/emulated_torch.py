@@ -3,10 +3,12 @@ device of torch, "emul", in the same memory. The host can touch it in copies alo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
 import types
+from collections.abc import Iterator
 
 import emulated_cuda
 import torch
@@ -39,6 +41,15 @@ def device() -> torch.device:
     torch._register_device_module("emul", Module("torch.emul"))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
     return torch.device("emul", 0)
+
+
+@contextlib.contextmanager
+def two_devices() -> Iterator[torch.device]:
+    """The second of two devices, while the first is current."""
+    library = ctypes.CDLL(str(FOLDER / "_cuda.so"))
+    library.emul_set_devices(2)
+    yield torch.device("emul", 1)
+    library.emul_set_devices(1)
 
 
 def _library() -> ctypes.CDLL:

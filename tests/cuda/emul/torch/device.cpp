@@ -308,6 +308,7 @@ void
 compute(const at::Tensor &on, const char *name, const at::Tensor *to,
         const at::Tensor &from, bool host_waits, const std::function<void()> &work)
 {
+    const c10::DeviceGuard guard(on.device());
     const cudaStream_t stream = current_stream(on.device().index());
     emul::work_at_once(stream, name, [&] {
         touch(from, false);
