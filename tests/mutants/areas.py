@@ -447,7 +447,7 @@ AREAS = {
                 "python/comm/test_ranks_of_one_machine.py "
                 "python/comm/test_groups_over_machines.py "
                 "binding/comm/test_communicator.py python/comm/test_process_groups.py "
-                "cuda/test_nccl_groups.py",
+                "cuda/test_nccl_groups.py device/test_sharding_device.py",
             "ctrainer/comm/machines.py":
                 "python/comm/test_groups_over_machines.py",
             "ctrainer/comm/process_group.py":

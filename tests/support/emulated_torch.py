@@ -3,12 +3,10 @@ device of torch, "emul", in the same memory. The host can touch it in copies alo
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import sys
 import types
-from collections.abc import Iterator
 
 import emulated_cuda
 import torch
@@ -31,25 +29,23 @@ class Module(types.ModuleType):
 
 @functools.cache
 def device() -> torch.device:
-    """The device, made once a process; `ctrainer._cuda` is its plugin from then on, and
-    a Trainer trains there. Needs a process without the other emulation."""
+    """The first of two devices, made once a process; `ctrainer._cuda` is their plugin
+    from then on, and a Trainer trains there. Needs a process without the other
+    emulation."""
     assert "_cuda" not in emulated_cuda.LOADED, "run pytest tests/device by itself"
-    plugin = emulated_cuda.load("cuda-emul-torch", FOLDER / "_cuda.so")
-    sys.modules["ctrainer._cuda"] = plugin
+    module = emulated_cuda.load("cuda-emul-torch", FOLDER / "_cuda.so")
+    sys.modules["ctrainer._cuda"] = module
     _library()
+    ctypes.CDLL(str(FOLDER / "_cuda.so")).emul_set_devices(2)
     torch.utils.rename_privateuse1_backend("emul")
     torch._register_device_module("emul", Module("torch.emul"))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
     return torch.device("emul", 0)
 
 
-@contextlib.contextmanager
-def two_devices() -> Iterator[torch.device]:
-    """The second of two devices, while the first is current."""
-    library = ctypes.CDLL(str(FOLDER / "_cuda.so"))
-    library.emul_set_devices(2)
-    yield torch.device("emul", 1)
-    library.emul_set_devices(1)
+def be_host(number: int) -> None:
+    """The calling thread is a host of its own, as a rank's process is."""
+    ctypes.CDLL(str(FOLDER / "_cuda.so")).emul_be_host(number)
 
 
 def _library() -> ctypes.CDLL:

@@ -47,8 +47,9 @@ int ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *la
                              double *numbers, size_t n, ct_reduce_op how);
 
 /* Fills *span from a writable tensor or array, elements in the order of memory: in host
- * memory or, if comm takes device memory, in a GPU's. comm: NULL for host memory alone;
- * what: the name in messages. 0 or -1. */
+ * memory or, if comm takes device memory, in a GPU's, and then behind what torch has
+ * enqueued there. comm: NULL for host memory alone; what: the name in messages. 0 or
+ * -1. */
 int ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op,
                    const char *what, ct_span *span);
 

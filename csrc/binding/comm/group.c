@@ -78,6 +78,23 @@ ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *label,
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
+/* The group's stream may be another than torch's, which has the work on the tensor. */
+static int
+follow_torch(ctpy_state *state, const ct_comm *comm, const ctpy_view *view)
+{
+    void *stream;
+    ct_error err;
+    if (comm == NULL || view->memory == CTPY_DL_CPU) {
+        return 0;
+    }
+    if (ctpy_current_stream(state, view->memory, view->ordinal, &stream) < 0) {
+        return -1;
+    }
+    return ct_comm_follow((ct_comm *)comm, stream, &err) == CT_OK
+               ? 0
+               : ctpy_raise_int(&err);
+}
+
 int
 ctpy_reject_readonly(const char *what)
 {
@@ -104,7 +121,7 @@ ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op, const char 
         return ctpy_reject_readonly(what);
     }
     *span = view.span;
-    return 0;
+    return follow_torch(state, comm, &view);
 }
 
 ct_comm *

@@ -122,7 +122,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     c10::Stream getNewStream(c10::Device device, int) const override
     {
-        return c10::Stream(c10::Stream::UNSAFE, device, (c10::StreamId) new char);
+        const c10::DeviceGuard guard(device);
+        cudaStream_t made;
+        (void)cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking);
+        return c10::Stream(c10::Stream::UNSAFE, device, (c10::StreamId)made);
     }
     c10::Stream exchangeStream(c10::Stream stream) const override
     {

@@ -1,0 +1,102 @@
+"""Sharded modules that torch computes on a device: torch's stream and NCCL's beside it
+are late, as those of a GPU. Ranks are threads, each with a device; what comes out is
+what the CPU gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import emulated_torch
+import pytest
+import torch
+from torch import nn
+
+from ctrainer import _C
+from ctrainer.comm import nccl
+from ctrainer.fsdp import FullyShardedDataParallel as FSDP
+from ctrainer.fsdp import options as fsdp_options
+
+RANKS = 2
+Values = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> torch.device:
+    return emulated_torch.device()
+
+
+def on_every_rank(
+    work: Callable[[_C.Communicator, torch.device], Values],
+) -> list[Values]:
+    cuda = nccl.plugin()
+    id = cuda.comm_id()
+
+    def be_rank(rank: int) -> Values:
+        gpu = torch.device("emul", rank)
+        emulated_torch.be_host(rank)
+        torch.accelerator.set_device_index(gpu)
+        beside = torch.Stream(gpu).stream_id
+        group = _C.plugin_communicator(cuda.plugin, id, rank, RANKS, beside, 60.0)
+        try:
+            return work(group, gpu)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        begun = [pool.submit(be_rank, rank) for rank in range(RANKS)]
+        return [done.result(120) for done in begun]
+
+
+def trained(
+    group: _C.Communicator, device: torch.device, **options: Any
+) -> dict[str, torch.Tensor]:
+    """What three updates make of the weights: two inner units and the root."""
+    source = torch.Generator().manual_seed(5)
+    first, second, last = nn.Linear(9, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+    for layer in (first, second, last):
+        for param in layer.parameters():
+            param.data = torch.randn(param.shape, generator=source) / 4
+        layer.to(device)
+    given: dict[str, Any] = {"on_neuron": False, "flatten_parameters": True}
+    given |= {"process_group": group, **options}
+    model = FSDP(
+        nn.Sequential(FSDP(first, **given), nn.GELU(), FSDP(second, **given), last),
+        **given,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    for step in range(6):
+        batch = torch.randn(4, 9, generator=source.manual_seed(10 * step + group.rank))
+        if step % 2 == 0:
+            with model.no_sync():
+                model(batch.to(device)).pow(2).mean().backward()
+            continue
+        model(batch.to(device)).pow(2).mean().backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.cpu() for name, value in model.full_state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compute_dtype": "bfloat16", "watch_released": True},
+        {"gather_bits": 8, "reduce_bits": 4},
+        {"forward_prefetch": True, "backward_prefetch": "BACKWARD_PRE"},
+    ],
+    ids=["plain", "bfloat16", "quantized", "prefetch"],
+)
+def test_updates_on_the_device_are_those_on_the_host(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(fsdp_options, "_usable", lambda device: device)
+    cpu = torch.device("cpu")
+    on_host = on_every_rank(lambda group, _: trained(group, cpu, **options))
+    on_device = on_every_rank(lambda group, gpu: trained(group, gpu, **options))
+    for host, device in zip(on_host, on_device, strict=True):
+        assert host.keys() == device.keys()
+        for name, value in host.items():
+            torch.testing.assert_close(device[name], value, msg=name)
