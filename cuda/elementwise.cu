@@ -4,11 +4,25 @@
 #include "kernels.h"
 #include "launch.cuh"
 #include "math/scale.h"
+#include "vector.cuh"
 
 /* What a kernel of two lists works on: a span and the values for it. */
 struct pair_operand : ct_span {
     ct_span value;
 };
+
+/* f(element, value) for each pair of a range. */
+template <typename F>
+__device__ static inline void
+visit_pair(const pair_operand &operand, const ct_cuda_range &range, F f)
+{
+    ct_visit_float(operand.dtype, [&](auto to) {
+        ct_visit_float(operand.value.dtype, [&](auto from) {
+            ct_map((typename decltype(to)::type *)operand.data,
+                   (const typename decltype(from)::type *)operand.value.data, range, f);
+        });
+    });
+}
 
 /* ---- copies and conversions ------------------------------------------------------ */
 
@@ -20,26 +34,12 @@ struct copy_operand {
     unsigned raw_size; /* bytes of an element copied unchanged, else 0 */
 };
 
-template <typename To, typename From>
-__device__ static void
-convert(const copy_operand &operand, const ct_cuda_range &range)
-{
-    To *to = (To *)operand.to;
-    const From *from = (const From *)operand.from;
-    for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
-        ct_store(ct_load(from[i]), &to[i]);
-    }
-}
-
 template <typename Raw>
 __device__ static void
 copy_raw(const copy_operand &operand, const ct_cuda_range &range)
 {
-    Raw *to = (Raw *)operand.to;
-    const Raw *from = (const Raw *)operand.from;
-    for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
-        to[i] = from[i];
-    }
+    ct_map((Raw *)operand.to, (const Raw *)operand.from, range,
+           [](Raw &to, Raw from) { to = from; });
 }
 
 __device__ static void
@@ -63,8 +63,10 @@ copy_range(const copy_operand &operand, const ct_cuda_range &range)
     }
     ct_visit_float(operand.to_dtype, [&](auto to) {
         ct_visit_float(operand.from_dtype, [&](auto from) {
-            convert<typename decltype(to)::type, typename decltype(from)::type>(operand,
-                                                                                range);
+            typedef typename decltype(to)::type to_type;
+            typedef typename decltype(from)::type from_type;
+            ct_map((to_type *)operand.to, (const from_type *)operand.from, range,
+                   [](to_type &y, from_type x) { ct_store(ct_load(x), &y); });
         });
     });
 }
@@ -192,12 +194,9 @@ __device__ static void
 scale(void *data, const ct_cuda_range &range, double factor, double limit)
 {
     typedef typename ct_tag<Element>::real real;
-    Element *elements = (Element *)data;
     const real f = (real)factor, most = (real)limit;
-
-    for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
-        ct_store(apply(ct_load(elements[i]), f, most), &elements[i]);
-    }
+    ct_map((Element *)data, (const Element *)data, range,
+           [&](Element &to, Element x) { ct_store(apply(ct_load(x), f, most), &to); });
 }
 
 CT_KERNEL
@@ -234,30 +233,17 @@ ct_cuda_scale(void *stream, double factor, double limit, const ct_span *spans,
 
 /* ---- exponential moving averages ------------------------------------------------- */
 
-template <typename Real>
-__device__ static void
-average(const pair_operand &operand, const ct_cuda_range &range,
-        const ct_ema_coef &coef)
-{
-    for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
-        const Real value = ct_load_as<Real>(operand.value.data, operand.value.dtype, i);
-        ct_average_element(coef, value, operand.data, operand.dtype, i);
-    }
-}
-
 CT_KERNEL
 average_kernel(const ct_cuda_batch<pair_operand> __grid_constant__ batch,
                const ct_ema_coef coef)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
-        const pair_operand &operand = batch.operands[range.operand];
-        if (operand.value.dtype == CT_F64) {
-            average<double>(operand, range, coef);
-        }
-        else {
-            average<float>(operand, range, coef);
-        }
+        visit_pair(batch.operands[range.operand], range, [&](auto &average, auto x) {
+            const auto value = ct_load(x);
+            typedef decltype(ct_load(x)) real;
+            ct_store(ct_average_of(coef, (real)ct_load(average), value), &average);
+        });
     }
 }
 
@@ -283,18 +269,14 @@ ct_cuda_average(void *stream, const ct_span *averages, const ct_span *values,
 
 /* Each step is rounded to the sum's dtype, as the CPU's tile is. */
 template <typename Sum, typename Value>
-__device__ static void
-add(const pair_operand &operand, const ct_cuda_range &range, double factor)
+__device__ static inline void
+add(Sum &sum, Value value, double factor)
 {
     typedef typename ct_tag<Sum>::real real;
-    Sum *sums = (Sum *)operand.data;
-    const Value *values = (const Value *)operand.value.data;
-    for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
-        Sum added;
-        ct_store(ct_load(values[i]), &added);
-        ct_store(apply(ct_load(added), (real)factor, (real)INFINITY), &added);
-        ct_store(ct_load(sums[i]) + ct_load(added), &sums[i]);
-    }
+    Sum added;
+    ct_store(ct_load(value), &added);
+    ct_store(apply(ct_load(added), (real)factor, (real)INFINITY), &added);
+    ct_store(ct_load(sum) + ct_load(added), &sum);
 }
 
 CT_KERNEL
@@ -302,13 +284,8 @@ add_kernel(const ct_cuda_batch<pair_operand> __grid_constant__ batch, double fac
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
-        const pair_operand &operand = batch.operands[range.operand];
-        ct_visit_float(operand.dtype, [&](auto sum) {
-            ct_visit_float(operand.value.dtype, [&](auto value) {
-                add<typename decltype(sum)::type, typename decltype(value)::type>(
-                    operand, range, factor);
-            });
-        });
+        visit_pair(batch.operands[range.operand], range,
+                   [&](auto &sum, auto value) { add(sum, value, factor); });
     }
 }
 

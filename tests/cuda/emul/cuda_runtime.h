@@ -27,6 +27,17 @@ make_uint4(unsigned x, unsigned y, unsigned z, unsigned w)
     return {x, y, z, w};
 }
 
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+
+template <typename T>
+static inline void
+__stwb(T *to, T value)
+{
+    *to = value;
+}
+
 #define threadIdx (emul::here.thread)
 #define blockIdx (emul::here.block)
 #define blockDim (emul::here.block_dim)
