@@ -66,6 +66,51 @@ ct_norm_add(ct_norm_kind kind, double p, double sum, double x)
     }
 }
 
+/* ---- sums of floats without double ----------------------------------------------- */
+
+/* A sum is high + low, the rests that `high` lost by rounding being added in `low`. A
+ * rest is exact (Knuth, "The Art of Computer Programming", volume 2, section 4.2.2,
+ * theorem B; the product's by a fused multiplication and addition), but for rests of
+ * squares that a float is too coarse for, of less than 2^-149. Kinds: the squares, |x|
+ * and, with `low` 0, the largest. */
+typedef struct ct_norm_pair {
+    float high, low;
+} ct_norm_pair;
+
+CT_HD static inline ct_norm_pair
+ct_norm_pair_merge(ct_norm_kind kind, ct_norm_pair a, ct_norm_pair b)
+{
+    ct_norm_pair sum;
+    if (kind == CT_NORM_MAX) {
+        return b.high > a.high || b.high != b.high ? b : a;
+    }
+    sum.high = a.high + b.high;
+    const float part = sum.high - a.high;
+    const float rest = (a.high - (sum.high - part)) + (b.high - part);
+    sum.low = (a.low + b.low) + rest;
+    return sum;
+}
+
+CT_HD static inline ct_norm_pair
+ct_norm_pair_add(ct_norm_kind kind, ct_norm_pair sum, float x)
+{
+    ct_norm_pair power = {fabsf(x), 0.0f};
+    if (kind == CT_NORM_TWO) {
+        power.high = x * x;
+        power.low = fmaf(x, x, -power.high);
+    }
+    return ct_norm_pair_merge(kind, sum, power);
+}
+
+/* Is the sum of up to 2^13 elements off by at most 2^-47 of itself for rests that are
+ * too small, 2^13 * 2^-150, and has nothing overflowed? Not so of a sum that is 0. */
+CT_HD static inline int
+ct_norm_pair_is_exact(ct_norm_kind kind, ct_norm_pair sum)
+{
+    const float least = 8.0779357e-28f /* 2^-90 */, most = 3.4028235e38f;
+    return kind == CT_NORM_MAX || (sum.high >= least && sum.high <= most);
+}
+
 /* The norm that a sum is of. */
 static inline double
 ct_norm_root(double p, double sum)

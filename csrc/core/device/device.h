@@ -29,10 +29,10 @@ typedef struct ct_scratch {
 } ct_scratch;
 
 /* The sum of |x|^p over all elements x, p > 0, or for p = Inf the largest |x|;
- * ct_norm_root() makes it the p-norm. Powers are taken and added in double, in an
- * order that depends on the spans' lengths alone: neither on the number of threads nor
- * on the instruction set. Inf or NaN in any element makes it Inf or NaN. *sum is in the
- * device's memory for a GPU, in the host's for the CPU. */
+ * ct_norm_root() makes it the p-norm. Powers are taken and added in double or as
+ * ct_norm_pair, in an order that depends on the spans' lengths alone: neither on the
+ * number of threads nor on the instruction set. Inf or NaN in any element makes it Inf
+ * or NaN. *sum is in the device's memory for a GPU, in the host's for the CPU. */
 typedef ct_status
 ct_norm_fn(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
            size_t n_spans, double *sum, ct_error *err);
