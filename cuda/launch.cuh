@@ -24,8 +24,11 @@
 
 static const unsigned ct_cuda_block_size = 256;
 
-/* Begins a kernel for blocks of ct_cuda_block_size threads. */
-#define CT_KERNEL __global__ static void __launch_bounds__(ct_cuda_block_size)
+/* Begins a kernel for blocks of ct_cuda_block_size threads, of which a multiprocessor
+ * can run so many at a time: four leave a thread 64 registers. */
+#define CT_KERNEL_BY(blocks)                                                           \
+    __global__ static void __launch_bounds__(ct_cuda_block_size, blocks)
+#define CT_KERNEL CT_KERNEL_BY(4)
 
 static const unsigned ct_cuda_max_grid = 4096; /* more than any GPU runs at once */
 static const size_t ct_cuda_chunk_elems = 8192;

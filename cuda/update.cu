@@ -7,6 +7,11 @@
 
 #include "math/philox.h"
 
+enum {
+    N_KINDS =
+        4 /* of kernels: for floats and for doubles, without 8-bit state and with */
+};
+
 /* What holds for every span of an update. */
 struct update_options {
     bool zero_grads;
@@ -49,68 +54,189 @@ finish(const ct_cuda_update_operand &operand, const update_options &options, siz
     }
 }
 
-/* Any mixture of dtypes. */
-template <typename Rule, typename Real>
-__device__ static void
-update_mixed(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
-             const update_options &options)
+/* An element, of any mixture of dtypes. */
+template <typename Rule, typename Real, typename Constants>
+__device__ static inline void
+update_one(const ct_cuda_update_operand &operand, const update_options &options,
+           const Constants &c, size_t i)
 {
-    const auto c = Rule::rounded(ct_constants(operand), Real());
-    for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
-        Real param = ct_load_as<Real>(operand.param, operand.dtype, i);
-        Real state[CT_RULE_MAX_STATES] = {};
-        for (int k = 0; k < Rule::n_states; k++) {
-            state[k] = ct_load_state<Real>(operand, k, i);
-        }
-        Rule::apply(&c, ct_load_as<Real>(operand.grad, operand.grad_dtype, i), &param,
-                    state);
-        for (int k = 0; k < Rule::n_states; k++) {
-            ct_store_state(state[k], operand, k, i);
-        }
-        put(param, operand, operand.param, operand.dtype, i);
-        finish(operand, options, i, param);
-        if (options.zero_grads) {
-            ct_store_as(Real(), operand.grad, operand.grad_dtype, i);
-        }
+    Real param = ct_load_as<Real>(operand.param, operand.dtype, i);
+    Real state[CT_RULE_MAX_STATES] = {};
+    for (int k = 0; k < Rule::n_states; k++) {
+        state[k] = ct_load_state<Real>(operand, k, i);
+    }
+    Rule::apply(&c, ct_load_as<Real>(operand.grad, operand.grad_dtype, i), &param,
+                state);
+    for (int k = 0; k < Rule::n_states; k++) {
+        ct_store_state(state[k], operand, k, i);
+    }
+    put(param, operand, operand.param, operand.dtype, i);
+    finish(operand, options, i, param);
+    if (options.zero_grads) {
+        ct_store_as(Real(), operand.grad, operand.grad_dtype, i);
     }
 }
 
-/* All arrays have the type of the computation. A thread loads several elements before
- * the first computation, 16 bytes of each array, or memory would wait for the
- * arithmetic.
- */
-template <typename Rule, typename Real>
-__device__ static void
-update_plain(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
-             const update_options &options)
-{
-    const unsigned ahead = 16 / sizeof(Real);
-    const size_t step = blockDim.x;
-    const auto c = Rule::rounded(ct_constants(operand), Real());
-    Real *grads = (Real *)operand.grad, *params = (Real *)operand.param;
+/* ---- vectors of elements --------------------------------------------------------- */
 
-    for (size_t i = range.begin + threadIdx.x; i < range.end; i += ahead * step) {
-        Real grad[ahead] = {}, param[ahead] = {};
-        Real state[ahead][CT_RULE_MAX_STATES] = {};
-        for (unsigned a = 0; a < ahead && i + a * step < range.end; a++) {
-            grad[a] = grads[i + a * step];
-            param[a] = params[i + a * step];
-            for (int k = 0; k < Rule::n_states; k++) {
-                state[a][k] = ((const Real *)operand.state[k])[i + a * step];
-            }
-        }
-        for (unsigned a = 0; a < ahead && i + a * step < range.end; a++) {
-            Rule::apply(&c, grad[a], &param[a], state[a]);
-            ct_store(param[a], &params[i + a * step]);
-            for (int k = 0; k < Rule::n_states; k++) {
-                ct_store(state[a][k], &((Real *)operand.state[k])[i + a * step]);
-            }
-            finish(operand, options, i + a * step, param[a]);
-            if (options.zero_grads) {
-                grads[i + a * step] = Real();
+__device__ static inline ct_bits
+narrowed(const ct_reals<double> &x, const ct_cuda_update_operand &, ct_dtype dtype,
+         size_t)
+{
+    return ct_narrow(x, dtype);
+}
+
+__device__ static inline ct_bits
+narrowed(const ct_reals<float> &x, const ct_cuda_update_operand &operand,
+         ct_dtype dtype, size_t i)
+{
+    if (operand.rounding == NULL || dtype != CT_BF16) {
+        return ct_narrow(x, dtype);
+    }
+    const uint64_t number = operand.first + i; /* a multiple of 4 */
+    uint32_t words[4];
+    uint16_t half[4];
+    ct_philox_block(operand.key.seed, operand.key.step, number, words);
+    CT_UNROLL
+    for (unsigned j = 0; j < 4; j++) {
+        half[j] =
+            ct_bf16_from_f32_stochastic(x.of[j], ct_philox_half(words, number + j));
+    }
+    return ct_pack(half);
+}
+
+/* What a vector of elements is computed from. */
+template <typename Rule, typename Real> struct loaded {
+    ct_bits grad, param, state[Rule::n_states + 1];
+
+    __device__ void load(const ct_cuda_update_operand &operand, size_t i)
+    {
+        grad = ct_load_bits<Real>(operand.grad, operand.grad_dtype, i);
+        param = ct_load_bits<Real>(operand.param, operand.dtype, i);
+        CT_UNROLL
+        for (int k = 0; k < Rule::n_states; k++) {
+            if (!Rule::is_factored || k != 0 || operand.row == NULL) {
+                state[k] = ct_load_bits<Real>(operand.state[k], operand.state_dtype, i);
             }
         }
     }
+};
+
+/* State 0 of elements that may be of several rows. */
+template <typename Real>
+__device__ static inline ct_reals<Real>
+from_factors(const ct_cuda_update_operand &operand, size_t i)
+{
+    const Real *rows = (const Real *)operand.row, *cols = (const Real *)operand.col;
+    const size_t at = operand.begin + i;
+    size_t row = at / operand.cols, col = at % operand.cols;
+    size_t first = row / operand.rows * operand.cols; /* column of the row's matrix */
+    ct_reals<Real> x;
+    CT_UNROLL
+    for (unsigned j = 0; j < 16 / sizeof(Real); j++) {
+        if (col == operand.cols) {
+            col = 0;
+            first = ++row / operand.rows * operand.cols;
+        }
+        x.of[j] = rows[row] * cols[first + col++];
+    }
+    return x;
+}
+
+/* Everything that may follow the rule. */
+template <typename Real>
+__device__ static inline void
+finish_vector(const ct_cuda_update_operand &operand, const update_options &options,
+              size_t i, const ct_reals<Real> &param)
+{
+    ct_bits stored = narrowed(param, operand, operand.dtype, i);
+    ct_dtype dtype = operand.dtype;
+    ct_store_bits<Real>(stored, operand.param, dtype, i);
+    if (operand.copy != NULL) {
+        dtype = operand.copy_dtype;
+        stored = narrowed(param, operand, dtype, i);
+        ct_store_bits<Real>(stored, operand.copy, dtype, i);
+    }
+    if (operand.ema != NULL) { /* of the model's weights */
+        const ct_reals<Real> value = ct_widen(stored, dtype, Real());
+        ct_reals<Real> average =
+            ct_widen(ct_load_bits<Real>(operand.ema, operand.ema_dtype, i),
+                     operand.ema_dtype, Real());
+        CT_UNROLL
+        for (unsigned j = 0; j < 16 / sizeof(Real); j++) {
+            average.of[j] = ct_average_of(options.ema, average.of[j], value.of[j]);
+        }
+        ct_store_bits<Real>(ct_narrow(average, operand.ema_dtype), operand.ema,
+                            operand.ema_dtype, i);
+    }
+    if (options.zero_grads) {
+        ct_store_bits<Real>(ct_bits(), operand.grad, operand.grad_dtype, i);
+    }
+}
+
+template <typename Rule, typename Real, typename Constants>
+__device__ static inline void
+update_vector(const ct_cuda_update_operand &operand, const update_options &options,
+              const Constants &c, size_t i, const loaded<Rule, Real> &from)
+{
+    const ct_reals<Real> grad = ct_widen(from.grad, operand.grad_dtype, Real());
+    ct_reals<Real> param = ct_widen(from.param, operand.dtype, Real());
+    ct_reals<Real> state[Rule::n_states + 1];
+    CT_UNROLL
+    for (int k = 0; k < Rule::n_states; k++) {
+        if (Rule::is_factored && k == 0 && operand.row != NULL) {
+            state[0] = from_factors<Real>(operand, i);
+        }
+        else {
+            state[k] = ct_widen(from.state[k], operand.state_dtype, Real());
+        }
+    }
+    CT_UNROLL
+    for (unsigned j = 0; j < 16 / sizeof(Real); j++) {
+        Real of_one[CT_RULE_MAX_STATES] = {};
+        CT_UNROLL
+        for (int k = 0; k < Rule::n_states; k++) {
+            of_one[k] = state[k].of[j];
+        }
+        Rule::apply(&c, grad.of[j], &param.of[j], of_one);
+        CT_UNROLL
+        for (int k = 0; k < Rule::n_states; k++) {
+            state[k].of[j] = of_one[k];
+        }
+    }
+    CT_UNROLL
+    for (int k = 0; k < Rule::n_states; k++) {
+        if (k != 0 || operand.row == NULL) {
+            ct_store_bits<Real>(ct_narrow(state[k], operand.state_dtype),
+                                operand.state[k], operand.state_dtype, i);
+        }
+    }
+    finish_vector(operand, options, i, param);
+}
+
+template <typename Rule, typename Real>
+__device__ static inline void
+update(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
+       const update_options &options)
+{
+    const unsigned ahead = Rule::n_states < 2 && !Rule::is_factored ? 2 : 1;
+    const auto c = Rule::rounded(ct_constants(operand), Real());
+    const bool wide = operand.wide && (Rule::is_factored || operand.row == NULL);
+    ct_each_vector<16 / sizeof(Real), ahead>(
+        range, wide,
+        [&](auto count, size_t i) {
+            const size_t row = ct_row<16 / sizeof(Real)>::elems;
+            loaded<Rule, Real> from[decltype(count)::value];
+            CT_UNROLL
+            for (unsigned a = 0; a < decltype(count)::value; a++) {
+                from[a].load(operand, i + a * row);
+            }
+            CT_UNROLL
+            for (unsigned a = 0; a < decltype(count)::value; a++) {
+                update_vector(operand, options, c, i + a * row, from[a]);
+            }
+        },
+        [&](size_t i) { update_one<Rule, Real>(operand, options, c, i); });
 }
 
 /* 8-bit state: a block at a time, as its elements share a scale. */
@@ -151,66 +277,77 @@ update_quantized(const ct_cuda_update_operand &operand, const ct_cuda_range &ran
     __syncthreads(); /* middles are free for the next chunk */
 }
 
-template <typename Rule, typename Real>
-__device__ static inline void
-update(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
-       const update_options &options, ct_dtype real)
-{
-    const bool plain = operand.dtype == real && operand.grad_dtype == real &&
-                       (Rule::n_states == 0 || operand.state_dtype == real) &&
-                       operand.row == NULL;
-    if (plain) {
-        update_plain<Rule, Real>(operand, range, options);
-    }
-    else if (Rule::n_states != 0 && operand.state_dtype == CT_U8) {
-        update_quantized<Rule, Real>(operand, range, options);
-    }
-    else {
-        update_mixed<Rule, Real>(operand, range, options);
-    }
-}
+/* ---- kernels --------------------------------------------------------------------- */
 
-template <typename Rule>
-CT_KERNEL
+/* For one type of computation, state of 8 bits or not, as a kernel has the registers of
+ * the path that needs most. In double the constants alone take up to 22, each array 4:
+ * 64 do not hold them. */
+template <typename Rule, typename Real>
+static constexpr int resident = sizeof(Real) == 4     ? 4
+                                : Rule::n_states == 3 ? 2
+                                                      : 3;
+
+template <typename Rule, typename Real, bool Quantized>
+CT_KERNEL_BY((resident<Rule, Real>))
 update_kernel(const ct_cuda_batch<ct_cuda_update_operand> __grid_constant__ batch,
               const update_options options)
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
         const ct_cuda_update_operand &operand = batch.operands[range.operand];
-        if (operand.dtype == CT_F64) {
-            update<Rule, double>(operand, range, options, CT_F64);
+        if (Quantized) {
+            update_quantized<Rule, Real>(operand, range, options);
         }
         else {
-            update<Rule, float>(operand, range, options, CT_F32);
+            update<Rule, Real>(operand, range, options);
         }
     }
 }
 
-typedef decltype(&update_kernel<ct_rule_sgd>) update_kernel_fn;
+typedef decltype(&update_kernel<ct_rule_sgd, float, false>) update_kernel_fn;
 
-static const update_kernel_fn kernels[CT_RULE_COUNT] = {
-#define CT_RULE(rule, constants, n_states) update_kernel<ct_rule_##rule>,
+/* By kind_of(). */
+static const update_kernel_fn kernels[CT_RULE_COUNT][N_KINDS] = {
+#define CT_RULE(rule, constants, n_states)                                             \
+    {update_kernel<ct_rule_##rule, float, false>,                                      \
+     update_kernel<ct_rule_##rule, double, false>,                                     \
+     update_kernel<ct_rule_##rule, float, n_states != 0>,                              \
+     update_kernel<ct_rule_##rule, double, n_states != 0>},
 #include "math/rules.def"
 #undef CT_RULE
 };
+
+/* The number of the kernel for a span. */
+static unsigned
+kind_of(const ct_update &u, const ct_update_span &span)
+{
+    const bool quantized = ct_rule_n_states(u.rule) != 0 && span.state_dtype == CT_U8;
+    return (span.dtype == CT_F64 ? 1 : 0) + (quantized ? 2 : 0);
+}
 
 ct_status
 ct_cuda_update(void *stream, const ct_update *u, ct_error *err)
 {
     ct_status status = ct_update_check(u, err);
-    if (status != CT_OK) {
-        return status;
-    }
     const update_options options = {u->zero_grads, ct_ema_coef_of(u->ema_decay)};
-    const update_kernel_fn kernel = kernels[u->rule];
-    return ct_cuda_in_batches<ct_cuda_update_operand>(
-        u->n_spans, [&](size_t i) { return ct_cuda_operand_of(*u, i); },
-        [&](const ct_cuda_batch<ct_cuda_update_operand> &batch) {
-            CT_LAUNCH(kernel, ct_cuda_grid_size(batch.n_chunks), ct_cuda_block_size,
-                      stream, batch, options);
-            return ct_cuda_launched("launch update", err);
-        });
+    size_t n_of_kind[N_KINDS] = {};
+    for (size_t i = 0; status == CT_OK && i < u->n_spans; i++) {
+        n_of_kind[kind_of(*u, u->spans[i])]++;
+    }
+    for (unsigned kind = 0; status == CT_OK && kind < N_KINDS; kind++) {
+        status = ct_cuda_in_batches<ct_cuda_update_operand>(
+            n_of_kind[kind] == 0 ? 0 : u->n_spans,
+            [&](size_t i) {
+                return kind_of(*u, u->spans[i]) == kind ? ct_cuda_operand_of(*u, i)
+                                                        : ct_cuda_update_operand();
+            },
+            [&](const ct_cuda_batch<ct_cuda_update_operand> &batch) {
+                CT_LAUNCH(kernels[u->rule][kind], ct_cuda_grid_size(batch.n_chunks),
+                          ct_cuda_block_size, stream, batch, options);
+                return ct_cuda_launched("launch update", err);
+            });
+    }
+    return status;
 }
 
 /* ---- measured rules: sums over a parameter --------------------------------------- */

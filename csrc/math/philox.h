@@ -40,7 +40,11 @@ ct_philox(uint64_t key, uint32_t *x)
 CT_HD static inline uint32_t
 ct_philox_half(const uint32_t *words, uint64_t number)
 {
-    return (words[(number % 8) / 2] >> (16 * (number % 2))) & 0xffffu;
+    /* Not words[number / 2 % 4]: a GPU keeps no array with such an index in registers.
+     */
+    const uint32_t low = (number & 2u) != 0 ? words[1] : words[0];
+    const uint32_t high = (number & 2u) != 0 ? words[3] : words[2];
+    return (((number & 4u) != 0 ? high : low) >> (16 * (number % 2))) & 0xffffu;
 }
 
 CT_HD static inline void

@@ -43,22 +43,33 @@ struct update_fixture {
     {
         random_numbers numbers = {42};
         const std::vector<size_t> all = lengths(n_small);
-        arrays.reserve(all.size() * ARRAYS);
-        uint64_t first = 0;
+        arrays.reserve((all.size() + 9) * ARRAYS);
         for (size_t k = 0; k < all.size(); k++) {
             const ct_dtype dtype = float_dtypes[k % 4];
             const ct_dtype state = mixed ? float_dtypes[k / 2 % 4] : dtype;
             const ct_dtype other = mixed ? float_dtypes[k / 3 % 4] : dtype;
-            const ct_dtype dtypes[ARRAYS] = {other, dtype, other, state,
-                                             state, state, state};
-            for (ct_dtype of : dtypes) {
-                arrays.emplace_back(of, all[k], k % 3);
-                arrays.back().fill(&numbers, 0.0, 1.0); /* a second moment is >= 0 */
-            }
-            host.push_back(span_of(&arrays[k * ARRAYS], true, first, mixed));
-            device.push_back(span_of(&arrays[k * ARRAYS], false, first, mixed));
-            first += (all[k] + 7) / 8 * 8;
+            add(all[k], k % 3, dtype, state, other, mixed, &numbers);
         }
+        for (size_t k = 0; mixed && k < 9; k++) { /* aligned, of 4 bytes at most */
+            const ct_dtype dtypes[] = {CT_F32, CT_BF16, CT_F16};
+            add(3077 + k, 0, dtypes[k % 3], dtypes[k / 3], dtypes[(k + k / 3) % 3],
+                true, &numbers);
+        }
+    }
+
+    void add(size_t n, size_t shift, ct_dtype dtype, ct_dtype state, ct_dtype other,
+             bool mixed, random_numbers *numbers)
+    {
+        const ct_dtype dtypes[ARRAYS] = {other, dtype, other, state,
+                                         state, state, state};
+        const uint64_t first =
+            device.empty() ? 0 : device.back().first + (device.back().n + 7) / 8 * 8;
+        for (ct_dtype of : dtypes) {
+            arrays.emplace_back(of, n, shift);
+            arrays.back().fill(numbers, 0.0, 1.0); /* a second moment is >= 0 */
+        }
+        host.push_back(span_of(&arrays[arrays.size() - ARRAYS], true, first, mixed));
+        device.push_back(span_of(&arrays[arrays.size() - ARRAYS], false, first, mixed));
     }
 
     ct_update_span span_of(twin *x, bool on_host, uint64_t first, bool mixed)

@@ -31,6 +31,12 @@ struct alignas(8) uint2 {
     unsigned x, y;
 };
 
+static inline uint2
+make_uint2(unsigned x, unsigned y)
+{
+    return {x, y};
+}
+
 template <typename T>
 static inline void
 __stwb(T *to, T value)
