@@ -4,7 +4,7 @@
  * into the chunk's partial sum, a last block folds the partial sums of all spans or of
  * each span. No atomics, so two runs agree; the order is not the CPU's.
  *
- * Many GPUs compute in double at a 64th of the rate of float. The squares, the
+ * Many GPUs are 64 times slower in double than in float. The squares, the
  * magnitudes and the largest of a chunk of floats are therefore added in pairs of
  * floats; only a chunk whose sum is too small or too large for that, most often 0, is
  * read again and added in double. With S for a chunk's sum and u = 2^-24, a thread adds

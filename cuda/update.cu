@@ -279,7 +279,7 @@ update_quantized(const ct_cuda_update_operand &operand, const ct_cuda_range &ran
 
 /* ---- kernels --------------------------------------------------------------------- */
 
-/* For one type of computation, state of 8 bits or not, as a kernel has the registers of
+/* For one type of computation, with 8-bit state or not, as a kernel has the registers of
  * the path that needs most. In double the constants alone take up to 22, each array 4:
  * 64 do not hold them. */
 template <typename Rule, typename Real>

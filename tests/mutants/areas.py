@@ -755,7 +755,7 @@ AREAS = {
     ),
     "cuda": Area(
         {
-            "cuda/element.cuh cuda/update.cuh":
+            "cuda/element.cuh cuda/update.cuh cuda/vector.cuh":
                 "cuda/test_elementwise.cpp cuda/test_launch.cpp",
             "cuda/quant.cuh":
                 "cuda/test_quant.cpp",
