@@ -8,8 +8,7 @@
 #include "math/philox.h"
 
 enum {
-    N_KINDS =
-        4 /* of kernels: for floats and for doubles, without 8-bit state and with */
+    N_KINDS = 4 /* of kernels: in float or double, with 8-bit state or not */
 };
 
 /* What holds for every span of an update. */
@@ -174,44 +173,81 @@ finish_vector(const ct_cuda_update_operand &operand, const update_options &optio
     }
 }
 
-template <typename Rule, typename Real, typename Constants>
+/* The values of a vector of elements. */
+template <typename Rule, typename Real> struct values {
+    ct_reals<Real> grad, param, state[Rule::n_states + 1];
+
+    __device__ values(const ct_cuda_update_operand &operand, size_t i,
+                      const loaded<Rule, Real> &from)
+    {
+        grad = ct_widen(from.grad, operand.grad_dtype, Real());
+        param = ct_widen(from.param, operand.dtype, Real());
+        CT_UNROLL
+        for (int k = 0; k < Rule::n_states; k++) {
+            if (Rule::is_factored && k == 0 && operand.row != NULL) {
+                state[0] = from_factors<Real>(operand, i);
+            }
+            else {
+                state[k] = ct_widen(from.state[k], operand.state_dtype, Real());
+            }
+        }
+    }
+
+    /* f(grad, param, state) for each element. */
+    template <typename F> __device__ void each(F f)
+    {
+        CT_UNROLL
+        for (unsigned j = 0; j < 16 / sizeof(Real); j++) {
+            Real of_one[CT_RULE_MAX_STATES] = {};
+            CT_UNROLL
+            for (int k = 0; k < Rule::n_states; k++) {
+                of_one[k] = state[k].of[j];
+            }
+            f(grad.of[j], &param.of[j], of_one);
+            CT_UNROLL
+            for (int k = 0; k < Rule::n_states; k++) {
+                state[k].of[j] = of_one[k];
+            }
+        }
+    }
+
+    __device__ void store_states(const ct_cuda_update_operand &operand, size_t i)
+    {
+        CT_UNROLL
+        for (int k = 0; k < Rule::n_states; k++) {
+            if (k != 0 || operand.row == NULL) {
+                ct_store_bits<Real>(ct_narrow(state[k], operand.state_dtype),
+                                    operand.state[k], operand.state_dtype, i);
+            }
+        }
+    }
+};
+
+/* vector(i, values) for all vectors of a range that can be used as such, one(i) for the
+ * elements that are left. */
+template <typename Rule, typename Real, typename Vector, typename One>
 __device__ static inline void
-update_vector(const ct_cuda_update_operand &operand, const update_options &options,
-              const Constants &c, size_t i, const loaded<Rule, Real> &from)
+each_of(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
+        Vector vector, One one)
 {
-    const ct_reals<Real> grad = ct_widen(from.grad, operand.grad_dtype, Real());
-    ct_reals<Real> param = ct_widen(from.param, operand.dtype, Real());
-    ct_reals<Real> state[Rule::n_states + 1];
-    CT_UNROLL
-    for (int k = 0; k < Rule::n_states; k++) {
-        if (Rule::is_factored && k == 0 && operand.row != NULL) {
-            state[0] = from_factors<Real>(operand, i);
-        }
-        else {
-            state[k] = ct_widen(from.state[k], operand.state_dtype, Real());
-        }
-    }
-    CT_UNROLL
-    for (unsigned j = 0; j < 16 / sizeof(Real); j++) {
-        Real of_one[CT_RULE_MAX_STATES] = {};
-        CT_UNROLL
-        for (int k = 0; k < Rule::n_states; k++) {
-            of_one[k] = state[k].of[j];
-        }
-        Rule::apply(&c, grad.of[j], &param.of[j], of_one);
-        CT_UNROLL
-        for (int k = 0; k < Rule::n_states; k++) {
-            state[k].of[j] = of_one[k];
-        }
-    }
-    CT_UNROLL
-    for (int k = 0; k < Rule::n_states; k++) {
-        if (k != 0 || operand.row == NULL) {
-            ct_store_bits<Real>(ct_narrow(state[k], operand.state_dtype),
-                                operand.state[k], operand.state_dtype, i);
-        }
-    }
-    finish_vector(operand, options, i, param);
+    const unsigned n = 16 / sizeof(Real);
+    const unsigned ahead = Rule::n_states < 2 && !Rule::is_factored ? 2 : 1;
+    const bool wide = operand.wide && (Rule::is_factored || operand.row == NULL);
+    ct_each_vector<n, ahead>(
+        range, wide,
+        [&](auto count, size_t i) {
+            loaded<Rule, Real> from[decltype(count)::value];
+            CT_UNROLL
+            for (unsigned a = 0; a < decltype(count)::value; a++) {
+                from[a].load(operand, i + a * ct_row<n>::elems);
+            }
+            CT_UNROLL
+            for (unsigned a = 0; a < decltype(count)::value; a++) {
+                const size_t at = i + a * ct_row<n>::elems;
+                vector(at, values<Rule, Real>(operand, at, from[a]));
+            }
+        },
+        one);
 }
 
 template <typename Rule, typename Real>
@@ -219,22 +255,15 @@ __device__ static inline void
 update(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
        const update_options &options)
 {
-    const unsigned ahead = Rule::n_states < 2 && !Rule::is_factored ? 2 : 1;
     const auto c = Rule::rounded(ct_constants(operand), Real());
-    const bool wide = operand.wide && (Rule::is_factored || operand.row == NULL);
-    ct_each_vector<16 / sizeof(Real), ahead>(
-        range, wide,
-        [&](auto count, size_t i) {
-            const size_t row = ct_row<16 / sizeof(Real)>::elems;
-            loaded<Rule, Real> from[decltype(count)::value];
-            CT_UNROLL
-            for (unsigned a = 0; a < decltype(count)::value; a++) {
-                from[a].load(operand, i + a * row);
-            }
-            CT_UNROLL
-            for (unsigned a = 0; a < decltype(count)::value; a++) {
-                update_vector(operand, options, c, i + a * row, from[a]);
-            }
+    each_of<Rule, Real>(
+        operand, range,
+        [&](size_t i, values<Rule, Real> x) {
+            x.each([&](Real grad, Real *param, Real *state) {
+                Rule::apply(&c, grad, param, state);
+            });
+            x.store_states(operand, i);
+            finish_vector(operand, options, i, x.param);
         },
         [&](size_t i) { update_one<Rule, Real>(operand, options, c, i); });
 }
@@ -279,9 +308,9 @@ update_quantized(const ct_cuda_update_operand &operand, const ct_cuda_range &ran
 
 /* ---- kernels --------------------------------------------------------------------- */
 
-/* For one type of computation, with 8-bit state or not, as a kernel has the registers of
- * the path that needs most. In double the constants alone take up to 22, each array 4:
- * 64 do not hold them. */
+/* For one type of computation, with 8-bit state or not, as a kernel has the registers
+ * of the path that needs most. In double the constants alone take up to 22, each array
+ * 4: 64 do not hold them. */
 template <typename Rule, typename Real>
 static constexpr int resident = sizeof(Real) == 4     ? 4
                                 : Rule::n_states == 3 ? 2
@@ -383,24 +412,36 @@ __device__ static void
 measure_range(const measure_operand &operand, const ct_cuda_range &range, double *sums)
 {
     const auto c = Rule::rounded(&operand.constants, Real());
-    for (size_t i = range.begin + threadIdx.x; i < range.end; i += blockDim.x) {
-        Real state[CT_RULE_MAX_STATES] = {}, terms[CT_MEASURES];
-        for (int k = 0; k < Rule::n_states; k++) {
-            state[k] = ct_load_state<Real>(operand, k, i);
-        }
-        Rule::measure(&c, ct_load_as<Real>(operand.grad, operand.grad_dtype, i),
-                      ct_load_as<Real>(operand.param, operand.dtype, i), state, terms);
-        for (int k = 0; k < Rule::n_states; k++) {
-            ct_store_state(state[k], operand, k, i);
-        }
+    const auto measure = [&](Real grad, Real *param, Real *state) {
+        Real terms[CT_MEASURES];
+        Rule::measure(&c, grad, *param, state, terms);
+        CT_UNROLL
         for (int m = 0; m < CT_MEASURES; m++) {
             sums[m] += (double)terms[m] * (double)terms[m];
         }
-    }
+    };
+    each_of<Rule, Real>(
+        operand, range,
+        [&](size_t i, values<Rule, Real> x) {
+            x.each(measure);
+            x.store_states(operand, i);
+        },
+        [&](size_t i) {
+            Real param = ct_load_as<Real>(operand.param, operand.dtype, i);
+            Real state[CT_RULE_MAX_STATES] = {};
+            for (int k = 0; k < Rule::n_states; k++) {
+                state[k] = ct_load_state<Real>(operand, k, i);
+            }
+            measure(ct_load_as<Real>(operand.grad, operand.grad_dtype, i), &param,
+                    state);
+            for (int k = 0; k < Rule::n_states; k++) {
+                ct_store_state(state[k], operand, k, i);
+            }
+        });
 }
 
-template <typename Rule>
-CT_KERNEL
+template <typename Rule, typename Real>
+CT_KERNEL_BY(3) /* LAMB's constants, arrays and sums do not fit 64 registers */
 measure_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
                double *partials)
 {
@@ -408,12 +449,7 @@ measure_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
         const measure_operand &operand = batch.operands[range.operand];
         double sums[CT_MEASURES] = {};
-        if (operand.dtype == CT_F64) {
-            measure_range<Rule, double>(operand, range, sums);
-        }
-        else {
-            measure_range<Rule, float>(operand, range, sums);
-        }
+        measure_range<Rule, Real>(operand, range, sums);
         for (int m = 0; m < CT_MEASURES; m++) {
             const double sum = ct_block_sum(CT_NORM_ONE, sums[m]);
             if (threadIdx.x == 0) {
@@ -440,15 +476,16 @@ fold_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
     }
 }
 
-typedef decltype(&measure_kernel<measured_lamb>) measure_kernel_fn;
+typedef decltype(&measure_kernel<measured_lamb, float>) measure_kernel_fn;
 
 static measure_kernel_fn
-kernel_of(ct_rule rule)
+kernel_of(ct_rule rule, bool in_double)
 {
     switch (rule) {
 #define CT_MEASURED(rule, constants, n_states)                                         \
     case CT_RULE_##rule:                                                               \
-        return measure_kernel<measured_##rule>;
+        return in_double ? measure_kernel<measured_##rule, double>                     \
+                         : measure_kernel<measured_##rule, float>;
 #include "math/measured.def"
 #undef CT_MEASURED
     default: /* ct_measure_check let no other rule pass */
@@ -456,24 +493,30 @@ kernel_of(ct_rule rule)
     }
 }
 
+/* Of the spans that are computed in double, or of the others; *next moves behind their
+ * partial sums. */
 static ct_status
-enqueue(void *stream, double *partials, const ct_update &u, double *sums, ct_error *err)
+enqueue(void *stream, double **next, const ct_update &u, bool in_double, double *sums,
+        ct_error *err)
 {
-    const measure_kernel_fn kernel = kernel_of(u.rule);
-    double *next = partials;
+    const measure_kernel_fn kernel = kernel_of(u.rule, in_double);
     return ct_cuda_in_batches<measure_operand>(
         u.n_spans,
-        [&](size_t i) { return measure_operand{ct_cuda_operand_of(u, i), i}; },
+        [&](size_t i) {
+            return (u.spans[i].dtype == CT_F64) == in_double
+                       ? measure_operand{ct_cuda_operand_of(u, i), i}
+                       : measure_operand();
+        },
         [&](const ct_cuda_batch<measure_operand> &batch) {
             CT_LAUNCH(kernel, ct_cuda_grid_size(batch.n_chunks), ct_cuda_block_size,
-                      stream, batch, next);
+                      stream, batch, *next);
             ct_status status = ct_cuda_launched("launch measure", err);
             if (status == CT_OK) {
                 CT_LAUNCH(fold_kernel, ct_cuda_grid_size(batch.n_operands),
-                          ct_cuda_block_size, stream, batch, next, sums);
+                          ct_cuda_block_size, stream, batch, *next, sums);
                 status = ct_cuda_launched("launch measure's last sums", err);
             }
-            next += (size_t)CT_MEASURES * batch.n_chunks;
+            *next += (size_t)CT_MEASURES * batch.n_chunks;
             return status;
         });
 }
@@ -495,9 +538,12 @@ ct_cuda_measure(void *stream, ct_scratch *scratch, const ct_update *update,
     if (status == CT_OK && update->n_spans != 0) {
         status = ct_cuda_zero(stream, &all, 1, err); /* empty spans are not launched */
     }
-    return status == CT_OK && n_chunks != 0
-               ? enqueue(stream, (double *)scratch->data, *update, sums, err)
-               : status;
+    double *next = (double *)scratch->data;
+    for (int in_double = 0; status == CT_OK && n_chunks != 0 && in_double < 2;
+         in_double++) {
+        status = enqueue(stream, &next, *update, in_double != 0, sums, err);
+    }
+    return status;
 }
 
 /* ---- settling: a thread for each span -------------------------------------------- */
