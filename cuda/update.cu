@@ -364,6 +364,7 @@ ct_cuda_update(void *stream, const ct_update *u, ct_error *err)
         n_of_kind[kind_of(*u, u->spans[i])]++;
     }
     for (unsigned kind = 0; status == CT_OK && kind < N_KINDS; kind++) {
+        const update_kernel_fn kernel = kernels[u->rule][kind];
         status = ct_cuda_in_batches<ct_cuda_update_operand>(
             n_of_kind[kind] == 0 ? 0 : u->n_spans,
             [&](size_t i) {
@@ -371,8 +372,8 @@ ct_cuda_update(void *stream, const ct_update *u, ct_error *err)
                                                         : ct_cuda_update_operand();
             },
             [&](const ct_cuda_batch<ct_cuda_update_operand> &batch) {
-                CT_LAUNCH(kernels[u->rule][kind], ct_cuda_grid_size(batch.n_chunks),
-                          ct_cuda_block_size, stream, batch, options);
+                CT_LAUNCH(kernel, ct_cuda_grid_size(batch.n_chunks), ct_cuda_block_size,
+                          stream, batch, options);
                 return ct_cuda_launched("launch update", err);
             });
     }

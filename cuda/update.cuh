@@ -161,12 +161,23 @@ ct_widen(const ct_bits &bits, ct_dtype dtype, float)
     return x;
 }
 
+template <typename Reals>
+__device__ static inline ct_bits
+ct_bits_of(Reals x)
+{
+    ct_bits bits;
+    CT_UNROLL
+    for (unsigned j = 0; j < sizeof x.of / sizeof *x.of; j++) {
+        x.of[j] = CT_COMPUTED(x.of[j]);
+    }
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
 __device__ static inline ct_bits
 ct_narrow(const ct_reals<double> &x, ct_dtype)
 {
-    ct_bits bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
+    return ct_bits_of(x);
 }
 
 __device__ static inline ct_bits
@@ -181,14 +192,12 @@ ct_narrow(const ct_reals<float> &x, ct_dtype dtype)
 {
     uint16_t half[4];
     if (dtype == CT_F32) {
-        ct_bits bits;
-        memcpy(&bits, &x, sizeof bits);
-        return bits;
+        return ct_bits_of(x);
     }
     CT_UNROLL
     for (unsigned j = 0; j < 4; j++) {
-        half[j] =
-            dtype == CT_BF16 ? ct_bf16_from_f32(x.of[j]) : ct_f16_from_f32(x.of[j]);
+        half[j] = dtype == CT_BF16 ? ct_bf16_from_f32(CT_COMPUTED(x.of[j]))
+                                   : ct_f16_from_f32(CT_COMPUTED(x.of[j]));
     }
     return ct_pack(half);
 }
