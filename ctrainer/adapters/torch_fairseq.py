@@ -22,6 +22,7 @@ from ctrainer.checkpoint.torch_files import (
     load_plain,
     numpy_names,
 )
+from ctrainer.runtime.torch_process import accelerator
 
 __all__ = ["devices_elsewhere", "empty_cache", "no_grad", "rng_state", "set_rng_state"]
 
@@ -31,9 +32,7 @@ Module = nn.Module
 def choose_device(cpu: bool) -> torch.device:
     """torch's accelerator, its current one, where there is one and the CPU is not asked
     for."""
-    kind = torch.accelerator.current_accelerator()
-    usable = kind is not None and torch.accelerator.is_available() and not cpu
-    return kind if usable and kind is not None else torch.device("cpu")
+    return (None if cpu else accelerator()) or torch.device("cpu")
 
 
 def seed(value: int) -> None:
@@ -46,8 +45,8 @@ def seed(value: int) -> None:
         value (int): The seed.
     """
     torch.default_generator.manual_seed(value)
-    kind = torch.accelerator.current_accelerator()
-    if kind is not None and torch.accelerator.is_available():
+    kind = accelerator()
+    if kind is not None:
         torch.get_device_module(kind).manual_seed_all(value)
 
 

@@ -10,6 +10,15 @@ import torch
 logger = logging.getLogger(__name__)
 
 
+def accelerator() -> torch.device | None:
+    """torch's accelerator, where a device of it can be used.
+
+    Asked in this order: torch 2.6 raises where there is none.
+    """
+    there = torch.accelerator.is_available()
+    return torch.accelerator.current_accelerator() if there else None
+
+
 def choose_device(
     use_cpu: bool, tf32: bool | None, index: int = 0, ranks: int = 1
 ) -> torch.device:
@@ -27,9 +36,7 @@ def choose_device(
         "yes",
         "on",
     )
-    kind = torch.accelerator.current_accelerator()
-    if wants_cpu or kind is None or not torch.accelerator.is_available():
-        kind = torch.device("cpu")
+    kind = (None if wants_cpu else accelerator()) or torch.device("cpu")
     if tf32 and kind.type != "cuda":
         raise ValueError("tf32=True needs a CUDA device, and none is used")
     if kind.type == "cpu":

@@ -18,6 +18,7 @@ import torch
 from places import ROOT
 from ranks import run_alone
 
+from ctrainer.adapters import torch_fairseq
 from ctrainer.arguments import table
 from ctrainer.arguments.older_fields import ALIASES, OlderFields, default_of
 from ctrainer.training_args import (
@@ -655,6 +656,18 @@ class TestDevice:
         assert list(map(str, chosen)) == [f"cuda:{index}"]
         unused = [r.getMessage() for r in caplog.records if "visible" in r.getMessage()]
         assert len(unused) == (ranks == 1 and gpus > 1)
+
+    def test_torch_that_raises_without_an_accelerator_means_the_cpu(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def none_there() -> torch.device:  # as torch 2.6
+            raise RuntimeError("Cannot access accelerator device")
+
+        monkeypatch.setattr("torch.accelerator.current_accelerator", none_there)
+        monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+        assert str(TrainingArguments(str(tmp_path)).device) == "cpu"
+        torch_fairseq.seed(1)
+        assert str(torch_fairseq.choose_device(cpu=False)) == "cpu"
 
 
 class TestAdopt:
