@@ -410,8 +410,49 @@ dtype_from_torch(PyObject *op)
     return CT_DTYPE_COUNT;
 }
 
+/* The numbers of a tuple as bytes. */
+static PyObject *
+packed_numbers(PyObject *tuple)
+{
+    const Py_ssize_t n = PyTuple_GET_SIZE(tuple);
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, n * (Py_ssize_t)sizeof(int64_t));
+    int64_t *numbers = bytes == NULL ? NULL : (void *)PyBytes_AS_STRING(bytes);
+    for (Py_ssize_t i = 0; bytes != NULL && i < n; i++) {
+        numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(bytes);
+    }
+    return bytes;
+}
+
+/* The shape of a tensor, then its strides; NULL with an exception. The module keeps
+ * them: of tensors that are not in C order, of which a model has a few kinds. */
+static const int64_t *
+layout_borrow(ctpy_state *state, PyObject *op)
+{
+    PyObject *shape = PyObject_GetAttrString(op, "shape"), *kept = NULL;
+    PyObject *strides = shape == NULL ? NULL : PyObject_CallMethod(op, "stride", NULL);
+    PyObject *both = strides == NULL ? NULL : PySequence_Concat(shape, strides);
+    if (both != NULL && state->torch_layouts == NULL) {
+        state->torch_layouts = PyDict_New();
+    }
+    if (both != NULL && state->torch_layouts != NULL) {
+        kept = PyDict_GetItemWithError(state->torch_layouts, both);
+        PyObject *made = kept != NULL || PyErr_Occurred() ? NULL : packed_numbers(both);
+        if (made != NULL && PyDict_SetItem(state->torch_layouts, both, made) == 0) {
+            kept = made;
+        }
+        Py_XDECREF(made);
+    }
+    Py_XDECREF(both);
+    Py_XDECREF(strides);
+    Py_XDECREF(shape);
+    return kept == NULL ? NULL : (const void *)PyBytes_AS_STRING(kept);
+}
+
 static ctpy_problem
-ctpy_view_methods(PyObject *op, ctpy_view *view)
+ctpy_view_methods(ctpy_state *state, PyObject *op, ctpy_view *view)
 {
     int on_cpu = attribute_is(op, "device", "cpu");
     int strided = on_cpu < 1 ? on_cpu : attribute_is(op, "layout", "torch.strided");
@@ -436,8 +477,15 @@ ctpy_view_methods(PyObject *op, ctpy_view *view)
         .ndim = (int)ndim,
         .memory = CTPY_DL_CPU,
     };
-    return PyErr_Occurred() ? CTPY_PROBLEM_ADDRESS
-                            : ctpy_span_check(&view->span, contiguous == 1);
+    if (contiguous == 0 && !PyErr_Occurred()) {
+        view->shape = layout_borrow(state, op);
+        view->strides = view->shape == NULL ? NULL : view->shape + ndim;
+    }
+    return PyErr_Occurred()
+               ? CTPY_PROBLEM_ADDRESS
+               : ctpy_span_check(&view->span, view->strides == NULL ||
+                                                  is_dense(view->ndim, view->shape,
+                                                           view->strides, (size_t)n));
 }
 
 static int
@@ -452,7 +500,7 @@ view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, bool anywhere,
     }
     if (type == state->torch_parameter || type == state->torch_tensor) {
         found = state->dlpack != NULL ? ctpy_view_exchange(state->dlpack, op, view)
-                                      : ctpy_view_methods(op, view);
+                                      : ctpy_view_methods(state, op, view);
     }
     else if (type == state->numpy_ndarray) {
         found = ctpy_view_array(op, view);
@@ -503,9 +551,9 @@ ctpy_view_matches(const ctpy_view *a, const ctpy_view *b)
     if (a->span.n != b->span.n || a->span.dtype != b->span.dtype) {
         return 0;
     }
-    /* Before torch 2.10 only the number of elements is known. */
+    /* Before torch 2.10 only the number of elements is known of those in C order. */
     if (a->shape == NULL || b->shape == NULL) {
-        return 1;
+        return a->strides == b->strides;
     }
     return a->ndim == b->ndim &&
            memcmp(a->shape, b->shape, sizeof *a->shape * (size_t)a->ndim) == 0 &&

@@ -9,9 +9,9 @@
 #include "core/comm/plugin.h"
 
 /* Borrowed memory of a tensor or array without gaps. shape is NULL if only the number
- * of elements is known (torch before 2.10). strides, in elements, is NULL for elements
- * in C order; a transposed or channels-last tensor has strides, and may be processed in
- * the order of memory if every operand has equal strides. */
+ * of elements is known (torch before 2.10, in C order). strides, in elements, is NULL
+ * for elements in C order; a transposed or channels-last tensor has strides, and may be
+ * processed in the order of memory if every operand has equal strides. */
 typedef struct ctpy_view {
     ct_span span;
     int ndim;

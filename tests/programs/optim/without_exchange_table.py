@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-del torch.Tensor.__dlpack_c_exchange_api__
+if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # from torch 2.10 on
+    del torch.Tensor.__dlpack_c_exchange_api__
 
-from ctrainer import optim  # noqa: E402
+from ctrainer import optim
 
 dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 params = [torch.nn.Parameter(torch.ones(3, 2, dtype=d)) for d in dtypes]
@@ -14,8 +15,29 @@ for p in params:
     p.grad = torch.ones_like(p)
 opt.step(max_norm=1e9, zero_grads=True)
 assert all((p == 0.5).all() and not p.grad.any() for p in params)
+
+# Those of any order in memory have the bits of their likes in C order.
+images = torch.arange(120.0).view(2, 3, 4, 5)
+orders = (
+    lambda t: t,
+    lambda t: t.transpose(1, 3),
+    lambda t: t.to(memory_format=torch.channels_last),
+)
+updated = []
+for order in orders:
+    turned = torch.nn.Parameter(order(images.clone()))
+    opt = optim.AdamW([turned], lr=0.5)
+    for _ in range(2):
+        (turned * order(images)).sum().backward()
+        assert turned.grad.stride() == turned.stride()
+        opt.step(max_norm=1e9, zero_grads=True)
+    updated.append(turned.detach())
+assert torch.equal(updated[1].transpose(1, 3), updated[0])
+assert torch.equal(updated[2], updated[0])
+
 for bad in (
     torch.ones(2, 3).t(),
+    torch.ones(3, 4)[:, ::2],
     torch.ones(3, 2).to_sparse(),
     torch.ones(3, 2, dtype=torch.complex64),
     torch.ones(3, 2, device="meta"),
