@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Unpack
 
 import torch
@@ -25,6 +26,11 @@ class Adam(EngineOptimizer, torch.optim.Adam):
 
     _kind = "adam"
     _moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq if amsgrad")
+    # torch 2.6 has it for the others alone.
+    _unknown_to_torch = frozenset(
+        {"decoupled_weight_decay"}
+        - inspect.signature(torch.optim.Adam).parameters.keys()
+    )
 
     def __init__(
         self,

@@ -60,6 +60,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     # The arrays of state[param], zeros like the parameter: "name", or "name if option"
     # for the groups with that option.
     _moments: tuple[str, ...] = ()
+    # Options of torch's class that the torch at hand does not have yet.
+    _unknown_to_torch: frozenset[str] = frozenset()
     # The options that every wrapper has.
     precision_defaults: ClassVar[Mapping[str, Any]] = {
         "master_weights": False,
@@ -74,7 +76,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         self._engine = OptimEngine(self._kind)
-        names = Precision.__annotations__.keys() & options.keys()
+        ours = Precision.__annotations__.keys() | self._unknown_to_torch
+        names = ours & options.keys()
         self._precision = {name: options.pop(name) for name in names}
         try:
             super().__init__(params, **options)
