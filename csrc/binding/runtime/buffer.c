@@ -4,8 +4,8 @@
  * torch's types are found through sys.modules, so a process without torch never pays
  * for torch. NumPy arrays are read through the structure fixed by NumPy's ABI, without
  * NumPy's table of functions. A torch tensor is read through torch's exchange table
- * (from 2.10 on), at about 50 ns a gradient, or through Python methods, at a
- * microsecond. */
+ * (from 2.10 on), at about 50 ns a gradient, or through Python methods, at some
+ * microseconds. */
 #include "binding/runtime/buffer.h"
 
 #include <stdbool.h>
@@ -427,7 +427,7 @@ packed_numbers(PyObject *tuple)
 }
 
 /* The shape of a tensor, then its strides; NULL with an exception. The module keeps
- * them: of tensors that are not in C order, of which a model has a few kinds. */
+ * them: a model's parameters have a few kinds. */
 static const int64_t *
 layout_borrow(ctpy_state *state, PyObject *op)
 {
@@ -452,7 +452,7 @@ layout_borrow(ctpy_state *state, PyObject *op)
 }
 
 static ctpy_problem
-ctpy_view_methods(ctpy_state *state, PyObject *op, ctpy_view *view)
+ctpy_view_methods(ctpy_state *state, PyObject *op, bool shaped, ctpy_view *view)
 {
     int on_cpu = attribute_is(op, "device", "cpu");
     int strided = on_cpu < 1 ? on_cpu : attribute_is(op, "layout", "torch.strided");
@@ -477,20 +477,21 @@ ctpy_view_methods(ctpy_state *state, PyObject *op, ctpy_view *view)
         .ndim = (int)ndim,
         .memory = CTPY_DL_CPU,
     };
-    if (contiguous == 0 && !PyErr_Occurred()) {
+    if (shaped && !PyErr_Occurred()) {
         view->shape = layout_borrow(state, op);
-        view->strides = view->shape == NULL ? NULL : view->shape + ndim;
+        if (view->shape != NULL && contiguous == 0) {
+            view->strides = view->shape + ndim;
+            contiguous = is_dense(view->ndim, view->shape, view->strides, (size_t)n);
+        }
     }
-    return PyErr_Occurred()
-               ? CTPY_PROBLEM_ADDRESS
-               : ctpy_span_check(&view->span, view->strides == NULL ||
-                                                  is_dense(view->ndim, view->shape,
-                                                           view->strides, (size_t)n));
+    return PyErr_Occurred() ? CTPY_PROBLEM_ADDRESS
+                            : ctpy_span_check(&view->span, contiguous == 1);
 }
 
+/* shaped: also of a torch before 2.10, whose tensors cost more with their shape. */
 static int
 view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, bool anywhere,
-        ctpy_view *view)
+        bool shaped, ctpy_view *view)
 {
     PyObject *type = (PyObject *)Py_TYPE(op);
     ctpy_problem found = CTPY_PROBLEM_TYPE;
@@ -500,7 +501,7 @@ view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, bool anywhere,
     }
     if (type == state->torch_parameter || type == state->torch_tensor) {
         found = state->dlpack != NULL ? ctpy_view_exchange(state->dlpack, op, view)
-                                      : ctpy_view_methods(state, op, view);
+                                      : ctpy_view_methods(state, op, shaped, view);
     }
     else if (type == state->numpy_ndarray) {
         found = ctpy_view_array(op, view);
@@ -514,14 +515,14 @@ view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, bool anywhere,
 int
 ctpy_view_of(ctpy_state *state, PyObject *op, const ctpy_place *place, ctpy_view *view)
 {
-    return view_of(state, op, place, false, view);
+    return view_of(state, op, place, false, true, view);
 }
 
 int
 ctpy_view_anywhere(ctpy_state *state, PyObject *op, const ctpy_place *place,
                    ctpy_view *view)
 {
-    return view_of(state, op, place, true, view);
+    return view_of(state, op, place, true, true, view);
 }
 
 int
@@ -551,7 +552,7 @@ ctpy_view_matches(const ctpy_view *a, const ctpy_view *b)
     if (a->span.n != b->span.n || a->span.dtype != b->span.dtype) {
         return 0;
     }
-    /* Before torch 2.10 only the number of elements is known of those in C order. */
+    /* NumPy has none for an array without dimensions. */
     if (a->shape == NULL || b->shape == NULL) {
         return a->strides == b->strides;
     }
@@ -566,7 +567,7 @@ ctpy_span_on(ctpy_state *state, PyObject *op, const char *what, int writable,
 {
     const ctpy_place place = {what, -1, -1};
     ctpy_view view;
-    if (view_of(state, op, &place, memory != CTPY_DL_CPU, &view) < 0) {
+    if (view_of(state, op, &place, memory != CTPY_DL_CPU, false, &view) < 0) {
         return -1;
     }
     if (view.memory != memory) {

@@ -8,10 +8,10 @@
 #include "core/base/span.h"
 #include "core/comm/plugin.h"
 
-/* Borrowed memory of a tensor or array without gaps. shape is NULL if only the number
- * of elements is known (torch before 2.10, in C order). strides, in elements, is NULL
- * for elements in C order; a transposed or channels-last tensor has strides, and may be
- * processed in the order of memory if every operand has equal strides. */
+/* Borrowed memory of a tensor or array without gaps. shape is NULL for an array without
+ * dimensions. strides, in elements, is NULL for elements in C order; a transposed or
+ * channels-last tensor has strides, and may be processed in the order of memory if
+ * every operand has equal strides. */
 typedef struct ctpy_view {
     ct_span span;
     int ndim;
@@ -43,7 +43,7 @@ int ctpy_view_anywhere(ctpy_state *state, PyObject *op, const ctpy_place *place,
 /* Raises the ValueError of a tensor on a device that cannot be used; -1. */
 int ctpy_reject_device(ctpy_state *state, PyObject *op, const ctpy_place *place);
 
-/* 1 when both have the same dtype, shape and order, as far as the shapes are known. */
+/* 1 when both have the same dtype, shape and order. */
 int ctpy_view_matches(const ctpy_view *a, const ctpy_view *b);
 
 /* Tensors and arrays to spans. `op` is an exact torch.Tensor or Parameter, or a NumPy

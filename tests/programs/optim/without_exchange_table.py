@@ -35,6 +35,13 @@ for order in orders:
 assert torch.equal(updated[1].transpose(1, 3), updated[0])
 assert torch.equal(updated[2], updated[0])
 
+opt.state[turned]["exp_avg"] = torch.zeros(2, 3, 4, 5)
+with pytest.raises(ValueError, match=r"\(2, 3, 4, 5\); expected .* with strides"):
+    opt.step()
+opt.state[turned]["exp_avg"] = torch.zeros(3, 2, 5, 4)
+with pytest.raises(ValueError, match=r"\(3, 2, 5, 4\); expected .*\(2, 3, 4, 5\)"):
+    opt.step()
+
 for bad in (
     torch.ones(2, 3).t(),
     torch.ones(3, 4)[:, ::2],
