@@ -459,8 +459,12 @@ ctpy_view_methods(ctpy_state *state, PyObject *op, bool shaped, ctpy_view *view)
     if (on_cpu < 0 || strided < 0) {
         return CTPY_PROBLEM_ADDRESS;
     }
-    if (!on_cpu || !strided) {
-        return on_cpu ? CTPY_PROBLEM_ADDRESS : CTPY_PROBLEM_DEVICE;
+    if (!on_cpu) {
+        return attribute_is(op, "device", "meta") == 0 ? CTPY_PROBLEM_DEVICE
+                                                       : CTPY_PROBLEM_ADDRESS;
+    }
+    if (!strided) {
+        return CTPY_PROBLEM_ADDRESS;
     }
     int64_t contiguous = call_integer(op, "is_contiguous");
     int64_t n = contiguous < 0 ? -1 : call_integer(op, "numel");
