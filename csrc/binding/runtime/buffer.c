@@ -427,7 +427,7 @@ packed_numbers(PyObject *tuple)
 }
 
 /* The shape of a tensor, then its strides; NULL with an exception. The module keeps
- * them: a model's parameters have a few kinds. */
+ * them: there are as many as shapes of parameters and of batches. */
 static const int64_t *
 layout_borrow(ctpy_state *state, PyObject *op)
 {
