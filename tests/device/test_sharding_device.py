@@ -100,3 +100,31 @@ def test_updates_on_the_device_are_those_on_the_host(
         assert host.keys() == device.keys()
         for name, value in host.items():
             torch.testing.assert_close(device[name], value, msg=name)
+
+
+def test_no_memory_is_taken_after_the_second_update(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp_options, "_usable", lambda device: device)
+    taken: dict[int, list[int]] = {0: [], 1: []}
+
+    def update(group: _C.Communicator, device: torch.device) -> Values:
+        model = FSDP(
+            nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 3)).to(device),
+            on_neuron=False, process_group=group, gather_bits=8, reduce_bits=8,
+        )  # fmt: skip
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(5):
+            model(torch.ones(2, 64, device=device)).sum().backward()
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            group.barrier()  # the count is of both ranks
+            taken[group.rank].append(emulated_torch.allocations())
+            group.barrier()
+        return {}
+
+    on_every_rank(update)
+    for counts in taken.values():
+        assert counts[1:] == [counts[1]] * 4
+        assert counts[0] > 0  # it is counted

@@ -593,6 +593,7 @@ typedef struct clip_job {
     bool ready; /* else an exception is set, and this rank only reports its failure */
     const ct_device *device;
     void *stream;
+    ct_scratch *kept; /* two, on a GPU; NULL: they are released after the norm */
 } clip_job;
 
 /* The sum of the powers of this rank's gradients. */
@@ -600,22 +601,26 @@ static ct_status
 own_sum(const clip_job *job, double *sum, ct_error *err)
 {
     const ct_device *device = job->device;
-    ct_scratch scratch = {NULL, 0}, made = {NULL, 0};
+    ct_scratch own[2] = {
+        {NULL, 0},
+        {NULL, 0}
+    };
+    ct_scratch *scratch = job->kept != NULL ? job->kept : own, *made = scratch + 1;
     *sum = 0.0;
     /* A rank without gradients still takes part in the collective. */
     if (job->n == 0) {
         return CT_OK;
     }
-    ct_status status = device->scratch_grow(&made, sizeof *sum, err);
+    ct_status status = device->scratch_grow(made, sizeof *sum, err);
     if (status == CT_OK) {
-        status = device->norm(job->stream, &scratch, job->p, job->spans, job->n,
-                              made.data, err);
+        status = device->norm(job->stream, scratch, job->p, job->spans, job->n,
+                              made->data, err);
     }
     if (status == CT_OK) {
-        status = device->read(job->stream, made.data, sum, err);
+        status = device->read(job->stream, made->data, sum, err);
     }
-    device->scratch_release(&made);
-    device->scratch_release(&scratch);
+    device->scratch_release(&own[0]);
+    device->scratch_release(&own[1]);
     return status;
 }
 
@@ -712,6 +717,7 @@ prepare(FSDPUnit *self, PyObject *params, clip_job *job, PyObject *owners)
     /* Offloaded shards have their gradients in host memory. */
     job->device = self->core.config.offload ? &ct_device_cpu : self->core.device;
     job->stream = self->core.stream;
+    job->kept = job->device == &ct_device_cpu ? NULL : self->core.ledger->norm;
     return job->ready ? 0 : -1;
 }
 

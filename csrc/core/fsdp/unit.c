@@ -111,6 +111,9 @@ ct_fsdp_ledger_close(ct_fsdp_ledger *ledger, const ct_device *device)
     ct_block_cache_close(&ledger->cache);
     device->scratch_release(&ledger->staging);
     device->scratch_release(&ledger->zero);
+    device->scratch_release(&ledger->messages);
+    device->scratch_release(&ledger->norm[0]);
+    device->scratch_release(&ledger->norm[1]);
 }
 
 /* ---- offloaded shards ------------------------------------------------------------
@@ -180,9 +183,9 @@ download(const ct_fsdp *unit, const ct_span *shard, const ct_span *here, bool ad
  * Source: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant
  * Model Training", 2023. */
 
-/* Buffers of one collective; `blank` is the residual where none is kept. */
+/* Buffers of one collective, in the ledger's memory; `blank` is the residual where none
+ * is kept. */
 typedef struct buffers {
-    ct_scratch memory;
     char *sent, *received;
     float *blank;
 } buffers;
@@ -206,21 +209,39 @@ lay_out(size_t n, int bits)
 
 /* blank: elements of the blank residual. */
 static ct_status
-open_buffers(buffers *b, const ct_device *device, size_t sent, size_t received,
+open_buffers(buffers *b, const ct_fsdp *unit, size_t sent, size_t received,
              size_t blank, ct_error *err)
 {
     const size_t floats = (blank * sizeof(float) + ALIGN - 1) / ALIGN * ALIGN;
-    *b = (buffers){
-        .memory = {NULL, 0}
-    };
-    ct_status status =
-        device->scratch_grow(&b->memory, floats + sent + received + 1, err);
+    ct_fsdp_ledger *ledger = unit->ledger;
+    ct_scratch *memory = &ledger->messages;
+    double unused;
+    ct_status status = CT_OK;
+    *b = (buffers){.blank = NULL};
+    if (memory->data != NULL && ledger->messages_stream != unit->stream) {
+        /* Waits for the work on the last one. */
+        status =
+            unit->device->read(ledger->messages_stream, memory->data, &unused, err);
+    }
     if (status == CT_OK) {
-        b->blank = b->memory.data;
-        b->sent = (char *)b->memory.data + floats;
+        status = unit->device->scratch_grow(
+            memory, floats + sent + received + sizeof unused, err);
+    }
+    if (status == CT_OK) {
+        ledger->messages_stream = unit->stream;
+        b->blank = memory->data;
+        b->sent = (char *)memory->data + floats;
         b->received = b->sent + sent;
     }
     return status;
+}
+
+static void
+close_buffers(const ct_fsdp *unit)
+{
+    if (unit->device == &ct_device_cpu) {
+        unit->device->scratch_release(&unit->ledger->messages);
+    }
 }
 
 /* residual NULL: the rounding error is dropped. */
@@ -270,8 +291,7 @@ gather_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *full,
     const size_t ranks = (size_t)comm->world_size;
     const size_t bytes = lay_out(shard->n, bits).bytes;
     buffers b;
-    ct_status status =
-        open_buffers(&b, unit->device, bytes, bytes * ranks, shard->n, err);
+    ct_status status = open_buffers(&b, unit, bytes, bytes * ranks, shard->n, err);
     if (status == CT_OK) {
         status = encode(unit, bits, &b, shard, NULL, b.sent, err);
     }
@@ -288,7 +308,7 @@ gather_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *full,
         status =
             decode(unit, bits, &part, b.received + rank * bytes, 1, bytes, 1.0F, err);
     }
-    unit->device->scratch_release(&b.memory);
+    close_buffers(unit);
     return status;
 }
 
@@ -747,8 +767,8 @@ exchange_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *whole,
     const bool blank = residual == NULL || !is_complete(presence);
     buffers b;
     unsigned char *bits = ct_alloc(marks + 1);
-    ct_status status = open_buffers(&b, unit->device, bytes * ranks, bytes * ranks,
-                                    blank ? n : 0, err);
+    ct_status status =
+        open_buffers(&b, unit, bytes * ranks, bytes * ranks, blank ? n : 0, err);
     if (status == CT_OK && bits == NULL) {
         status = ct_fail(err, CT_ENOMEM, "no memory for the bits of %zu bytes", marks);
     }
@@ -779,7 +799,7 @@ exchange_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *whole,
         status =
             receive_bits(unit, comm, presence, bits, b.received + values, bytes, err);
     }
-    unit->device->scratch_release(&b.memory);
+    close_buffers(unit);
     ct_free(bits);
     return status;
 }

@@ -26,6 +26,10 @@ typedef struct ct_fsdp_ledger {
     ct_block_cache cache;
     ct_scratch staging; /* of the device: a shard on its way to or from the host */
     ct_scratch zero;    /* of the device: a float of 0, made at the first use */
+    /* Of a GPU alone, which waits for all its work when memory is released. */
+    ct_scratch messages;   /* of quantized collectives */
+    void *messages_stream; /* that the last one was on */
+    ct_scratch norm[2];    /* of clipping: partial sums, and the sum */
 } ct_fsdp_ledger;
 
 /* A parameter's place in its group, and whether a rank has its gradient. */
