@@ -662,11 +662,15 @@ ctpy_device_of(ctpy_state *state, PyObject *op, const ctpy_place *place,
 int
 ctpy_current_stream(ctpy_state *state, int memory, int ordinal, void **stream)
 {
-    const ctpy_dlpack_api *api = state->dlpack;
     *stream = NULL;
     if (memory == CTPY_DL_CPU) {
         return 0;
     }
+    /* The first tensor of the process may be one that nobody has looked at. */
+    if (state->torch_tensor == NULL && find_types(state) < 0) {
+        return -1;
+    }
+    const ctpy_dlpack_api *api = state->dlpack;
     if (api == NULL || api->current_work_stream == NULL) {
         PyErr_SetString(PyExc_RuntimeError,
                         "this torch has no function for its current stream: kernels on "
