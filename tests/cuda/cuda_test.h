@@ -88,6 +88,17 @@ get(ct_dtype dtype, const void *data, size_t i)
     }
 }
 
+/* The stream of the tests: no other is behind it by chance. */
+static inline cudaStream_t
+stream()
+{
+    static cudaStream_t made;
+    if (made == NULL) {
+        CHECK(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking) == cudaSuccess);
+    }
+    return made;
+}
+
 /* The same bytes twice, for a kernel of the CPU and for one of the device. The data
  * starts `shift` elements into its block, hence at an address aligned to no more. */
 struct twin {
@@ -108,8 +119,8 @@ struct twin {
         pattern = ++last;
         const size_t bytes = (n + shift) * element + GUARD;
         CHECK(cudaMalloc(&block, bytes) == cudaSuccess);
-        CHECK(cudaMemsetAsync(block, pattern, bytes, NULL) == cudaSuccess);
-        CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+        CHECK(cudaMemsetAsync(block, pattern, bytes, stream()) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(stream()) == cudaSuccess);
     }
     twin(const twin &) = delete;
     twin(twin &&other) noexcept
@@ -141,8 +152,8 @@ struct twin {
     void upload() const
     {
         CHECK(cudaMemcpyAsync(device(), host.data(), host.size(),
-                              cudaMemcpyHostToDevice, NULL) == cudaSuccess);
-        CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+                              cudaMemcpyHostToDevice, stream()) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(stream()) == cudaSuccess);
     }
 
     /* With `more` bytes of those behind the last element. */
@@ -150,8 +161,8 @@ struct twin {
     {
         std::vector<unsigned char> back(host.size() + more);
         CHECK(cudaMemcpyAsync(back.data(), device(), back.size(),
-                              cudaMemcpyDeviceToHost, NULL) == cudaSuccess);
-        CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+                              cudaMemcpyDeviceToHost, stream()) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(stream()) == cudaSuccess);
         return back;
     }
 

@@ -109,7 +109,7 @@ check_rule(ct_rule rule, bool mixed)
         ct_update update = {rule, coefs, f.host.data(), f.host.size(), step == 1, 0.75};
         check_ok(ct_device_cpu.update(NULL, &update, &err), err);
         update.spans = f.device.data();
-        check_ok(ct_device_cuda.update(NULL, &update, &err), err);
+        check_ok(ct_device_cuda.update(stream(), &update, &err), err);
         for (const twin &it : f.arrays) {
             CHECK(it.agree());
         }
@@ -130,8 +130,8 @@ test_average_equals_the_cpu()
     }
     CHECK(ct_device_cpu.average(NULL, host_averages.data(), host_values.data(),
                                 f.host.size(), 0.9, NULL) == CT_OK);
-    CHECK(ct_device_cuda.average(NULL, averages.data(), values.data(), f.host.size(),
-                                 0.9, NULL) == CT_OK);
+    CHECK(ct_device_cuda.average(stream(), averages.data(), values.data(),
+                                 f.host.size(), 0.9, NULL) == CT_OK);
     for (const twin &it : f.arrays) {
         CHECK(it.agree());
     }
@@ -161,8 +161,8 @@ test_scale_equals_the_cpu()
         check_ok(
             ct_device_cpu.scale(NULL, factor, limit, host.data(), host.size(), &err),
             err);
-        check_ok(ct_device_cuda.scale(NULL, factor, limit, device.data(), device.size(),
-                                      &err),
+        check_ok(ct_device_cuda.scale(stream(), factor, limit, device.data(),
+                                      device.size(), &err),
                  err);
         check_agreement(arrays);
     }
@@ -178,7 +178,7 @@ test_scale_keeps_nan_and_limits_infinity()
         put(dtype, x.host.data(), 2, -INFINITY);
         x.upload();
         const ct_span span = x.on_device();
-        CHECK(ct_device_cuda.scale(NULL, 2.0, 0.5, &span, 1, NULL) == CT_OK);
+        CHECK(ct_device_cuda.scale(stream(), 2.0, 0.5, &span, 1, NULL) == CT_OK);
         const std::vector<unsigned char> back = x.download();
         CHECK(isnan(get(dtype, back.data(), 0)));
         CHECK(get(dtype, back.data(), 1) == 0.5 && get(dtype, back.data(), 2) == -0.5);
@@ -201,7 +201,7 @@ test_zero_fills_every_dtype_and_nothing_beside_it()
                 const ct_span host = {&whole.host[at], n, (ct_dtype)type};
                 const ct_span device = {(char *)whole.device() + at, n, (ct_dtype)type};
                 CHECK(ct_device_cpu.zero(NULL, &host, 1, NULL) == CT_OK);
-                CHECK(ct_device_cuda.zero(NULL, &device, 1, NULL) == CT_OK);
+                CHECK(ct_device_cuda.zero(stream(), &device, 1, NULL) == CT_OK);
                 CHECK(whole.agree());
             }
         }
@@ -256,7 +256,7 @@ test_copy_converts_as_the_cpu_does()
     CHECK(arrays.size() <= 256); /* or the spans point at moved arrays */
     CHECK(ct_device_cpu.copy(NULL, to_host.data(), from_host.data(), to_host.size(),
                              NULL) == CT_OK);
-    CHECK(ct_device_cuda.copy(NULL, to_device.data(), from_device.data(),
+    CHECK(ct_device_cuda.copy(stream(), to_device.data(), from_device.data(),
                               to_device.size(), NULL) == CT_OK);
     for (const twin &it : arrays) {
         CHECK(it.agree());
@@ -288,7 +288,7 @@ test_add_rounds_as_the_cpu_does()
     for (double factor : {1.0, 1.0 / 3.0, 1e5}) { /* the last overflows float16 */
         CHECK(ct_device_cpu.add(NULL, to_host.data(), from_host.data(), sums.size(),
                                 factor, NULL) == CT_OK);
-        CHECK(ct_device_cuda.add(NULL, to_device.data(), from_device.data(),
+        CHECK(ct_device_cuda.add(stream(), to_device.data(), from_device.data(),
                                  sums.size(), factor, NULL) == CT_OK);
         for (const twin &it : sums) {
             CHECK(it.agree());
@@ -302,9 +302,9 @@ test_add_rejects_what_does_not_fit()
     twin a(CT_F32, 4, 0), b(CT_F32, 3, 0), c(CT_I32, 4, 0);
     const ct_span sum = a.on_device(), shorter = b.on_device(), whole = c.on_device();
     ct_error err;
-    CHECK(ct_device_cuda.add(NULL, &sum, &shorter, 1, 1.0, &err) == CT_EINVAL);
+    CHECK(ct_device_cuda.add(stream(), &sum, &shorter, 1, 1.0, &err) == CT_EINVAL);
     CHECK(strcmp(err.message, "add: span 0 has 4 elements for 3 values") == 0);
-    CHECK(ct_device_cuda.add(NULL, &sum, &whole, 1, 1.0, &err) == CT_EINVAL);
+    CHECK(ct_device_cuda.add(stream(), &sum, &whole, 1, 1.0, &err) == CT_EINVAL);
     CHECK(strcmp(err.message, "add: span 0 is int32, and only float dtypes work") == 0);
 }
 
@@ -320,7 +320,7 @@ test_copy_keeps_nan()
             }
             from.upload();
             const ct_span source = from.on_device(), target = to.on_device();
-            CHECK(ct_device_cuda.copy(NULL, &target, &source, 1, NULL) == CT_OK);
+            CHECK(ct_device_cuda.copy(stream(), &target, &source, 1, NULL) == CT_OK);
             const std::vector<unsigned char> back = to.download();
             for (size_t i = 0; i < to.n; i++) {
                 CHECK(isnan(get(to.dtype, back.data(), i)));
@@ -340,7 +340,7 @@ test_copy_moves_bytes_of_any_dtype()
         }
         from.upload();
         const ct_span source = from.on_device(), target = to.on_device();
-        CHECK(ct_device_cuda.copy(NULL, &target, &source, 1, NULL) == CT_OK);
+        CHECK(ct_device_cuda.copy(stream(), &target, &source, 1, NULL) == CT_OK);
         std::vector<unsigned char> expected = from.host;
         expected.resize(expected.size() + twin::GUARD, to.pattern);
         CHECK(to.download(twin::GUARD) == expected);

@@ -46,7 +46,7 @@ check_product(ct_dtype dtype, bool trans_a, bool trans_b, shape s, double beta)
     ct_scratch scratch = {};
     check_ok(ct_device_cpu.gemm(NULL, &scratch, &on_host, &err), err);
     ct_device_cpu.scratch_release(&scratch);
-    check_ok(ct_device_cuda.gemm(NULL, &scratch, &on_device, &err), err);
+    check_ok(ct_device_cuda.gemm(stream(), &scratch, &on_device, &err), err);
 
     const double unit = dtype == CT_F64 ? 1.11e-16 : 5.96e-8;
     const double bound = 2 * ((double)s.k + 3) * unit * (1.5 * (double)s.k + 1);
@@ -91,14 +91,30 @@ test_gemm_rejects_what_the_cpu_rejects()
     g.dtype = CT_F16;
     g.m = g.n = g.k = g.lda = g.ldb = g.ldc = 2;
     g.a = g.b = g.c = x;
-    CHECK(ct_device_cuda.gemm(NULL, &scratch, &g, &err) == CT_EINVAL);
+    CHECK(ct_device_cuda.gemm(stream(), &scratch, &g, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "got float16") != NULL);
     g.dtype = CT_F32;
     g.ldb = 1;
     CHECK(ct_device_cpu.gemm(NULL, &scratch, &g, &err) == CT_EINVAL);
-    CHECK(ct_device_cuda.gemm(NULL, &scratch, &g, &err) == CT_EINVAL);
+    CHECK(ct_device_cuda.gemm(stream(), &scratch, &g, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "ldb must be >= 2, got 1") != NULL);
 }
+
+#ifdef CT_EMUL
+static void
+test_more_devices_than_there_is_room_for_are_rejected()
+{
+    const ct_gemm gemm = {CT_F32, false, false, 1,    1, 1, 1,
+                          0,      NULL,  NULL,  NULL, 1, 1, 1};
+    ct_error err;
+    emul::n_devices = 65;
+    CHECK(cudaSetDevice(64) == cudaSuccess);
+    CHECK(ct_device_cuda.gemm(NULL, NULL, &gemm, &err) == CT_EDEVICE);
+    CHECK(strcmp(err.message, "device 64: at most 64 devices work") == 0);
+    CHECK(cudaSetDevice(0) == cudaSuccess);
+    emul::n_devices = 1;
+}
+#endif
 
 int
 main()
@@ -107,6 +123,7 @@ main()
 #ifdef CT_EMUL
     const char *folder = CT_EMUL_WHEELS;
     CHECK(ct_dynlib_set_path(&folder, 1, NULL) == CT_OK);
+    test_more_devices_than_there_is_room_for_are_rejected();
 #endif
     test_gemm_is_within_its_bound();
     test_gemm_rejects_what_the_cpu_rejects();

@@ -4,7 +4,7 @@
 
 #include "../../cuda/launch.cuh"
 
-static const cudaStream_t stream = (cudaStream_t)(uintptr_t)0x5eed;
+static const cudaStream_t other = (cudaStream_t)(uintptr_t)0x5eed;
 
 /* Every entry with one span of n elements of dtype, or with none. */
 struct fixture {
@@ -45,21 +45,21 @@ struct fixture {
         update.zero_grads = true;
         switch (entry) {
         case 0:
-            return ct_device_cuda.norm(stream, &scratch, 2.0, &x, 1, sum, &err);
+            return ct_device_cuda.norm(other, &scratch, 2.0, &x, 1, sum, &err);
         case 1:
-            return ct_device_cuda.update(stream, &update, &err);
+            return ct_device_cuda.update(other, &update, &err);
         case 2:
-            return ct_device_cuda.scale(stream, 0.5, INFINITY, &x, 1, &err);
+            return ct_device_cuda.scale(other, 0.5, INFINITY, &x, 1, &err);
         case 3:
-            return ct_device_cuda.norms(stream, &scratch, 2.0, &x, 1, sum, &err);
+            return ct_device_cuda.norms(other, &scratch, 2.0, &x, 1, sum, &err);
         case 4:
-            return ct_device_cuda.average(stream, &x, &y, 1, 0.5, &err);
+            return ct_device_cuda.average(other, &x, &y, 1, 0.5, &err);
         case 5:
-            return ct_device_cuda.add(stream, &x, &y, 1, 0.5, &err);
+            return ct_device_cuda.add(other, &x, &y, 1, 0.5, &err);
         case 6:
-            return ct_device_cuda.zero(stream, &x, 1, &err);
+            return ct_device_cuda.zero(other, &x, 1, &err);
         default:
-            return ct_device_cuda.copy(stream, &y, &x, 1, &err);
+            return ct_device_cuda.copy(other, &y, &x, 1, &err);
         }
     }
 };
@@ -76,7 +76,7 @@ test_an_entry_enqueues_on_its_stream_and_does_not_wait()
         fixture f(CT_F32, 100);
         CHECK(f.call(entry) == CT_OK);
         CHECK(emul::seen.launches >= 1);
-        CHECK(emul::seen.stream == stream);
+        CHECK(emul::seen.stream == other);
         CHECK(emul::seen.waits == 0);
         CHECK(emul::seen.allocations == 0);
     }
@@ -88,7 +88,7 @@ test_read_waits()
     fixture f(CT_F32, 1);
     double host = -1.0;
     CHECK(f.call(0) == CT_OK);
-    CHECK(ct_device_cuda.read(stream, f.sum, &host, &f.err) == CT_OK);
+    CHECK(ct_device_cuda.read(other, f.sum, &host, &f.err) == CT_OK);
     CHECK(emul::seen.waits == 1);
 }
 
@@ -139,9 +139,9 @@ test_copy_rejects_unequal_lengths_and_odd_pairs()
     const ct_span shorter = {f.a.device(), 99, CT_F32};
     const ct_span whole = {f.b.device(), 100, CT_F32};
     const ct_span integers = {f.b.device(), 100, CT_I32};
-    CHECK(ct_device_cuda.copy(stream, &whole, &shorter, 1, &f.err) == CT_EINVAL);
-    CHECK(ct_device_cuda.copy(stream, &whole, &integers, 1, &f.err) == CT_EINVAL);
-    CHECK(ct_device_cuda.copy(stream, &integers, &whole, 1, &f.err) == CT_EINVAL);
+    CHECK(ct_device_cuda.copy(other, &whole, &shorter, 1, &f.err) == CT_EINVAL);
+    CHECK(ct_device_cuda.copy(other, &whole, &integers, 1, &f.err) == CT_EINVAL);
+    CHECK(ct_device_cuda.copy(other, &integers, &whole, 1, &f.err) == CT_EINVAL);
     CHECK(emul::seen.launches == 0);
 }
 
@@ -153,6 +153,7 @@ test_scratch_grows_by_doubling_and_survives_a_rejection()
     emul::reset();
     CHECK(ct_device_cuda.scratch_grow(&scratch, 100, &err) == CT_OK);
     CHECK(ct_device_cuda.scratch_grow(&scratch, 50, &err) == CT_OK);
+    CHECK(ct_device_cuda.scratch_grow(&scratch, 100, &err) == CT_OK);
     CHECK(emul::seen.allocations == 1);
     CHECK(ct_device_cuda.scratch_grow(&scratch, 101, &err) == CT_OK);
     CHECK(scratch.bytes == 200);

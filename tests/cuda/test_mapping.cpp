@@ -28,6 +28,8 @@ test_memory_is_handed_on_when_it_is_needed()
     ct_block_cache spares = {};
     open_maps(maps, 3, bytes, false);
     const size_t before = emul::vm.created;
+    check_ok(ct_mapping_obtain(&maps[0], 0, &spares, NULL), {});
+    CHECK(emul::vm.created == before);
     obtain(&maps[0], &spares);
     const void *address = maps[0].data;
     ct_mapping_release(&maps[0], &spares);
@@ -50,6 +52,33 @@ test_memory_is_handed_on_when_it_is_needed()
     for (ct_mapping &map : maps) {
         ct_mapping_close(&map);
     }
+    CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
+}
+
+/* The work is on its stream, and not done, when the memory is released and taken. */
+static void
+test_memory_is_handed_on_behind_the_work_on_it()
+{
+    const size_t bytes[] = {1 << 20, 1 << 20};
+    ct_mapping maps[2];
+    ct_block_cache spares = {};
+    cudaStream_t stream;
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    open_maps(maps, 2, bytes, false);
+    for (int i = 0; i < 20; i++) { /* now and then a stream is early */
+        ct_mapping *map = &maps[i % 2];
+        map->stream = stream;
+        obtain(map, &spares);
+        const ct_span all = {map->data, bytes[0], CT_U8};
+        CHECK(ct_device_cuda.zero(stream, &all, 1, NULL) == CT_OK);
+        ct_mapping_release(map, &spares);
+    }
+    CHECK(emul::vm.blocks == 1);
+    ct_mapping_close(&maps[0]);
+    ct_mapping_close(&maps[1]);
+    ct_block_cache_close(&spares);
+    CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
+    CHECK(cudaStreamDestroy(stream) == cudaSuccess);
     CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
 }
 
@@ -130,6 +159,7 @@ main()
 {
     test_an_old_driver_is_told(); /* first: what is found is kept */
     test_memory_is_handed_on_when_it_is_needed();
+    test_memory_is_handed_on_behind_the_work_on_it();
     test_memory_that_is_short();
     test_bytes_go_up_and_come_down();
     test_a_mapping_takes_as_much_as_is_asked_for();

@@ -17,8 +17,9 @@ static const ct_comm_ops *host_ops;
 static ct_status
 move_on_device(ct_comm *comm, const ct_request *r, ct_error *err)
 {
-    return r->what == CT_ALL_TO_ALL ? ct_device_cuda.copy(NULL, &r->out, &r->in, 1, err)
-                                    : host_ops->run(comm, r, err);
+    return r->what == CT_ALL_TO_ALL
+               ? ct_device_cuda.copy(stream(), &r->out, &r->in, 1, err)
+               : host_ops->run(comm, r, err);
 }
 
 struct lone_group {
@@ -90,8 +91,8 @@ check_empty_sums(const ct_update &update, const double *measured)
 {
     std::vector<double> sums(CT_MEASURES * update.n_spans);
     CHECK(cudaMemcpyAsync(sums.data(), measured, sums.size() * sizeof(double),
-                          cudaMemcpyDeviceToHost, NULL) == cudaSuccess);
-    CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+                          cudaMemcpyDeviceToHost, stream()) == cudaSuccess);
+    CHECK(cudaStreamSynchronize(stream()) == cudaSuccess);
     for (size_t i = 0; i < sums.size(); i++) {
         CHECK(update.spans[i / CT_MEASURES].n != 0 || sums[i] == 0.0);
     }
@@ -109,14 +110,14 @@ measure_on_device(const ct_update &update)
     check_ok(ct_device_cuda.scratch_grow(&sums, n_sums * sizeof(double), &err), err);
     ct_rule_coef *to = (ct_rule_coef *)settled.data;
     double *measured = (double *)sums.data;
-    CHECK(cudaMemsetAsync(measured, 0xff, n_sums * sizeof(double), NULL) ==
+    CHECK(cudaMemsetAsync(measured, 0xff, n_sums * sizeof(double), stream()) ==
           cudaSuccess);
-    check_ok(ct_device_cuda.measure(NULL, &scratch, &update, measured, &err), err);
+    check_ok(ct_device_cuda.measure(stream(), &scratch, &update, measured, &err), err);
     check_empty_sums(update, measured);
-    check_ok(ct_device_cuda.settle(NULL, &update, measured, to, &err), err);
-    CHECK(cudaMemcpyAsync(back.data(), to, bytes, cudaMemcpyDeviceToHost, NULL) ==
+    check_ok(ct_device_cuda.settle(stream(), &update, measured, to, &err), err);
+    CHECK(cudaMemcpyAsync(back.data(), to, bytes, cudaMemcpyDeviceToHost, stream()) ==
           cudaSuccess);
-    CHECK(cudaStreamSynchronize(NULL) == cudaSuccess);
+    CHECK(cudaStreamSynchronize(stream()) == cudaSuccess);
     ct_device_cuda.scratch_release(&scratch);
     ct_device_cuda.scratch_release(&sums);
     ct_device_cuda.scratch_release(&settled);
@@ -245,8 +246,8 @@ check_factors(size_t matrices, size_t rows, size_t cols, ct_dtype grad_dtype,
                      0.7,
                      0.8,
                      1e-3};
-    check_ok(ct_device_cuda.factor_sums(NULL, &on_device, &f, 1, &err), err);
-    check_ok(ct_device_cuda.factor(NULL, &f, 1, &err), err);
+    check_ok(ct_device_cuda.factor_sums(stream(), &on_device, &f, 1, &err), err);
+    check_ok(ct_device_cuda.factor(stream(), &f, 1, &err), err);
     f.grad = grad.host.data();
     f.sums = (double *)sums.host.data();
     f.row = row.host.data();
@@ -346,14 +347,14 @@ check_steps(const ct_optim_group &group, double bound, size_t most_waits)
         for (twin &it : both.grads) {
             it.fill(&numbers, -1.0, 1.0);
         }
-        check_ok(ct_optim_update(host, NULL, &pass, &err), err);
+        check_ok(ct_optim_update(host, stream(), &pass, &err), err);
 #ifdef CT_EMUL
         emul::seen.waits = 0;
-        check_ok(ct_optim_update(device, NULL, &pass, &err), err);
+        check_ok(ct_optim_update(device, stream(), &pass, &err), err);
         CHECK(step == 0 || emul::seen.waits <= most_waits); /* memory is got first */
 #else
         (void)most_waits;
-        check_ok(ct_optim_update(device, NULL, &pass, &err), err);
+        check_ok(ct_optim_update(device, stream(), &pass, &err), err);
 #endif
     }
     for (const twin &it : both.params) {
@@ -390,8 +391,8 @@ check_part_steps(const ct_optim_group &group)
             whole.grads[i].fill(&numbers, -1.0, 1.0);
             part.grads[i].fill(&again, -1.0, 1.0);
         }
-        check_ok(ct_optim_update(first, NULL, &pass, &err), err);
-        check_ok(ct_optim_update(second, NULL, &pass, &err), err);
+        check_ok(ct_optim_update(first, stream(), &pass, &err), err);
+        check_ok(ct_optim_update(second, stream(), &pass, &err), err);
     }
     for (size_t i = 0; i < part.params.size(); i++) {
         CHECK(whole.params[i].download() == part.params[i].download());

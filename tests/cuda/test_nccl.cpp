@@ -370,6 +370,27 @@ test_host_memory_is_copied()
     });
 }
 
+/* Memory for the copies is missing once: then there is none, and later there is. */
+static void
+test_memory_for_copies_may_be_missing()
+{
+    ct_comm *comm = join_alone(30.0);
+    std::vector<float> values(1000, 1.0f);
+    const ct_span few = {values.data(), 10, CT_F32},
+                  all = {values.data(), 1000, CT_F32};
+    ct_error err;
+    check_ok(ct_comm_all_reduce(comm, &few, CT_REDUCE_SUM, &err), err);
+    emul::fail_malloc = 1;
+    CHECK(ct_comm_all_reduce(comm, &all, CT_REDUCE_SUM, &err) == CT_EDEVICE);
+    CHECK(strstr(err.message, "get memory for a collective on host memory") != NULL);
+    CHECK(cudaGetLastError() == cudaErrorMemoryAllocation);
+    check_ok(ct_comm_all_reduce(comm, &few, CT_REDUCE_SUM, &err), err);
+    emul::fail_malloc = 1;
+    CHECK(ct_comm_all_reduce(comm, &all, CT_REDUCE_SUM, &err) == CT_EDEVICE);
+    CHECK(cudaGetLastError() == cudaErrorMemoryAllocation);
+    comm->ops->free(comm);
+}
+
 /* Ranks 2 and 0 in that order; rank 1 alone; then a group that rank 1 is not in. */
 static void
 test_groups_are_split()
@@ -400,7 +421,10 @@ test_nothing_to_send_is_no_collective()
     ct_comm *comm = comms[1];
     ct_error err;
     const ct_span nothing_at_all = {NULL, 0, CT_F32};
+    const ct_request begun = {CT_ALL_REDUCE, CT_REDUCE_SUM, 0, nothing_at_all, {}, {}};
+    ct_work *work = NULL;
     CHECK(ct_comm_all_reduce(comm, &nothing_at_all, CT_REDUCE_SUM, &err) == CT_OK);
+    CHECK(ct_comm_start(comm, &begun, &work, &err) == CT_OK && work == NULL);
 }
 
 int
@@ -423,6 +447,7 @@ main()
     test_nothing_to_send_is_no_collective();
     test_a_stream_cannot_be_followed_without_an_event();
     test_host_memory_is_copied();
+    test_memory_for_copies_may_be_missing();
     test_groups_are_split();
     test_a_rejected_collective_breaks_the_group();
     test_a_dead_peer_ends_the_wait();

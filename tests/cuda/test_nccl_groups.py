@@ -106,6 +106,12 @@ def test_operands_that_do_not_fit_are_rejected_on_every_rank(
     assert on_every_rank(cuda, monkeypatch, work) == ["nccl", "nccl"]
 
 
+def test_the_versions_are_those_of_what_is_found(cuda: Any) -> None:
+    assert cuda.versions() == {
+        "runtime": "13.0", "driver": "13.0", "cublas": "13.1", "nccl": "2.29",
+    }  # fmt: skip
+
+
 def test_arguments_out_of_range_are_named(cuda: Any) -> None:
     id = cuda.comm_id()
     with pytest.raises(ValueError, match="rank must be in"):

@@ -43,10 +43,10 @@ sum_on_device(double p, const std::vector<ct_span> &list)
     double sum = -1.0;
     check_ok(ct_device_cuda.scratch_grow(&result, sizeof(double), &err), err);
     double *device_sum = (double *)result.data;
-    check_ok(ct_device_cuda.norm(NULL, &scratch, p, list.data(), list.size(),
+    check_ok(ct_device_cuda.norm(stream(), &scratch, p, list.data(), list.size(),
                                  device_sum, &err),
              err);
-    check_ok(ct_device_cuda.read(NULL, device_sum, &sum, &err), err);
+    check_ok(ct_device_cuda.read(stream(), device_sum, &sum, &err), err);
     ct_device_cuda.scratch_release(&scratch);
     ct_device_cuda.scratch_release(&result);
     return sum;
@@ -133,11 +133,11 @@ sums_on_device(double p, const std::vector<ct_span> &list)
         ct_device_cuda.scratch_grow(&result, list.size() * sizeof(double) + 1, &err),
         err);
     double *on_device = (double *)result.data;
-    check_ok(ct_device_cuda.norms(NULL, &scratch, p, list.data(), list.size(),
+    check_ok(ct_device_cuda.norms(stream(), &scratch, p, list.data(), list.size(),
                                   on_device, &err),
              err);
     for (size_t i = 0; i < list.size(); i++) {
-        check_ok(ct_device_cuda.read(NULL, on_device + i, &sums[i], &err), err);
+        check_ok(ct_device_cuda.read(stream(), on_device + i, &sums[i], &err), err);
     }
     ct_device_cuda.scratch_release(&scratch);
     ct_device_cuda.scratch_release(&result);

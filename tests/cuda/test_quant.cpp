@@ -128,7 +128,7 @@ check_rule(ct_rule rule)
         ct_update update = {rule, coefs, f.host.data(), f.host.size(), step == 1, 0.75};
         check_ok(ct_device_cpu.update(NULL, &update, &err), err);
         update.spans = f.device.data();
-        check_ok(ct_device_cuda.update(NULL, &update, &err), err);
+        check_ok(ct_device_cuda.update(stream(), &update, &err), err);
         for (size_t a = 0; a < f.arrays.size(); a++) {
             check_array(f.arrays[a], (int)(a % ARRAYS));
         }

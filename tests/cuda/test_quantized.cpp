@@ -54,10 +54,10 @@ check_length(random_numbers *numbers, ct_dtype dtype, size_t n, int bits)
     const ct_decoding back = f.decoding(true), device_back = f.decoding(false);
     ct_error err;
     check_ok(ct_device_cpu.encode(NULL, &host, &err), err);
-    check_ok(ct_device_cuda.encode(NULL, &device, &err), err);
+    check_ok(ct_device_cuda.encode(stream(), &device, &err), err);
     CHECK(f.quantized.agree() && f.scales.agree() && f.residual.agree());
     check_ok(ct_device_cpu.decode(NULL, &back, &err), err);
-    check_ok(ct_device_cuda.decode(NULL, &device_back, &err), err);
+    check_ok(ct_device_cuda.decode(stream(), &device_back, &err), err);
     CHECK(f.values.agree());
     CHECK(n <= 600 || isnan(get(dtype, f.values.host.data(), 400)));
     CHECK(n <= 600 || !isnan(get(dtype, f.values.host.data(), 100)));

@@ -58,8 +58,8 @@ step(ct_optim *optim, const ct_step_config &config)
 {
     ct_step_result result;
     ct_error err;
-    check_ok(ct_step_measure(optim, NULL, &config, 4.0, &result, &err), err);
-    check_ok(ct_step_apply(optim, NULL, &config, 4.0, &result, &err), err);
+    check_ok(ct_step_measure(optim, stream(), &config, 4.0, &result, &err), err);
+    check_ok(ct_step_apply(optim, stream(), &config, 4.0, &result, &err), err);
     return result;
 }
 

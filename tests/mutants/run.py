@@ -86,6 +86,7 @@ def said(status: int | None, text: str) -> str:
     if status is None:
         return "hung"
     lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("CTRAINER_EMUL_SEED=")]
     named = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return f"{status}: {(named or lines[-1:] or ['nothing'])[0][:300]}"
 
