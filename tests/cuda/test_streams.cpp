@@ -212,11 +212,12 @@ main()
 {
     test_nothing_is_done_before_somebody_waits();
     test_a_copy_goes_where_its_kind_says();
-#ifndef __SANITIZE_ADDRESS__ /* there accesses are the sanitizer's to look at */
+#ifdef __SANITIZE_ADDRESS__
+    return 0; /* accesses are the sanitizer's to look at */
+#endif
     test_streams_are_ordered_by_events_and_waits_alone();
     test_memory_is_used_only_while_it_is_there();
     test_a_stream_is_its_devices();
     test_threads_are_ordered_by_barriers_of_their_block();
-#endif
     return 0;
 }

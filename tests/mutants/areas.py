@@ -779,9 +779,12 @@ AREAS = {
                 "cuda/test_nccl_groups.py cuda/test_fsdp_device.py",
             "cuda/norm.cu":
                 "cuda/test_launch.cpp cuda/test_norm.cpp",
-            "cuda/update.cu cuda/elementwise.cu":
+            "cuda/elementwise.cu":
                 "cuda/test_launch.cpp cuda/test_elementwise.cpp "
                 "cuda/test_step.cpp",
+            "cuda/update.cu":
+                "cuda/test_launch.cpp cuda/test_elementwise.cpp "
+                "cuda/test_measure.cpp cuda/test_step.cpp",
             "cuda/quantized.cu":
                 "cuda/test_quantized.cpp",
         },
