@@ -194,6 +194,7 @@ struct runner {
         for (const work_ptr &part : all->parts) {
             end(part);
         }
+        all->work = nullptr; /* it names what names it */
         changed.notify_all();
         return true;
     }
@@ -362,6 +363,7 @@ abort(const std::shared_ptr<meeting> &all)
 {
     const held_lock held(device_lock);
     all->aborted = true;
+    all->work = nullptr;
     changed.notify_all();
 }
 
