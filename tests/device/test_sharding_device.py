@@ -4,49 +4,25 @@ what the CPU gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import emulated_torch
+import any_gpu
 import pytest
 import torch
 from torch import nn
 
 from ctrainer import _C
-from ctrainer.comm import nccl
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 from ctrainer.fsdp import options as fsdp_options
 
-RANKS = 2
 Values = dict[str, torch.Tensor]
+
+pytestmark = pytest.mark.skipif(any_gpu.REAL, reason="ranks are threads of one GPU")
 
 
 @pytest.fixture(scope="module")
 def gpu() -> torch.device:
-    return emulated_torch.device()
-
-
-def on_every_rank(
-    work: Callable[[_C.Communicator, torch.device], Values],
-) -> list[Values]:
-    cuda = nccl.plugin()
-    id = cuda.comm_id()
-
-    def be_rank(rank: int) -> Values:
-        gpu = torch.device("emul", rank)
-        emulated_torch.be_host(rank)
-        torch.accelerator.set_device_index(gpu)
-        beside = torch.Stream(gpu).stream_id
-        group = _C.plugin_communicator(cuda.plugin, id, rank, RANKS, beside, 60.0)
-        try:
-            return work(group, gpu)
-        finally:
-            group.close()
-
-    with ThreadPoolExecutor(RANKS) as pool:
-        begun = [pool.submit(be_rank, rank) for rank in range(RANKS)]
-        return [done.result(120) for done in begun]
+    return any_gpu.device()
 
 
 def trained(
@@ -94,8 +70,8 @@ def test_updates_on_the_device_are_those_on_the_host(
 ) -> None:
     monkeypatch.setattr(fsdp_options, "_usable", lambda device: device)
     cpu = torch.device("cpu")
-    on_host = on_every_rank(lambda group, _: trained(group, cpu, **options))
-    on_device = on_every_rank(lambda group, gpu: trained(group, gpu, **options))
+    on_host = any_gpu.on_nccl_ranks(lambda group, _: trained(group, cpu, **options))
+    on_device = any_gpu.on_nccl_ranks(lambda group, gpu: trained(group, gpu, **options))
     for host, device in zip(on_host, on_device, strict=True):
         assert host.keys() == device.keys()
         for name, value in host.items():
@@ -120,11 +96,11 @@ def test_no_memory_is_taken_after_the_second_update(
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
             group.barrier()  # the count is of both ranks
-            taken[group.rank].append(emulated_torch.allocations())
+            taken[group.rank].append(any_gpu.allocations())
             group.barrier()
         return {}
 
-    on_every_rank(update)
+    any_gpu.on_nccl_ranks(update)
     for counts in taken.values():
         assert counts[1:] == [counts[1]] * 4
         assert counts[0] > 0  # it is counted

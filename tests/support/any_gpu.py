@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import emulated_torch
 import pytest
 import torch
+
+from ctrainer import _C
+from ctrainer.comm import nccl
 
 REAL = os.environ.get("CTRAINER_TEST_GPU") == "1"
 KIND = "cuda" if REAL else "emul"
@@ -33,3 +39,29 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, close: float = 0) -
     real GPU to LIMIT at least."""
     limit = max(close, LIMIT)
     torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=limit, atol=limit)
+
+
+RANKS = 2
+
+
+def on_nccl_ranks(work: Callable[[_C.Communicator, torch.device], Any]) -> list[Any]:
+    """What the work of each rank returns: a thread and an emulated GPU each, in a group
+    of NCCL on a stream beside torch's."""
+    device()
+    cuda = nccl.plugin()
+    id = cuda.comm_id()
+
+    def be_rank(rank: int) -> Any:
+        gpu = torch.device("emul", rank)
+        emulated_torch.be_host(rank)
+        torch.accelerator.set_device_index(gpu)
+        beside = torch.Stream(gpu).stream_id
+        group = _C.plugin_communicator(cuda.plugin, id, rank, RANKS, beside, 60.0)
+        try:
+            return work(group, gpu)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        begun = [pool.submit(be_rank, rank) for rank in range(RANKS)]
+        return [done.result(120) for done in begun]

@@ -331,6 +331,9 @@ exchange(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
     const bool rounds = is_rounded(r, b);
     const int owner = r->plan.buckets[b].owner;
     ct_status status = rounds ? round_off(r, comm, b, err) : CT_OK;
+    if (status == CT_OK) { /* the gradients are on their way to the bucket */
+        status = ct_comm_follow(comm, r->stream, err);
+    }
     const ct_request request = {
         .what = owner == CT_EVERY_RANK ? CT_ALL_REDUCE : CT_REDUCE,
         /* Rounded gradients have been divided already. */
@@ -395,11 +398,7 @@ start(ct_reducer *r, ct_comm *comm, size_t b, ct_error *err)
     }
     ct_comm *const named = ct_comm_of_host(comm);
     ct_comm_label(named, &r->label, CT_ALL_REDUCE);
-    /* The gradients are on the way to the bucket. */
-    ct_status status = ct_comm_follow(comm, r->stream, err);
-    if (status == CT_OK) {
-        status = exchange(r, comm, b, err);
-    }
+    ct_status status = exchange(r, comm, b, err);
     ct_comm_unlabel(named);
     r->label.call += status == CT_OK;
     if (status != CT_OK) {
