@@ -139,3 +139,21 @@ def test_parameters_that_move_in_a_block_are_told(gpu: torch.device, name: str) 
             trained(group, made, moved, range(3, 8))
 
     on_ranks(2, train)
+
+
+@pytest.mark.skipif(any_gpu.REAL, reason="ranks are threads of one GPU")
+@pytest.mark.parametrize("name", WAYS)
+def test_blocks_over_nccl_are_behind_torchs_stream(name: str) -> None:
+    dtypes = [torch.float32, torch.float64, torch.float32]
+
+    def train(group: Any, device: torch.device) -> list[torch.Tensor]:
+        made, params = make(group, device, dtypes, **WAYS[name])
+        found = trained(group, made, params, range(UPDATES))
+        made.finish()
+        return found + [p.detach().cpu() for p in params]
+
+    cpu = torch.device("cpu")
+    on_host = any_gpu.on_nccl_ranks(lambda group, _: train(group, cpu))
+    for here, there in zip(on_host, any_gpu.on_nccl_ranks(train), strict=True):
+        for a, b in zip(here, there, strict=True):
+            assert torch.equal(a, b)

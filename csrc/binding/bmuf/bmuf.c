@@ -356,10 +356,7 @@ run_on_device(BMUF *self, ct_comm *comm, const bmuf_tensors *t, bmuf_pass *pass,
     ct_comm *there = ctpy_comm_at(comm, target, &staged);
     ct_status status = ct_device_switch(target->device, &ordinal, err);
     if (status == CT_OK) {
-        status = ct_comm_follow(comm, target->stream, err);
-        if (status == CT_OK) {
-            status = pass(&self->core, there, &t->list, err);
-        }
+        status = pass(&self->core, there, &t->list, err);
         (void)ct_device_switch(target->device, &ordinal, &unused);
     }
     ct_staged_fini(&staged);

@@ -528,6 +528,13 @@ sum_model(const ct_bmuf *b, int64_t *result, ct_error *err)
     return status;
 }
 
+/* The next collective is behind the kernels so far. */
+static ct_status
+follow(const ct_bmuf *b, ct_comm *comm, ct_status status, ct_error *err)
+{
+    return status == CT_OK ? ct_comm_follow(comm, b->stream, err) : status;
+}
+
 /* Gathers a number of each rank, by way of memory that the group takes. */
 static ct_status
 gather_numbers(ct_bmuf *b, ct_comm *comm, int64_t own, int64_t *numbers, ct_error *err)
@@ -686,6 +693,7 @@ scatter(const coding *c, ct_error *err)
     for (int rank = 0; status == CT_OK && rank < ranks; rank++) {
         status = encode_part(c, rank, c->sent + (size_t)rank * bytes, err);
     }
+    status = follow(c->bmuf, c->comm, status, err);
     if (status == CT_OK) {
         status = ct_comm_all_to_all(c->comm, &out, &in, err);
     }
@@ -703,6 +711,7 @@ gather(const coding *c, ct_error *err)
     const ct_span in = {c->sent, bytes, CT_U8};
     const ct_span out = {c->received, bytes * (size_t)ranks, CT_U8};
     ct_status status = encode_part(c, c->comm->rank, c->sent, err);
+    status = follow(c->bmuf, c->comm, status, err);
     if (status == CT_OK) {
         status = ct_comm_all_gather(c->comm, &out, &in, err);
     }
@@ -764,8 +773,12 @@ static ct_status
 sum_terms(const reduction *r, const batch *s, ct_error *err)
 {
     const ct_span terms = terms_of(s);
-    return is_quantized(r) ? sum_quantized(r->bmuf, r->comm, &terms, err)
-                           : ct_comm_all_reduce(r->comm, &terms, CT_REDUCE_SUM, err);
+    if (is_quantized(r)) {
+        return sum_quantized(r->bmuf, r->comm, &terms, err);
+    }
+    ct_status status = follow(r->bmuf, r->comm, CT_OK, err);
+    return status == CT_OK ? ct_comm_all_reduce(r->comm, &terms, CT_REDUCE_SUM, err)
+                           : status;
 }
 
 /* Batch by batch; quantized values in a single batch. */
@@ -890,6 +903,7 @@ broadcast_batch(ct_bmuf *b, ct_comm *comm, int root, batch *s, ct_error *err)
     if (status == CT_OK) {
         status = copy_terms(b, s, false, err);
     }
+    status = follow(b, comm, status, err);
     if (status == CT_OK) {
         const ct_span terms = terms_of(s);
         status = ct_comm_broadcast(comm, &terms, root, err);
@@ -938,6 +952,7 @@ ct_bmuf_adopt(ct_bmuf *b, ct_comm *comm, const ct_bmuf_list *list, ct_error *err
     }
     status = comm->rank == root ? ct_bmuf_load(b, &b->global, list, err)
                                 : ct_bmuf_start(b, list, err);
+    status = follow(b, comm, status, err);
     for (int d = 0; status == CT_OK && d < CT_BMUF_DTYPES; d++) {
         const ct_span all = {b->momentum.memory[d].data, b->n[d], (ct_dtype)d};
         status = ct_comm_broadcast(comm, &all, root, err);
@@ -968,6 +983,7 @@ begin_sum(ct_bmuf *b, ct_comm *comm, ct_dtype dtype, ct_error *err)
         .what = CT_ALL_REDUCE, .op = CT_REDUCE_SUM, .in = {span.param, span.n, dtype}
     };
     ct_status status = b->device->update(b->stream, &update, err);
+    status = follow(b, comm, status, err);
     return status == CT_OK ? ct_comm_start(comm, &sum, &b->work[dtype], err) : status;
 }
 
