@@ -80,9 +80,9 @@ DEVICE = (
     Fixed(
         "cuda/elementwise.cu",
         "swap operands",
-        "ct_store(ct_load(sums[i]) + ct_load(added), &sums[i]);",
-        "ct_store((real)fmaf((float)ct_load(values[i]), (float)factor, "
-        "(float)ct_load(sums[i])), &sums[i]);",
+        "ct_store(ct_load(sum) + ct_load(added), &sum);",
+        "ct_store((real)fmaf((float)ct_load(value), (float)factor, "
+        "(float)ct_load(sum)), &sum);",
         "a product and a sum are contracted",
         "cuda/test_elementwise.cpp",
     ),

@@ -56,8 +56,8 @@ int ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op,
 /* Raises the ValueError of an array without write access; -1. */
 int ctpy_reject_readonly(const char *what);
 
-/* The group for spans in the target's memory: comm, or *staged over it, whose maker
- * ends it. */
+/* The group for spans in the target's memory: comm, or *staged over comm; the
+ * caller ends *staged. */
 ct_comm *ctpy_comm_at(ct_comm *comm, const ctpy_target *target, ct_staged *staged);
 
 /* A group over a Python object with rank, world_size and

@@ -78,7 +78,7 @@ ctpy_comm_reduce_numbers(ctpy_state *state, PyObject *op, const ct_label *label,
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
-/* The group's stream may be another than torch's, which has the work on the tensor. */
+/* Torch's stream has the work on the tensor; the group's may be another. */
 static int
 follow_torch(ctpy_state *state, const ct_comm *comm, const ctpy_view *view)
 {

@@ -98,8 +98,8 @@ read_view(GradReducer *self, PyObject *tensor, Py_ssize_t param, const char *wha
     return grad_reducer_view(self, tensor, text, view);
 }
 
-/* Has the core work on the stream that torch works on now. What it has enqueued on
- * another one in this pass has to be done then: `there` is in the device's memory. */
+/* Has the core work on the stream that torch works on now. Earlier work of this pass on
+ * another stream has to end first; `there` is in the device's memory. */
 static int
 follow_torch(GradReducer *self, const ct_span *there)
 {

@@ -65,7 +65,7 @@ grad_reducer_name(const GradReducer *self, Py_ssize_t param)
     return PyUnicode_AsUTF8(PyTuple_GET_ITEM(self->names, param));
 }
 
-/* The group that the core calls: the communicator's, or the staged one over it. */
+/* The group that the core calls: the communicator's, or a staged group over that. */
 static inline ct_comm *
 grad_reducer_group(GradReducer *self, ct_comm *comm)
 {

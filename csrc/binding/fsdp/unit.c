@@ -593,7 +593,7 @@ typedef struct clip_job {
     bool ready; /* else an exception is set, and this rank only reports its failure */
     const ct_device *device;
     void *stream;
-    ct_scratch *kept; /* two, on a GPU; NULL: they are released after the norm */
+    ct_scratch *kept; /* two, on a GPU; NULL: released after the norm */
 } clip_job;
 
 /* The sum of the powers of this rank's gradients. */

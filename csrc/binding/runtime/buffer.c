@@ -666,7 +666,7 @@ ctpy_current_stream(ctpy_state *state, int memory, int ordinal, void **stream)
     if (memory == CTPY_DL_CPU) {
         return 0;
     }
-    /* The first tensor of the process may be one that nobody has looked at. */
+    /* No tensor of the process may have been read yet. */
     if (state->torch_tensor == NULL && find_types(state) < 0) {
         return -1;
     }

@@ -99,8 +99,8 @@ ctpy_target_has(const ctpy_target *target, const ctpy_view *view)
     return view->memory == target->memory && view->ordinal == target->ordinal;
 }
 
-/* The memory of the tensor `what`, which has to be the target's; a target that is not
- * chosen yet becomes the tensor's. 0, or -1 with an exception. */
+/* The memory of a tensor on the target's device; a target not chosen yet becomes the
+ * tensor's. 0, or -1 with an exception. */
 int ctpy_view_at(ctpy_state *state, PyObject *op, const char *what, ctpy_target *target,
                  ctpy_view *view);
 

@@ -219,7 +219,7 @@ open_buffers(buffers *b, const ct_fsdp *unit, size_t sent, size_t received,
     ct_status status = CT_OK;
     *b = (buffers){.blank = NULL};
     if (memory->data != NULL && ledger->messages_stream != unit->stream) {
-        /* Waits for the work on the last one. */
+        /* Waits for the work on the last stream. */
         status =
             unit->device->read(ledger->messages_stream, memory->data, &unused, err);
     }

@@ -26,9 +26,9 @@ typedef struct ct_fsdp_ledger {
     ct_block_cache cache;
     ct_scratch staging; /* of the device: a shard on its way to or from the host */
     ct_scratch zero;    /* of the device: a float of 0, made at the first use */
-    /* Of a GPU alone, which waits for all its work when memory is released. */
+    /* On a GPU alone: releasing memory there waits for all work. */
     ct_scratch messages;   /* of quantized collectives */
-    void *messages_stream; /* that the last one was on */
+    void *messages_stream; /* of the last message */
     ct_scratch norm[2];    /* of clipping: partial sums, and the sum */
 } ct_fsdp_ledger;
 
