@@ -75,8 +75,8 @@ def no_loss(model: Any, outputs: Any, inputs: Any) -> str:
         return wrong_return(model, "forward", outputs, wanted)
     return (
         f"the model returned no loss, only {list(outputs)}, for the inputs "
-        f"{list(inputs)}; give it labels (numbers: the default data_collator leaves out "
-        "text), pass compute_loss_func, or override compute_loss"
+        f"{list(inputs)}; give it labels (numbers: the default data_collator leaves "
+        "out text), pass compute_loss_func, or override compute_loss"
     )
 
 
