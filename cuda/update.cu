@@ -231,7 +231,7 @@ each_of(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
         Vector vector, One one)
 {
     const unsigned n = 16 / sizeof(Real);
-    const unsigned ahead = Rule::n_states < 2 && !Rule::is_factored ? 2 : 1;
+    const unsigned ahead = Rule::n_states < 2 ? 2 : 1;
     const bool wide = operand.wide && (Rule::is_factored || operand.row == NULL);
     ct_each_vector<n, ahead>(
         range, wide,
@@ -309,12 +309,11 @@ update_quantized(const ct_cuda_update_operand &operand, const ct_cuda_range &ran
 /* ---- kernels --------------------------------------------------------------------- */
 
 /* For one type of computation, with 8-bit state or not, as a kernel has the registers
- * of the path that needs most. In double the constants alone take up to 22, each array
- * 4: 64 do not hold them. */
+ * of the path that needs most. Where four blocks leave too few: in double the constants
+ * alone take up to 22, each array 4; Adafactor finds a row and a column besides. */
 template <typename Rule, typename Real>
-static constexpr int resident = sizeof(Real) == 4     ? 4
-                                : Rule::n_states == 3 ? 2
-                                                      : 3;
+static constexpr int resident =
+    sizeof(Real) == 8 ? (Rule::n_states == 3 ? 2 : 3) : (Rule::is_factored ? 3 : 4);
 
 template <typename Rule, typename Real, bool Quantized>
 CT_KERNEL_BY((resident<Rule, Real>))
@@ -442,7 +441,7 @@ measure_range(const measure_operand &operand, const ct_cuda_range &range, double
 }
 
 template <typename Rule, typename Real>
-CT_KERNEL_BY(3) /* LAMB's constants, arrays and sums do not fit 64 registers */
+CT_KERNEL_BY(sizeof(Real) == 8 ? 2 : 3) /* sums in double, besides */
 measure_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
                double *partials)
 {

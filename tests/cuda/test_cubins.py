@@ -79,12 +79,19 @@ def kernels(source: Path, arch: str) -> dict[str, Kernel]:
 
 
 def most_registers(name: str) -> int:
-    """64, but for the sums of measured rules, and for rules in double, whose constants
-    take twice as many."""
-    if name.startswith("_Z14measure_kernel"):
-        return 80
-    double = re.match(r"_Z13update_kernelI\d+ct_rule_(\w+?)dLb", name)
-    return 64 if double is None else 128 if double[1] in THREE_STATES else 80
+    """64; where these do not hold the constants, sums and arrays, for sums of measured
+    rules, Adafactor and rules in double, 80 or 128."""
+    kernel = re.match(
+        r"_Z\d+(update|measure)_kernelI\d+(ct_rule|measured)_(\w+?)([fd])(E|Lb)", name
+    )
+    if kernel is None:
+        return 64
+    in_double = kernel[4] == "d"
+    if kernel[1] == "measure":
+        return 128 if in_double else 80
+    if in_double:
+        return 128 if kernel[3] in THREE_STATES else 80
+    return 80 if kernel[3].startswith("adafactor") else 64
 
 
 def resident(kernel: Kernel, arch: str) -> int:
