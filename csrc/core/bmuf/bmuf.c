@@ -257,6 +257,7 @@ add_piece(batch *s, piece *pieces, const ct_bmuf_tensor *t)
 {
     const size_t left = t->span.n - s->offset, room = s->most - s->n;
     const size_t n = left < room ? left : room;
+    /* NOLINTNEXTLINE(clang-analyzer-core.NullDereference): reserve_operands() failed */
     pieces[s->n_pieces++] = (piece){
         .span = part_of(&t->span, s->offset, n),
         .copy = part_of(&t->copy, s->offset, n),
