@@ -11,9 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import any_gpu
 import pytest
 from draws import EXHAUSTIVE
 from places import ROOT
+
+pytestmark = pytest.mark.skipif(any_gpu.REAL, reason="rehearses without a GPU")
 
 STAGES = ["versions", "bandwidth", "updates"]
 STAGES += ["steps", "kernels"] if EXHAUSTIVE else []
