@@ -26,9 +26,8 @@ import ctrainer
 
 WARM_UP = 5  # updates before the clock is read
 
-Task = tuple[
-    Callable[[], nn.Module], int, int
-]  # a model, rows of a batch, their length
+# A model, the rows of a batch, their length.
+Task = tuple[Callable[[], nn.Module], int, int]
 
 
 def gpt2(**sizes: Any) -> nn.Module:

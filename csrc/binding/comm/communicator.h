@@ -56,6 +56,13 @@ int ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op,
 /* Raises the ValueError of an array without write access; -1. */
 int ctpy_reject_readonly(const char *what);
 
+/* Whether the group takes spans in the target's memory. */
+static inline bool
+ctpy_comm_takes(const ct_comm *comm, const ctpy_target *target)
+{
+    return target->device == &ct_device_cpu || comm->ops->takes_device_memory;
+}
+
 /* The group for spans in the target's memory: comm, or *staged over comm; the
  * caller ends *staged. */
 ct_comm *ctpy_comm_at(ct_comm *comm, const ctpy_target *target, ct_staged *staged);

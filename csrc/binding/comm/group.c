@@ -128,9 +128,7 @@ ct_comm *
 ctpy_comm_at(ct_comm *comm, const ctpy_target *target, ct_staged *staged)
 {
     ct_staged_init(staged, comm, target->device, target->stream);
-    return target->device == &ct_device_cpu || comm->ops->takes_device_memory
-               ? comm
-               : &staged->base;
+    return ctpy_comm_takes(comm, target) ? comm : &staged->base;
 }
 
 /* ---- the beginning and the end of a group ---------------------------------------- */

@@ -69,9 +69,7 @@ grad_reducer_name(const GradReducer *self, Py_ssize_t param)
 static inline ct_comm *
 grad_reducer_group(GradReducer *self, ct_comm *comm)
 {
-    return self->target.device == &ct_device_cpu || comm->ops->takes_device_memory
-               ? comm
-               : &self->staged.base;
+    return ctpy_comm_takes(comm, &self->target) ? comm : &self->staged.base;
 }
 
 /* The memory of the tensor `text`, on the parameters' device. 0, or -1 with an
