@@ -1,9 +1,11 @@
-/* The CUDA device: the table, memory, and the two waiting entries. Mirrors
+/* The CUDA device: the table, memory, and the entries that wait. Mirrors
  * csrc/cpu/device.c.
  *
  * Entries work on the calling thread's current device, which must be the stream's. */
 #include "kernels.h"
 #include "status.h"
+
+#include <string.h>
 
 /* kDLCUDA. The host emulation of the tests, with device memory that torch may use as
  * the host's, defines another. */
@@ -68,6 +70,67 @@ ct_cuda_read(void *stream, const double *device_value, double *host, ct_error *e
                          cudaMemcpyDeviceToHost, err);
 }
 
+/* Pinned memory, as a copy to any other waits for the stream. */
+static ct_status
+open_read(ct_pending_read *read, ct_error *err)
+{
+    ct_status status = CT_OK;
+    if (read->host == NULL) {
+        status = ct_cuda_check(
+            cudaHostAlloc(&read->host, CT_PENDING_READ_MAX, cudaHostAllocDefault),
+            "get pinned memory", err);
+    }
+    if (status == CT_OK && read->event == NULL) {
+        status = ct_cuda_check(cudaEventCreateWithFlags((cudaEvent_t *)&read->event,
+                                                        cudaEventDisableTiming),
+                               "make an event", err);
+    }
+    if (status != CT_OK) {
+        (void)cudaGetLastError(); /* or the next launch would report the error */
+    }
+    return status;
+}
+
+ct_status
+ct_cuda_read_begin(void *stream, ct_pending_read *read, const void *device_values,
+                   size_t bytes, ct_error *err)
+{
+    const cudaStream_t s = (cudaStream_t)stream;
+    ct_status status = open_read(read, err);
+    read->bytes = bytes;
+    if (status == CT_OK) {
+        status = ct_cuda_check(cudaMemcpyAsync(read->host, device_values, bytes,
+                                               cudaMemcpyDeviceToHost, s),
+                               "copy to the host", err);
+    }
+    return status == CT_OK ? ct_cuda_check(cudaEventRecord((cudaEvent_t)read->event, s),
+                                           "record an event", err)
+                           : status;
+}
+
+ct_status
+ct_cuda_read_end(const ct_pending_read *read, void *values, ct_error *err)
+{
+    ct_status status = ct_cuda_check(cudaEventSynchronize((cudaEvent_t)read->event),
+                                     "wait for a copy to the host", err);
+    if (status == CT_OK) {
+        memcpy(values, read->host, read->bytes);
+    }
+    return status;
+}
+
+/* The copy may still be under way. */
+void
+ct_cuda_read_release(ct_pending_read *read)
+{
+    if (read->event != NULL) {
+        (void)cudaEventSynchronize((cudaEvent_t)read->event);
+        (void)cudaEventDestroy((cudaEvent_t)read->event);
+    }
+    (void)cudaFreeHost(read->host);
+    *read = {NULL, NULL, 0};
+}
+
 ct_status
 ct_cuda_use(int ordinal, int *before, ct_error *err)
 {
@@ -86,6 +149,7 @@ const ct_device ct_device_cuda = {
     "cuda",
     ct_cuda_norm,
     ct_cuda_norms,
+    ct_cuda_clip,
     ct_cuda_update,
     ct_cuda_average,
     ct_cuda_measure,
@@ -101,6 +165,9 @@ const ct_device ct_device_cuda = {
     ct_cuda_decode,
     ct_cuda_transfer,
     ct_cuda_read,
+    ct_cuda_read_begin,
+    ct_cuda_read_end,
+    ct_cuda_read_release,
     ct_cuda_scratch_grow,
     ct_cuda_scratch_release,
     ct_cuda_use,

@@ -8,6 +8,7 @@ CT_BEGIN_DECLS
 
 ct_norm_fn ct_cuda_norm;
 ct_norms_fn ct_cuda_norms;
+ct_clip_fn ct_cuda_clip;
 ct_update_fn ct_cuda_update;
 ct_average_fn ct_cuda_average;
 ct_measure_fn ct_cuda_measure;
@@ -23,6 +24,9 @@ ct_encode_fn ct_cuda_encode;
 ct_decode_fn ct_cuda_decode;
 ct_transfer_fn ct_cuda_transfer;
 ct_read_fn ct_cuda_read;
+ct_read_begin_fn ct_cuda_read_begin;
+ct_read_end_fn ct_cuda_read_end;
+ct_read_release_fn ct_cuda_read_release;
 ct_scratch_grow_fn ct_cuda_scratch_grow;
 ct_scratch_release_fn ct_cuda_scratch_release;
 ct_use_fn ct_cuda_use;

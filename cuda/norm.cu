@@ -175,6 +175,16 @@ fold_kernel(ct_norm_kind kind, const double *partials, size_t n, double *total)
     }
 }
 
+CT_KERNEL
+clip_kernel(const ct_clip_request request, ct_norm_kind kind, const double *partials,
+            size_t n, ct_clip_outcome *outcome)
+{
+    const double sum = ct_list_sum(kind, partials, n, 1);
+    if (threadIdx.x == 0) {
+        *outcome = ct_clip_outcome_of(&request, kind, sum);
+    }
+}
+
 /* Folds each operand's partial sums, a block for each operand. */
 CT_KERNEL
 fold_each_kernel(const ct_cuda_batch<norm_operand> __grid_constant__ batch,
@@ -263,28 +273,54 @@ prepare(void *stream, ct_scratch *scratch, size_t n_chunks, double *sums, size_t
                : status;
 }
 
+/* The chunks' sums, in the scratch; without a chunk, *sum becomes 0. */
+static ct_status
+partial_sums(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
+             size_t n_spans, size_t *n_chunks, double *sum, ct_error *err)
+{
+    ct_status status = count_chunks(spans, n_spans, n_chunks, err);
+    if (status == CT_OK) {
+        const bool empty = *n_chunks == 0 && sum != NULL;
+        status = prepare(stream, scratch, *n_chunks, sum, empty, err);
+    }
+    return status == CT_OK ? enqueue(
+                                 stream, p, (double *)scratch->data, spans, n_spans,
+                                 [](const ct_cuda_batch<norm_operand> &,
+                                    const double *) { return CT_OK; },
+                                 err)
+                           : status;
+}
+
 ct_status
 ct_cuda_norm(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
              size_t n_spans, double *sum, ct_error *err)
 {
     size_t n_chunks;
-    ct_status status = count_chunks(spans, n_spans, &n_chunks, err);
-    if (status == CT_OK) {
-        status = prepare(stream, scratch, n_chunks, sum, n_chunks == 0, err);
-    }
+    ct_status status =
+        partial_sums(stream, scratch, p, spans, n_spans, &n_chunks, sum, err);
     if (status != CT_OK || n_chunks == 0) {
         return status;
     }
-    double *partials = (double *)scratch->data;
-    status = enqueue(
-        stream, p, partials, spans, n_spans,
-        [](const ct_cuda_batch<norm_operand> &, const double *) { return CT_OK; }, err);
+    CT_LAUNCH(fold_kernel, 1, ct_cuda_block_size, stream, ct_norm_kind_of(p),
+              (const double *)scratch->data, n_chunks, sum);
+    return ct_cuda_launched("launch the norm's last sum", err);
+}
+
+ct_status
+ct_cuda_clip(void *stream, ct_scratch *scratch, const ct_clip_request *request,
+             const ct_span *spans, size_t n_spans, ct_clip_outcome *outcome,
+             ct_error *err)
+{
+    size_t n_chunks;
+    const double p = request->norm_type;
+    ct_status status =
+        partial_sums(stream, scratch, p, spans, n_spans, &n_chunks, NULL, err);
     if (status != CT_OK) {
         return status;
     }
-    CT_LAUNCH(fold_kernel, 1, ct_cuda_block_size, stream, ct_norm_kind_of(p), partials,
-              n_chunks, sum);
-    return ct_cuda_launched("launch the norm's last sum", err);
+    CT_LAUNCH(clip_kernel, 1, ct_cuda_block_size, stream, *request, ct_norm_kind_of(p),
+              (const double *)scratch->data, n_chunks, outcome);
+    return ct_cuda_launched("launch the factor of clipping", err);
 }
 
 ct_status

@@ -15,7 +15,32 @@ enum {
 struct update_options {
     bool zero_grads;
     ct_ema_coef ema;
+    const ct_clip_outcome *clip;
 };
+
+/* Has a rule a factor of gradients among its constants? */
+template <typename Constants, typename = void> struct scales_grads {
+    static const bool value = false;
+};
+template <typename Constants>
+struct scales_grads<Constants, decltype((void)Constants::grad_scale)> {
+    static const bool value = true;
+};
+
+/* An operand's constants in the type that is computed in. */
+template <typename Rule, typename Real>
+__device__ static inline auto
+constants_of(const ct_cuda_update_operand &operand, const update_options &options)
+{
+    const ct_rule_coef *constants = ct_constants(operand);
+    auto c = Rule::rounded(constants, Real());
+    if constexpr (scales_grads<decltype(c)>::value) {
+        if (options.clip != NULL) {
+            c.grad_scale = (Real)(constants->grad_scale * options.clip->coef);
+        }
+    }
+    return c;
+}
 
 /* ---- a chunk --------------------------------------------------------------------- */
 
@@ -255,7 +280,7 @@ __device__ static inline void
 update(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
        const update_options &options)
 {
-    const auto c = Rule::rounded(ct_constants(operand), Real());
+    const auto c = constants_of<Rule, Real>(operand, options);
     each_of<Rule, Real>(
         operand, range,
         [&](size_t i, values<Rule, Real> x) {
@@ -275,7 +300,7 @@ update_quantized(const ct_cuda_update_operand &operand, const ct_cuda_range &ran
                  const update_options &options)
 {
     __shared__ float middles[CT_RULE_MAX_STATES][CT_QUANT_MAP_SIZE];
-    const auto c = Rule::rounded(ct_constants(operand), Real());
+    const auto c = constants_of<Rule, Real>(operand, options);
     for (int k = 0; k < Rule::n_states; k++) {
         ct_fill_middles(middles[k], operand, k);
     }
@@ -320,6 +345,9 @@ CT_KERNEL_BY((resident<Rule, Real>))
 update_kernel(const ct_cuda_batch<ct_cuda_update_operand> __grid_constant__ batch,
               const update_options options)
 {
+    if (options.clip != NULL && options.clip->skip) {
+        return;
+    }
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
         const ct_cuda_update_operand &operand = batch.operands[range.operand];
@@ -357,7 +385,8 @@ ct_status
 ct_cuda_update(void *stream, const ct_update *u, ct_error *err)
 {
     ct_status status = ct_update_check(u, err);
-    const update_options options = {u->zero_grads, ct_ema_coef_of(u->ema_decay)};
+    const update_options options = {u->zero_grads, ct_ema_coef_of(u->ema_decay),
+                                    u->clip};
     size_t n_of_kind[N_KINDS] = {};
     for (size_t i = 0; status == CT_OK && i < u->n_spans; i++) {
         n_of_kind[kind_of(*u, u->spans[i])]++;

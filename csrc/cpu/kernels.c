@@ -290,6 +290,37 @@ ct_cpu_transfer(void *stream, void *to, const void *from, size_t bytes, ct_error
 }
 
 ct_status
+ct_cpu_read_begin(void *stream, ct_pending_read *read, const void *device_values,
+                  size_t bytes, ct_error *err)
+{
+    (void)stream;
+    if (read->host == NULL) {
+        read->host = ct_calloc(1, CT_PENDING_READ_MAX);
+    }
+    if (read->host == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory to read values into");
+    }
+    memcpy(read->host, device_values, bytes);
+    read->bytes = bytes;
+    return CT_OK;
+}
+
+ct_status
+ct_cpu_read_end(const ct_pending_read *read, void *values, ct_error *err)
+{
+    (void)err;
+    memcpy(values, read->host, read->bytes);
+    return CT_OK;
+}
+
+void
+ct_cpu_read_release(ct_pending_read *read)
+{
+    ct_free(read->host);
+    *read = (ct_pending_read){0};
+}
+
+ct_status
 ct_cpu_scratch_grow(ct_scratch *scratch, size_t bytes, ct_error *err)
 {
     return ct_grow(&scratch->data, &scratch->bytes, bytes, 1, err);

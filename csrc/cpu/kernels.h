@@ -122,6 +122,7 @@ void ct_partition_fold(const ct_partition *partition, const double *partial,
 
 ct_norm_fn ct_cpu_norm;
 ct_norms_fn ct_cpu_norms;
+ct_clip_fn ct_cpu_clip;
 ct_update_fn ct_cpu_update;
 ct_average_fn ct_cpu_average;
 ct_measure_fn ct_cpu_measure;
@@ -137,6 +138,9 @@ ct_encode_fn ct_cpu_encode;
 ct_decode_fn ct_cpu_decode;
 ct_transfer_fn ct_cpu_transfer;
 ct_read_fn ct_cpu_read;
+ct_read_begin_fn ct_cpu_read_begin;
+ct_read_end_fn ct_cpu_read_end;
+ct_read_release_fn ct_cpu_read_release;
 ct_scratch_grow_fn ct_cpu_scratch_grow;
 ct_scratch_release_fn ct_cpu_scratch_release;
 ct_use_fn ct_cpu_use;

@@ -97,6 +97,21 @@ ct_cpu_norm(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
     return CT_OK;
 }
 
+ct_status
+ct_cpu_clip(void *stream, ct_scratch *scratch, const ct_clip_request *request,
+            const ct_span *spans, size_t n_spans, ct_clip_outcome *outcome,
+            ct_error *err)
+{
+    double sum;
+    ct_status status =
+        ct_cpu_norm(stream, scratch, request->norm_type, spans, n_spans, &sum, err);
+    if (status == CT_OK) {
+        *outcome =
+            ct_clip_outcome_of(request, ct_norm_kind_of(request->norm_type), sum);
+    }
+    return status;
+}
+
 /* ---- each span by itself --------------------------------------------------------- */
 
 static void

@@ -496,9 +496,12 @@ run_tile(const ct_update *update, const update_tile *s)
     const ct_update_span *span = s->span;
     operand_tiles tiles;
     const ct_operands at = borrow_operands(s, &tiles);
-    const ct_rule_coef *coef =
-        span->settled != NULL ? span->settled : &update->coefs[span->coef];
-    rules[update->rule][s->isa][s->real](coef, &at, s->n);
+    ct_rule_coef coef =
+        span->settled != NULL ? *span->settled : update->coefs[span->coef];
+    if (update->clip != NULL) {
+        coef.grad_scale *= update->clip->coef;
+    }
+    rules[update->rule][s->isa][s->real](&coef, &at, s->n);
     write_states(s, &at);
     if (span->dtype != s->real) {
         put(s, at.param, span->param, span->dtype);
@@ -630,7 +633,7 @@ ct_cpu_update(void *stream, const ct_update *update, ct_error *err)
     if (status == CT_OK) {
         status = ct_update_check(update, err);
     }
-    if (status == CT_OK) {
+    if (status == CT_OK && (update->clip == NULL || !update->clip->skip)) {
         prepare_searches(&job);
         ct_pool_run(run_batch, &job, job.partition.n_batches);
     }

@@ -23,6 +23,7 @@ enum {
 
 /* The constants of one step, by the rule's name. */
 typedef union ct_rule_coef {
+    double grad_scale; /* the first constant of every rule that takes gradients */
 #define CT_RULE(rule, constants, n_states) ct_##constants##_coef rule;
 #include "math/rules.def"
 #undef CT_RULE

@@ -203,6 +203,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's own dict of state and groups."""
+        self._engine.await_update()
         made: dict[str, Any] = inspect.unwrap(torch.optim.Optimizer.state_dict)(self)
         return made
 

@@ -240,12 +240,11 @@ class TrainerBase(_C.Trainer):
                 for label, total in totals.items()
             }
 
-    def _report_nonfinite(self) -> None:
-        """Count an update whose gradients are not finite, for the next log; raise where
-        the arguments ask for that, and else warn once in a run."""
+    def _report_nonfinite(self, step: int) -> None:
+        """Count update `step` of the run, whose gradients are not finite, for the next
+        log; raise where the arguments ask for that, and else warn once in a run."""
         self._nonfinite_steps += 1
         policy = getattr(self.args, "nonfinite_policy", "skip")
-        step = self.state.global_step + 1
         found = f"the gradients of step {step} are not finite (a NaN or Inf)"
         if policy == "stop":
             raise FloatingPointError(

@@ -66,6 +66,7 @@ def save_atomically(
 ) -> None:
     """Make of what save() writes one checkpoint, or nothing; inside of an open save it
     becomes part of that. Collective."""
+    trainer._await_update()
     if trainer._staged_folder is not None:
         save()
         return

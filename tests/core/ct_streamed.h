@@ -23,6 +23,10 @@ STREAMED(norms,
          (void *stream, ct_scratch *scratch, double p, const ct_span *spans, size_t n,
           double *sums, ct_error *err),
          (NULL, scratch, p, spans, n, sums, err))
+STREAMED(clip,
+         (void *stream, ct_scratch *scratch, const ct_clip_request *request,
+          const ct_span *spans, size_t n, ct_clip_outcome *outcome, ct_error *err),
+         (NULL, scratch, request, spans, n, outcome, err))
 STREAMED(update, (void *stream, const ct_update *update, ct_error *err),
          (NULL, update, err))
 STREAMED(average,
@@ -69,6 +73,23 @@ STREAMED(transfer,
 STREAMED(read, (void *stream, const double *value, double *host, ct_error *err),
          (NULL, value, host, err))
 
+STREAMED(read_begin,
+         (void *stream, ct_pending_read *read, const void *values, size_t bytes,
+          ct_error *err),
+         (NULL, read, values, bytes, err))
+
+static ct_status
+streamed_read_end(const ct_pending_read *read, void *values, ct_error *err)
+{
+    return ct_device_cpu.read_end(read, values, err);
+}
+
+static void
+streamed_read_release(ct_pending_read *read)
+{
+    ct_device_cpu.read_release(read);
+}
+
 static ct_status
 streamed_grow(ct_scratch *scratch, size_t bytes, ct_error *err)
 {
@@ -85,6 +106,7 @@ static const ct_device ct_device_streamed = {
     .name = "streamed",
     .norm = streamed_norm,
     .norms = streamed_norms,
+    .clip = streamed_clip,
     .update = streamed_update,
     .average = streamed_average,
     .measure = streamed_measure,
@@ -100,6 +122,9 @@ static const ct_device ct_device_streamed = {
     .decode = streamed_decode,
     .transfer = streamed_transfer,
     .read = streamed_read,
+    .read_begin = streamed_read_begin,
+    .read_end = streamed_read_end,
+    .read_release = streamed_read_release,
     .scratch_grow = streamed_grow,
     .scratch_release = streamed_release,
     .dlpack = 1, /* kDLCPU */

@@ -106,7 +106,8 @@ check_rule(ct_rule rule, bool mixed)
         coefs[c] = ct_rule_example(rule, c);
     }
     for (int step = 0; step < 2; step++) {
-        ct_update update = {rule, coefs, f.host.data(), f.host.size(), step == 1, 0.75};
+        ct_update update = {rule,      coefs, f.host.data(), f.host.size(),
+                            step == 1, 0.75,  NULL};
         check_ok(ct_device_cpu.update(NULL, &update, &err), err);
         update.spans = f.device.data();
         check_ok(ct_device_cuda.update(stream(), &update, &err), err);
@@ -114,6 +115,74 @@ check_rule(ct_rule rule, bool mixed)
             CHECK(it.agree());
         }
     }
+}
+
+/* In the device's memory, while the test lives. */
+struct outcome_twin {
+    ct_clip_outcome host;
+    ct_clip_outcome *device;
+
+    outcome_twin(double coef, int skip) : host{1.0, coef, !skip, skip}, device(NULL)
+    {
+        CHECK(cudaMalloc((void **)&device, sizeof host) == cudaSuccess);
+        CHECK(cudaMemcpyAsync(device, &host, sizeof host, cudaMemcpyHostToDevice,
+                              stream()) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(stream()) == cudaSuccess);
+    }
+    ~outcome_twin()
+    {
+        (void)cudaFree(device);
+    }
+};
+
+/* Both devices, with a factor among the constants or in the outcome of clipping. */
+static void
+update_both(update_fixture &f, ct_rule rule, const ct_rule_coef *coefs,
+            const ct_rule_coef *scaled, const outcome_twin &outcome, bool in_outcome)
+{
+    ct_error err;
+    ct_update update = {
+        rule, in_outcome ? coefs : scaled,      f.host.data(), f.host.size(), false,
+        0.75, in_outcome ? &outcome.host : NULL};
+    check_ok(ct_device_cpu.update(NULL, &update, &err), err);
+    update.coefs = in_outcome && !outcome.host.skip ? scaled : coefs;
+    update.clip = in_outcome && !outcome.host.skip ? NULL : outcome.device;
+    update.spans = f.device.data();
+    check_ok(ct_device_cuda.update(stream(), &update, &err), err);
+    for (const twin &it : f.arrays) {
+        CHECK(it.agree());
+    }
+}
+
+static void
+test_a_factor_in_device_memory_is_one_among_the_constants()
+{
+    const outcome_twin clipped(0.3, 0), skipped(0.3, 1);
+    int n_rules = 0;
+    for (int r = 0; r < CT_RULE_COUNT; r++) {
+        const ct_rule rule = (ct_rule)r;
+        ct_rule_coef coefs[CT_RULE_VARIANTS], scaled[CT_RULE_VARIANTS];
+        for (size_t c = 0; c < CT_RULE_VARIANTS; c++) {
+            coefs[c] = scaled[c] = ct_rule_example(rule, c);
+            scaled[c].grad_scale *= 0.3;
+        }
+        if (ct_rule_is_measured(rule) || coefs[0].grad_scale != ct_example_scale) {
+            continue;
+        }
+        n_rules++;
+        update_fixture f(20, true);
+        update_both(f, rule, coefs, scaled, clipped, false);
+        update_both(f, rule, coefs, scaled, clipped, true);
+        std::vector<std::vector<unsigned char>> before;
+        for (const twin &it : f.arrays) {
+            before.push_back(it.host);
+        }
+        update_both(f, rule, coefs, scaled, skipped, true);
+        for (size_t i = 0; i < before.size(); i++) {
+            CHECK(before[i] == f.arrays[i].host);
+        }
+    }
+    CHECK(n_rules >= 15);
 }
 
 static void
@@ -353,6 +422,7 @@ main()
     skip_without_device();
     in_two_orders([] {
         test_every_rule_equals_the_cpu();
+        test_a_factor_in_device_memory_is_one_among_the_constants();
         test_average_equals_the_cpu();
         test_scale_equals_the_cpu();
         test_scale_keeps_nan_and_limits_infinity();

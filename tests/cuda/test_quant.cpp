@@ -125,7 +125,8 @@ check_rule(ct_rule rule)
         coefs[c] = ct_rule_example(rule, c);
     }
     for (int step = 0; step < 2; step++) {
-        ct_update update = {rule, coefs, f.host.data(), f.host.size(), step == 1, 0.75};
+        ct_update update = {rule,      coefs, f.host.data(), f.host.size(),
+                            step == 1, 0.75,  NULL};
         check_ok(ct_device_cpu.update(NULL, &update, &err), err);
         update.spans = f.device.data();
         check_ok(ct_device_cuda.update(stream(), &update, &err), err);

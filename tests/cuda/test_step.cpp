@@ -125,6 +125,109 @@ test_a_bad_gradient_leaves_the_weights_alone()
     ct_optim_free(device);
 }
 
+/* ---- without a wait -------------------------------------------------------------- */
+
+static ct_step_result
+enqueue(ct_optim *optim, const ct_step_config &config)
+{
+    ct_step_result result;
+    ct_error err;
+    CHECK(ct_step_can_enqueue(optim, &config));
+#ifdef CT_EMUL
+    const size_t waits = emul::seen.waits;
+#endif
+    check_ok(ct_step_enqueue(optim, stream(), &config, 4.0, &err), err);
+#ifdef CT_EMUL
+    CHECK(emul::seen.waits == waits);
+#endif
+    check_ok(ct_step_await(optim, &result, &err), err);
+    return result;
+}
+
+static void
+check_same(const model &a, const model &b)
+{
+    for (auto list : {&model::params, &model::m, &model::v}) {
+        for (size_t i = 0; i < n_params; i++) {
+            CHECK((a.*list)[i].download() == (b.*list)[i].download());
+        }
+    }
+}
+
+/* A norm that is measured on the host clips by the same factor. */
+static void
+test_an_enqueued_step_is_the_measured_one()
+{
+    for (double norm_type : {1.0, 2.0, (double)INFINITY}) {
+        model one, other;
+        ct_optim *measured = one.optimizer(&ct_device_cuda);
+        ct_optim *enqueued = other.optimizer(&ct_device_cuda);
+        for (int i = 0; i < 4; i++) {
+            ct_step_config config = clipping(i == 0 ? 0.0 : 0.5, false);
+            config.clip.norm_type = norm_type;
+            config.nonfinite = i == 2 ? CT_NONFINITE_KEEP : CT_NONFINITE_SKIP;
+            for (model *it : {&one, &other}) {
+                it->new_grads(1.0 + i);
+                put(it->grads[2].dtype, it->grads[2].host.data(), 7,
+                    i == 1   ? NAN
+                    : i == 3 ? INFINITY
+                             : 0.5);
+                it->grads[2].upload();
+            }
+            const ct_step_result a = step(measured, config);
+            const ct_step_result b = enqueue(enqueued, config);
+            CHECK(memcmp(&a.grad_norm, &b.grad_norm, sizeof a.grad_norm) == 0 ||
+                  (isnan(a.grad_norm) && isnan(b.grad_norm)));
+            CHECK(a.clip_coef == b.clip_coef ||
+                  (isnan(a.clip_coef) && isnan(b.clip_coef)));
+            CHECK(a.finite == b.finite && a.updated == b.updated);
+            CHECK(b.updated == (i == 0 || i == 2));
+            CHECK(ct_optim_params_borrow(measured)[1].step ==
+                  ct_optim_params_borrow(enqueued)[1].step);
+            check_same(one, other);
+        }
+        ct_optim_free(measured);
+        ct_optim_free(enqueued);
+    }
+}
+
+/* What a program of its own makes of the entries. */
+static void
+test_clip_reads_back_later()
+{
+    model both;
+    ct_error err;
+    ct_scratch scratch = {}, place = {};
+    ct_pending_read read = {};
+    std::vector<ct_span> spans;
+    const ct_clip_request request = {2.0, 0.25, 2.0, 0};
+    ct_clip_outcome outcome;
+    double sum, *total;
+    both.new_grads(1.0);
+    for (const twin &it : both.grads) {
+        spans.push_back(it.on_device());
+    }
+    check_ok(ct_device_cuda.scratch_grow(&place, sizeof outcome, &err), err);
+    total = (double *)place.data;
+    check_ok(ct_device_cuda.norm(stream(), &scratch, 2.0, spans.data(), n_params, total,
+                                 &err),
+             err);
+    check_ok(ct_device_cuda.read(stream(), total, &sum, &err), err);
+    check_ok(ct_device_cuda.clip(stream(), &scratch, &request, spans.data(), n_params,
+                                 (ct_clip_outcome *)place.data, &err),
+             err);
+    check_ok(
+        ct_device_cuda.read_begin(stream(), &read, place.data, sizeof outcome, &err),
+        err);
+    check_ok(ct_device_cuda.read_end(&read, &outcome, &err), err);
+    CHECK(outcome.grad_norm == sqrt(sum) / 2.0);
+    CHECK(outcome.coef == 0.25 / (sqrt(sum) / 2.0 + 1e-6));
+    CHECK(outcome.finite && !outcome.skip);
+    ct_device_cuda.read_release(&read);
+    ct_device_cuda.scratch_release(&place);
+    ct_device_cuda.scratch_release(&scratch);
+}
+
 int
 main()
 {
@@ -133,6 +236,8 @@ main()
         test_steps_without_clipping_equal_the_cpu();
         test_clipping_uses_the_device_norm();
         test_a_bad_gradient_leaves_the_weights_alone();
+        test_an_enqueued_step_is_the_measured_one();
+        test_clip_reads_back_later();
     });
     return 0;
 }

@@ -66,7 +66,8 @@ AREAS = {
                 "core/cpu/test_kernels.c binding/optim/test_optimizer_rules.py",
             "csrc/cpu/factor.c csrc/cpu/body/factor.h":
                 "core/cpu/test_factor.c",
-            core("engine/step"):
+            core("engine/step") + " " +
+            math("clip"):
                 "core/engine/test_step.c core/engine/test_clip.c",
             core("engine/average"):
                 "core/engine/test_average.c",
@@ -82,7 +83,8 @@ AREAS = {
             binding("optim/engine"):
                 "binding/optim/test_optimizer.py python/optim/test_trainer_average.py "
                 "binding/optim/test_weight_average.py binding/engine/test_clipping.py "
-                "binding/optim/test_parts.py device/test_optimizers_device.py",
+                "binding/optim/test_parts.py device/test_optimizers_device.py "
+                "device/test_enqueued_updates_device.py",
             binding("optim/groups") + " csrc/binding/optim/engine.h "
             "ctrainer/optim/_wrapper.py":
                 "binding/optim/test_optimizer.py",
@@ -216,7 +218,8 @@ AREAS = {
                 "binding/trainer/test_trainer_failures.py "
                 "parity/test_training.py python/optim/test_trainer_average.py "
                 "binding/engine/test_gradient_metrics.py python/fsdp/test_fsdp.py "
-                "python/fsdp/test_fsdp_views.py",
+                "python/fsdp/test_fsdp_views.py "
+                "device/test_enqueued_updates_device.py",
             binding("engine/run"):
                 "binding/trainer/test_trainer_hooks.py "
                 "python/evaluate/test_full_eval.py "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from mutants.known import Fixed
 
+STEP, ENQUEUED = "cuda/test_step.cpp", "device/test_enqueued_updates_device.py"
 FSDP, NCCL = "cuda/test_fsdp.cpp", "cuda/test_nccl.cpp"
 MAPPING, LAUNCH = "cuda/test_mapping.cpp", "cuda/test_launch.cpp"
 
@@ -125,8 +126,6 @@ DEVICE = (
         "ct_status status = CT_OK;",
         "an update runs with another device current than the parameters'",
         "device/test_optimizers_device.py",
-        behind="apply(OptimEngine *self, const ct_step_config *config, "
-        "double loss_scale)",
     ),
     Fixed(
         "cuda/quantized.cu",
@@ -135,5 +134,45 @@ DEVICE = (
         "const bool bad = false;",
         "a block with NaN is quantized",
         "cuda/test_quantized.cpp",
+    ),
+    Fixed(
+        "cuda/update.cu",
+        "skip a check",
+        "if (options.clip != NULL && options.clip->skip) {",
+        "if (0) {",
+        "an update that the device skips is written",
+        STEP,
+    ),
+    Fixed(
+        "cuda/device.cu",
+        "drop a synchronisation",
+        "ct_cuda_check(cudaEventSynchronize((cudaEvent_t)read->event),",
+        "ct_cuda_check(cudaSuccess,",
+        "a result is read before it has arrived",
+        STEP,
+    ),
+    Fixed(
+        "csrc/binding/trainer/update.c",
+        "delete a call",
+        "(!result.updated && step_schedule_back(op) < 0)",
+        "0",
+        "the schedule keeps the step of an update that the device skipped",
+        ENQUEUED,
+    ),
+    Fixed(
+        "csrc/binding/trainer/loop.c",
+        "drop a synchronisation",
+        "(wanted && (ctpy_await_update(op) < 0 ||",
+        "(wanted && (0 ||",
+        "a log does not wait for the update's norm",
+        ENQUEUED,
+    ),
+    Fixed(
+        "csrc/binding/optim/engine.c",
+        "delete a call",
+        "return failed ? -1 : self->result.updated ? 0 : optim_count_steps(self);",
+        "return failed;",
+        "a parameter counts an update that the device skipped",
+        ENQUEUED,
     ),
 )

@@ -34,6 +34,11 @@ def allocations() -> int:
     return emulated_torch.allocations()
 
 
+def waits() -> int:
+    """How often the host has waited for the device so far; 0 on a real one."""
+    return 0 if REAL else emulated_torch.waits()
+
+
 def assert_same(found: torch.Tensor, expected: torch.Tensor, close: float = 0) -> None:
     """What a run on the GPU has come to is what one on the host has: to `close`, on a
     real GPU to LIMIT at least."""

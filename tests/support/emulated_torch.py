@@ -54,12 +54,18 @@ def _library() -> ctypes.CDLL:
         ctypes.c_void_p
     )
     library.emul_allocations_of_ours.restype = ctypes.c_size_t
+    library.emul_waits.restype = ctypes.c_size_t
     return library
 
 
 def allocations() -> int:
     """How often the plugin has taken memory so far."""
     return int(_library().emul_allocations_of_ours())
+
+
+def waits() -> int:
+    """How often the host has waited for the device so far."""
+    return int(_library().emul_waits())
 
 
 def torchs_stream() -> int:

@@ -86,36 +86,10 @@ OptimEngine_traverse(PyObject *op, visitproc visit, void *arg)
     return 0;
 }
 
-static void
-slot_clear(optim_slot *slot)
-{
-    Py_CLEAR(slot->param);
-    Py_CLEAR(slot->data);
-    Py_CLEAR(slot->grad);
-    Py_CLEAR(slot->state);
-    Py_CLEAR(slot->master);
-    Py_CLEAR(slot->part.communicator);
-    for (int i = 0; i < OPTIM_MAX_VALUES; i++) {
-        Py_CLEAR(slot->values[i]);
-    }
-    slot->fresh = false;
-    slot->average_known = false;
-}
-
-/* Drops the slots from the n-th on. */
-static void
-drop_slots(OptimEngine *self, size_t n)
-{
-    while (self->n_slots > n) {
-        self->n_slots--;
-        slot_clear(&self->slots[self->n_slots]);
-    }
-}
-
 static int
 OptimEngine_clear(PyObject *op)
 {
-    drop_slots((OptimEngine *)op, 0);
+    optim_drop_slots((OptimEngine *)op, 0);
     Py_CLEAR(((OptimEngine *)op)->average);
     return 0;
 }
@@ -411,136 +385,7 @@ agree_on_grads(OptimEngine *self)
     return result;
 }
 
-/* ---- slots: one for each parameter of the live param_groups ---------------------- */
-
-static int
-resize(OptimEngine *self, size_t n_groups, size_t n_params)
-{
-    ct_error err;
-    void *block = self->slots;
-    if (ct_grow(&block, &self->slots_capacity, n_params, sizeof *self->slots, &err) !=
-        CT_OK) {
-        return ctpy_raise_int(&err);
-    }
-    self->slots = block;
-    drop_slots(self, n_params);
-    if (ct_optim_resize(self->core, n_groups, n_params, &err) != CT_OK) {
-        return ctpy_raise_int(&err);
-    }
-    while (self->n_slots < n_params) {
-        self->slots[self->n_slots++] = (optim_slot){.param = NULL};
-    }
-    return 0;
-}
-
-/* A parameter listed twice would be updated twice at once, by two threads. */
-static int
-reject_duplicates(OptimEngine *self)
-{
-    int result = 0;
-    PyObject *seen = PySet_New(NULL);
-    for (size_t k = 0; seen != NULL && result == 0 && k < self->n_slots; k++) {
-        const optim_slot *slot = &self->slots[k];
-        PyObject *id = PyLong_FromVoidPtr(slot->param);
-        result = id == NULL ? -1 : PySet_Contains(seen, id);
-        if (result == 1) {
-            PyErr_Format(PyExc_ValueError,
-                         "param_groups[%u]['params'][%zd] is listed a second time: a "
-                         "parameter belongs to one place in one group",
-                         slot->group, slot->index);
-            result = -1;
-        }
-        else if (result == 0) {
-            result = PySet_Add(seen, id);
-        }
-        Py_XDECREF(id);
-    }
-    Py_XDECREF(seen);
-    return seen == NULL ? -1 : result;
-}
-
-/* group["params"] as a new list or tuple. */
-static PyObject *
-group_params(OptimEngine *self, PyObject *group, size_t g)
-{
-    ctpy_state *state = self->state;
-    PyObject *params =
-        PyDict_Check(group) ? PyDict_GetItemWithError(group, state->str_params) : NULL;
-    if (params == NULL || !(PyList_Check(params) || PyTuple_Check(params))) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_TypeError,
-                         "param_groups[%zu] is not a dict whose 'params' is a list", g);
-        }
-        return NULL;
-    }
-    return Py_NewRef(params);
-}
-
-/* Runs no Python code. Returns the number of slots that changed. */
-static size_t
-fill_group(OptimEngine *self, size_t first, PyObject *params, uint32_t g)
-{
-    size_t changed = 0;
-    PyObject **items = PySequence_Fast_ITEMS(params);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); i++) {
-        optim_slot *slot = &self->slots[first + (size_t)i];
-        slot->group = g;
-        slot->index = i;
-        if (slot->param != items[i]) {
-            slot_clear(slot);
-            slot->param = Py_NewRef(items[i]);
-            changed++;
-        }
-    }
-    return changed;
-}
-
-static int
-count_params(OptimEngine *self, PyObject *groups, size_t *n)
-{
-    *n = 0;
-    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); g++) {
-        PyObject *params = group_params(self, PyList_GET_ITEM(groups, g), (size_t)g);
-        if (params == NULL) {
-            return -1;
-        }
-        *n += (size_t)PySequence_Fast_GET_SIZE(params);
-        Py_DECREF(params);
-    }
-    return 0;
-}
-
-static int
-plan_slots(OptimEngine *self, PyObject *groups)
-{
-    size_t n, changed = 0, k = 0;
-    if (count_params(self, groups, &n) < 0 ||
-        resize(self, (size_t)PyList_GET_SIZE(groups), n) < 0) {
-        return -1;
-    }
-    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); g++) {
-        PyObject *params = group_params(self, PyList_GET_ITEM(groups, g), (size_t)g);
-        if (params == NULL) {
-            return -1;
-        }
-        Py_ssize_t size = PySequence_Fast_GET_SIZE(params);
-        if (k + (size_t)size > n) {
-            PyErr_SetString(PyExc_RuntimeError,
-                            "param_groups changed while being read");
-            Py_DECREF(params);
-            return -1;
-        }
-        changed += fill_group(self, k, params, (uint32_t)g);
-        k += (size_t)size;
-        Py_DECREF(params);
-    }
-    if (changed == 0) {
-        return 0;
-    }
-    self->n_known = 0; /* the slots' state has to be looked up anew */
-    self->parts_asked = false;
-    return reject_duplicates(self);
-}
+/* ---- parameters of the live param_groups ----------------------------------------- */
 
 /* Makes slots agree with the wrapper's live param_groups. */
 static int
@@ -554,7 +399,8 @@ plan_params(OptimEngine *self, PyObject *wrapper)
                      Py_TYPE(groups)->tp_name);
     }
     else if (groups != NULL) {
-        result = plan_slots(self, groups) < 0 ? -1 : optim_read_groups(self, groups);
+        result =
+            optim_plan_slots(self, groups) < 0 ? -1 : optim_read_groups(self, groups);
     }
     Py_XDECREF(groups);
     if (result == 0 && !self->parts_asked) {
@@ -562,7 +408,7 @@ plan_params(OptimEngine *self, PyObject *wrapper)
         self->parts_asked = result == 0;
     }
     if (result < 0) {
-        drop_slots(self, 0);
+        optim_drop_slots(self, 0);
     }
     return result;
 }
@@ -771,42 +617,34 @@ end(OptimEngine *self)
     self->busy--;
 }
 
-/* Reads parameters and gradients and marks the engine busy; -1 leaves it idle. */
-static int
-begin(OptimEngine *self, PyObject *wrapper)
+typedef enum phase {
+    MEASURE,
+    APPLY,
+    ENQUEUE,
+    AWAIT
+} phase;
+
+static ct_status
+core_run(OptimEngine *self, phase what, const ct_step_config *config, double loss_scale,
+         ct_error *err)
 {
-    if (check_idle(self, "a second step began") < 0) {
-        return -1;
+    void *const stream = self->target.stream;
+    ct_step_result *const result = &self->result;
+    switch (what) {
+    case MEASURE:
+        return ct_step_measure(self->core, stream, config, loss_scale, result, err);
+    case APPLY:
+        return ct_step_apply(self->core, stream, config, loss_scale, result, err);
+    case ENQUEUE:
+        return ct_step_enqueue(self->core, stream, config, loss_scale, err);
+    default:
+        return ct_step_await(self->core, result, err);
     }
-    self->busy++;
-    if (plan_params(self, wrapper) < 0 || plan_grads(self) < 0) {
-        end(self);
-        return -1;
-    }
-    return 0;
 }
 
+/* Runs a phase with the device current and without the GIL. */
 static int
-measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
-{
-    ct_error err, unused;
-    const ct_device *device = self->target.device;
-    int ordinal = self->target.ordinal;
-    self->measured = false;
-    ct_status status = ct_device_switch(device, &ordinal, &err);
-    if (status == CT_OK) {
-        Py_BEGIN_ALLOW_THREADS
-        status = ct_step_measure(self->core, self->target.stream, config, loss_scale,
-                                 &self->result, &err);
-        Py_END_ALLOW_THREADS
-        self->measured = status == CT_OK;
-        (void)ct_device_switch(device, &ordinal, &unused);
-    }
-    return status == CT_OK ? 0 : ctpy_raise_int(&err);
-}
-
-static int
-apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
+run(OptimEngine *self, phase what, const ct_step_config *config, double loss_scale)
 {
     ct_error err, unused;
     const ct_device *device = self->target.device;
@@ -815,17 +653,69 @@ apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
     if (status == CT_OK) {
         hold_groups(self, true);
         Py_BEGIN_ALLOW_THREADS
-        status = ct_step_apply(self->core, self->target.stream, config, loss_scale,
-                               &self->result, &err);
+        status = core_run(self, what, config, loss_scale, &err);
         Py_END_ALLOW_THREADS
         hold_groups(self, false);
         (void)ct_device_switch(device, &ordinal, &unused);
     }
-    if (status != CT_OK) {
-        return ctpy_raise_int(&err);
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+static int
+measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
+{
+    self->measured = false;
+    const int failed = run(self, MEASURE, config, loss_scale);
+    self->measured = failed == 0;
+    return failed;
+}
+
+static int
+apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
+{
+    return run(self, APPLY, config, loss_scale) < 0 ? -1
+           : self->result.updated                   ? optim_count_steps(self)
+                                                    : 0;
+}
+
+static int
+enqueue(OptimEngine *self, const ct_step_config *config, double loss_scale)
+{
+    if (run(self, ENQUEUE, config, loss_scale) < 0) {
+        return -1;
     }
-    if (self->result.updated) {
-        return optim_count_steps(self);
+    self->enqueued = self->measured = true;
+    self->result = (ct_step_result){
+        .grad_norm = Py_NAN, .clip_coef = 1.0, .finite = true, .updated = true};
+    return optim_count_steps(self);
+}
+
+/* Waits for the result of an enqueued update, and takes the counts of a skipped update
+ * back. */
+static int
+await(OptimEngine *self)
+{
+    if (!self->enqueued) {
+        return 0;
+    }
+    self->enqueued = false;
+    self->busy++;
+    const int failed = run(self, AWAIT, NULL, 0.0);
+    self->busy--;
+    return failed ? -1 : self->result.updated ? 0 : optim_count_steps(self);
+}
+
+/* Reads parameters and gradients and marks the engine busy; -1 leaves it idle. */
+static int
+begin(OptimEngine *self, PyObject *wrapper)
+{
+    if (check_idle(self, "a second step began") < 0 || await(self) < 0) {
+        return -1;
+    }
+    self->busy++;
+    if (plan_params(self, wrapper) < 0 || plan_grads(self) < 0) {
+        end(self);
+        return -1;
     }
     return 0;
 }
@@ -883,6 +773,34 @@ ctpy_engine_apply(PyObject *engine, PyObject *op, const ct_step_config *config,
 }
 
 int
+ctpy_engine_enqueue(PyObject *engine, PyObject *op, const ct_step_config *config,
+                    double loss_scale)
+{
+    OptimEngine *self = (OptimEngine *)engine;
+    if (begin(self, op) < 0) {
+        return -1;
+    }
+    int result = self->target.device != &ct_device_cpu && !self->averages &&
+                 ct_step_can_enqueue(self->core, config);
+    if (result > 0 &&
+        (plan_operands(self, op) < 0 || enqueue(self, config, loss_scale) < 0 ||
+         note_step(self, op) < 0)) {
+        result = -1;
+    }
+    end(self);
+    return result;
+}
+
+int
+ctpy_engine_await(PyObject *engine, ct_step_result *result)
+{
+    OptimEngine *self = (OptimEngine *)engine;
+    const int failed = await(self);
+    *result = self->result;
+    return failed;
+}
+
+int
 ctpy_engine_attach(PyObject *engine, PyObject *average)
 {
     OptimEngine *self = (OptimEngine *)engine;
@@ -930,70 +848,6 @@ update(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
     return failed ? -1 : 0;
 }
 
-int
-ctpy_parse_nonfinite(PyObject *arg, const char *name, ct_nonfinite *policy)
-{
-    static const char *const words[] = {
-        [CT_NONFINITE_SKIP] = "skip",
-        [CT_NONFINITE_STOP] = "stop",
-        [CT_NONFINITE_KEEP] = "keep",
-    };
-    for (size_t i = 0; PyUnicode_Check(arg) && i < sizeof words / sizeof *words; i++) {
-        if (PyUnicode_CompareWithASCIIString(arg, words[i]) == 0) {
-            *policy = (ct_nonfinite)i;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "%s is %R; expected 'skip', 'stop' or 'keep'", name,
-                 arg);
-    return -1;
-}
-
-static int
-parse_positive(PyObject *arg, const char *name, double *value)
-{
-    *value = PyFloat_AsDouble(arg);
-    if (*value == -1.0 && PyErr_Occurred()) {
-        return -1;
-    }
-    if (!(*value > 0.0)) {
-        PyErr_Format(PyExc_ValueError, "%s is %R; expected a number > 0", name, arg);
-        return -1;
-    }
-    return 0;
-}
-
-int
-ctpy_parse_limit(PyObject *arg, const char *name, double *value)
-{
-    return Py_IsNone(arg) ? 0 : parse_positive(arg, name, value);
-}
-
-static int
-parse_flag(PyObject *arg, bool *value)
-{
-    const int truth = PyObject_IsTrue(arg);
-    *value = truth > 0;
-    return truth < 0 ? -1 : 0;
-}
-
-/* The arguments of step() from max_norm on, seven. -1 with an exception that names the
- * argument at fault. */
-static int
-parse_options(PyObject *const *args, ct_step_config *config, double *loss_scale)
-{
-    *config = (ct_step_config){.zero_grads = false};
-    return ctpy_parse_limit(args[0], "max_norm", &config->clip.max_norm) < 0 ||
-                   parse_positive(args[1], "loss_scale", loss_scale) < 0 ||
-                   ctpy_parse_nonfinite(args[2], "nonfinite", &config->nonfinite) < 0 ||
-                   parse_flag(args[3], &config->zero_grads) < 0 ||
-                   parse_positive(args[4], "norm_type", &config->clip.norm_type) < 0 ||
-                   ctpy_parse_limit(args[5], "clip_value", &config->clip.value) < 0 ||
-                   parse_flag(args[6], &config->clip.by_group) < 0
-               ? -1
-               : 0;
-}
-
 PyDoc_STRVAR(
     step_doc,
     "step($self, wrapper, max_norm, loss_scale, nonfinite, zero_grads, norm_type,\n"
@@ -1017,7 +871,7 @@ OptimEngine_step(PyObject *op, PyObject *const *args, Py_ssize_t nargs)
         return PyErr_Format(PyExc_TypeError, "step() takes 8 arguments, got %zd",
                             nargs);
     }
-    if (parse_options(args + 1, &config, &loss_scale) < 0 ||
+    if (optim_parse_options(args + 1, &config, &loss_scale) < 0 ||
         update((OptimEngine *)op, args[0], &config, loss_scale) < 0) {
         return NULL;
     }
@@ -1038,40 +892,69 @@ OptimEngine_check_idle(PyObject *op, PyObject *arg)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(
+    await_update_doc,
+    "await_update($self, /)\n--\n\n"
+    "Wait for the result of an update that the trainer has enqueued on a GPU,\n"
+    "and take its step counts back if it was skipped there. The properties\n"
+    "of the result and the next step do the same.");
+
 static PyObject *
-OptimEngine_get_grad_norm(PyObject *op, void *Py_UNUSED(closure))
+OptimEngine_await_update(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    OptimEngine *self = (OptimEngine *)op;
-    if (!self->measured) {
-        Py_RETURN_NONE;
-    }
-    return PyFloat_FromDouble(self->result.grad_norm);
+    return await((OptimEngine *)op) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* ---- tables ---------------------------------------------------------------------- */
+/* ---- the last result ------------------------------------------------------------- */
 
-static PyGetSetDef OptimEngine_getset[] = {
-    {"grad_norm", OptimEngine_get_grad_norm, NULL,
-     "Norm of all gradients at the last step, unscaled and before clipping; None "
-     "where nothing asked for it.",                      NULL},
-    {NULL,        NULL,                      NULL, NULL, NULL},
+enum {
+    GRAD_NORM,
+    CLIP_COEF,
+    FINITE,
+    UPDATED
 };
 
-static PyMemberDef OptimEngine_members[] = {
-    {"clip_coef", T_DOUBLE, offsetof(OptimEngine, result.clip_coef), READONLY,
+static PyMemberDef results[] = {
+    [GRAD_NORM] = {"grad_norm", T_DOUBLE, offsetof(OptimEngine, result.grad_norm), 0,
+                   NULL                                                                   },
+    [CLIP_COEF] = {"clip_coef", T_DOUBLE, offsetof(OptimEngine, result.clip_coef), 0,
+                   NULL                                                                   },
+    [FINITE] = {"finite",    T_BOOL,   offsetof(OptimEngine, result.finite),    0, NULL},
+    [UPDATED] = {"updated",   T_BOOL,   offsetof(OptimEngine, result.updated),   0, NULL},
+};
+
+/* An entry of `results`, awaited. */
+static PyObject *
+OptimEngine_get_result(PyObject *op, void *member)
+{
+    OptimEngine *self = (OptimEngine *)op;
+    if (await(self) < 0) {
+        return NULL;
+    }
+    return member == &results[GRAD_NORM] && !self->measured
+               ? Py_NewRef(Py_None)
+               : PyMember_GetOne((const char *)op, member);
+}
+
+static PyGetSetDef OptimEngine_getset[] = {
+    {"grad_norm", OptimEngine_get_result, NULL,
+     "Norm of all gradients at the last step, unscaled and before clipping; None "
+     "where nothing asked for it.",                                                      &results[GRAD_NORM]},
+    {"clip_coef", OptimEngine_get_result, NULL,
      "What clipping by norm multiplied the gradients by, the least of all groups; 1 "
-     "where it did nothing."},
-    {"finite", T_BOOL, offsetof(OptimEngine, result.finite), READONLY,
-     "False when the last step met a gradient that was Inf or NaN."},
-    {"updated", T_BOOL, offsetof(OptimEngine, result.updated), READONLY,
-     "False when the last step was skipped."},
-    {NULL, 0, 0, 0, NULL},
+     "where it did nothing.",                                                            &results[CLIP_COEF]},
+    {"finite",    OptimEngine_get_result, NULL,
+     "False when the last step met a gradient that was Inf or NaN.",                     &results[FINITE]   },
+    {"updated",   OptimEngine_get_result, NULL, "False when the last step was skipped.",
+     &results[UPDATED]                                                                                      },
+    {NULL,        NULL,                   NULL, NULL,                                    NULL               },
 };
 
 static PyMethodDef OptimEngine_methods[] = {
-    {"step",       (PyCFunction)(void (*)(void))OptimEngine_step, METH_FASTCALL, step_doc      },
-    {"check_idle", OptimEngine_check_idle,                        METH_O,        check_idle_doc},
-    {NULL,         NULL,                                          0,             NULL          },
+    {"step",         (PyCFunction)(void (*)(void))OptimEngine_step, METH_FASTCALL, step_doc        },
+    {"check_idle",   OptimEngine_check_idle,                        METH_O,        check_idle_doc  },
+    {"await_update", OptimEngine_await_update,                      METH_NOARGS,   await_update_doc},
+    {NULL,           NULL,                                          0,             NULL            },
 };
 
 static PyType_Slot OptimEngine_slots[] = {
@@ -1081,7 +964,6 @@ static PyType_Slot OptimEngine_slots[] = {
     {Py_tp_clear,    OptimEngine_clear      },
     {Py_tp_dealloc,  OptimEngine_dealloc    },
     {Py_tp_methods,  OptimEngine_methods    },
-    {Py_tp_members,  OptimEngine_members    },
     {Py_tp_getset,   OptimEngine_getset     },
     {0,              NULL                   },
 };

@@ -101,6 +101,7 @@ typedef struct OptimEngine {
     bool parts_asked;  /* of these slots, which are parts */
     int busy;          /* > 0: a pass or a plan is under way; nothing may be changed */
     bool measured;     /* the last update measured its gradients */
+    bool enqueued;     /* the result of the last update is still on the device */
     ct_step_result result; /* of the last update */
 } OptimEngine;
 
@@ -113,8 +114,19 @@ int optim_fail(PyObject *type, const optim_slot *slot, const char *what,
 int optim_view(OptimEngine *self, const optim_slot *slot, const char *what,
                PyObject *op, ctpy_view *view);
 
+/* Drops the slots from the n-th on. */
+void optim_drop_slots(OptimEngine *self, size_t n);
+
+/* Makes a slot for each parameter of `groups`, a list; equal slots stay. */
+int optim_plan_slots(OptimEngine *self, PyObject *groups);
+
 /* Reads the hyperparameters of every group of `groups`, a list, into the core. */
 int optim_read_groups(OptimEngine *self, PyObject *groups);
+
+/* Reads the arguments of step() from max_norm on, seven. The exception names the
+ * argument at fault. */
+int
+optim_parse_options(PyObject *const *args, ct_step_config *config, double *loss_scale);
 
 /* Writes the live options after an update into the wrapper's groups. */
 int optim_write_groups(OptimEngine *self, PyObject *wrapper);
@@ -128,7 +140,7 @@ int optim_remember_state(OptimEngine *self, PyObject *wrapper);
 /* Checks that `what` of the slot, seen as view, is like its parameter. */
 int optim_check_like(const optim_slot *slot, const ctpy_view *param,
                      const ctpy_view *view, const char *what);
-/* Writes the new step counts after an update. */
+/* Writes the step counts of the parameters of an update, made or taken back. */
 int optim_count_steps(OptimEngine *self);
 
 #endif

@@ -1,6 +1,6 @@
-/* Parameter groups, dicts as in torch: options to the core's hyperparameters, and
- * gradients to spans. The dicts are read at every update, so schedulers and users may
- * write to them at any time.
+/* Parameter groups, dicts as in torch: options to the core's hyperparameters,
+ * parameters to slots, and gradients to spans. The dicts are read at every update, so
+ * schedulers and users may write to them at any time.
  *
  * The gradients are those of any optimizer's parameters, torch's or another package's.
  * A list of owners keeps each gradient alive while a pass without the GIL works on its
@@ -789,4 +789,225 @@ optim_write_groups(OptimEngine *self, PyObject *wrapper)
     }
     Py_XDECREF(groups);
     return result;
+}
+
+/* ---- slots: one for each parameter of the live param_groups ---------------------- */
+
+static void
+slot_clear(optim_slot *slot)
+{
+    Py_CLEAR(slot->param);
+    Py_CLEAR(slot->data);
+    Py_CLEAR(slot->grad);
+    Py_CLEAR(slot->state);
+    Py_CLEAR(slot->master);
+    Py_CLEAR(slot->part.communicator);
+    for (int i = 0; i < OPTIM_MAX_VALUES; i++) {
+        Py_CLEAR(slot->values[i]);
+    }
+    slot->fresh = false;
+    slot->average_known = false;
+}
+
+void
+optim_drop_slots(OptimEngine *self, size_t n)
+{
+    while (self->n_slots > n) {
+        self->n_slots--;
+        slot_clear(&self->slots[self->n_slots]);
+    }
+}
+
+static int
+resize(OptimEngine *self, size_t n_groups, size_t n_params)
+{
+    ct_error err;
+    void *block = self->slots;
+    if (ct_grow(&block, &self->slots_capacity, n_params, sizeof *self->slots, &err) !=
+        CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    self->slots = block;
+    optim_drop_slots(self, n_params);
+    if (ct_optim_resize(self->core, n_groups, n_params, &err) != CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    while (self->n_slots < n_params) {
+        self->slots[self->n_slots++] = (optim_slot){.param = NULL};
+    }
+    return 0;
+}
+
+/* A parameter listed twice would be updated twice at once, by two threads. */
+static int
+reject_duplicates(OptimEngine *self)
+{
+    int result = 0;
+    PyObject *seen = PySet_New(NULL);
+    for (size_t k = 0; seen != NULL && result == 0 && k < self->n_slots; k++) {
+        const optim_slot *slot = &self->slots[k];
+        PyObject *id = PyLong_FromVoidPtr(slot->param);
+        result = id == NULL ? -1 : PySet_Contains(seen, id);
+        if (result == 1) {
+            PyErr_Format(PyExc_ValueError,
+                         "param_groups[%u]['params'][%zd] is listed a second time: a "
+                         "parameter belongs to one place in one group",
+                         slot->group, slot->index);
+            result = -1;
+        }
+        else if (result == 0) {
+            result = PySet_Add(seen, id);
+        }
+        Py_XDECREF(id);
+    }
+    Py_XDECREF(seen);
+    return seen == NULL ? -1 : result;
+}
+
+/* group["params"] as a new list or tuple. */
+static PyObject *
+group_params(OptimEngine *self, PyObject *group, size_t g)
+{
+    ctpy_state *state = self->state;
+    PyObject *params =
+        PyDict_Check(group) ? PyDict_GetItemWithError(group, state->str_params) : NULL;
+    if (params == NULL || !(PyList_Check(params) || PyTuple_Check(params))) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError,
+                         "param_groups[%zu] is not a dict whose 'params' is a list", g);
+        }
+        return NULL;
+    }
+    return Py_NewRef(params);
+}
+
+/* Runs no Python code. Returns the number of slots that changed. */
+static size_t
+fill_group(OptimEngine *self, size_t first, PyObject *params, uint32_t g)
+{
+    size_t changed = 0;
+    PyObject **items = PySequence_Fast_ITEMS(params);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params); i++) {
+        optim_slot *slot = &self->slots[first + (size_t)i];
+        slot->group = g;
+        slot->index = i;
+        if (slot->param != items[i]) {
+            slot_clear(slot);
+            slot->param = Py_NewRef(items[i]);
+            changed++;
+        }
+    }
+    return changed;
+}
+
+static int
+count_params(OptimEngine *self, PyObject *groups, size_t *n)
+{
+    *n = 0;
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); g++) {
+        PyObject *params = group_params(self, PyList_GET_ITEM(groups, g), (size_t)g);
+        if (params == NULL) {
+            return -1;
+        }
+        *n += (size_t)PySequence_Fast_GET_SIZE(params);
+        Py_DECREF(params);
+    }
+    return 0;
+}
+
+int
+optim_plan_slots(OptimEngine *self, PyObject *groups)
+{
+    size_t n, changed = 0, k = 0;
+    if (count_params(self, groups, &n) < 0 ||
+        resize(self, (size_t)PyList_GET_SIZE(groups), n) < 0) {
+        return -1;
+    }
+    for (Py_ssize_t g = 0; g < PyList_GET_SIZE(groups); g++) {
+        PyObject *params = group_params(self, PyList_GET_ITEM(groups, g), (size_t)g);
+        if (params == NULL) {
+            return -1;
+        }
+        Py_ssize_t size = PySequence_Fast_GET_SIZE(params);
+        if (k + (size_t)size > n) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "param_groups changed while being read");
+            Py_DECREF(params);
+            return -1;
+        }
+        changed += fill_group(self, k, params, (uint32_t)g);
+        k += (size_t)size;
+        Py_DECREF(params);
+    }
+    if (changed == 0) {
+        return 0;
+    }
+    self->n_known = 0; /* the slots' state has to be looked up anew */
+    self->parts_asked = false;
+    return reject_duplicates(self);
+}
+
+/* ---- the options of a step --------------------------------------------------------
+ */
+
+int
+ctpy_parse_nonfinite(PyObject *arg, const char *name, ct_nonfinite *policy)
+{
+    static const char *const words[] = {
+        [CT_NONFINITE_SKIP] = "skip",
+        [CT_NONFINITE_STOP] = "stop",
+        [CT_NONFINITE_KEEP] = "keep",
+    };
+    for (size_t i = 0; PyUnicode_Check(arg) && i < sizeof words / sizeof *words; i++) {
+        if (PyUnicode_CompareWithASCIIString(arg, words[i]) == 0) {
+            *policy = (ct_nonfinite)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "%s is %R; expected 'skip', 'stop' or 'keep'", name,
+                 arg);
+    return -1;
+}
+
+static int
+parse_positive(PyObject *arg, const char *name, double *value)
+{
+    *value = PyFloat_AsDouble(arg);
+    if (*value == -1.0 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (!(*value > 0.0)) {
+        PyErr_Format(PyExc_ValueError, "%s is %R; expected a number > 0", name, arg);
+        return -1;
+    }
+    return 0;
+}
+
+int
+ctpy_parse_limit(PyObject *arg, const char *name, double *value)
+{
+    return Py_IsNone(arg) ? 0 : parse_positive(arg, name, value);
+}
+
+static int
+parse_flag(PyObject *arg, bool *value)
+{
+    const int truth = PyObject_IsTrue(arg);
+    *value = truth > 0;
+    return truth < 0 ? -1 : 0;
+}
+
+int
+optim_parse_options(PyObject *const *args, ct_step_config *config, double *loss_scale)
+{
+    *config = (ct_step_config){.zero_grads = false};
+    return ctpy_parse_limit(args[0], "max_norm", &config->clip.max_norm) < 0 ||
+                   parse_positive(args[1], "loss_scale", loss_scale) < 0 ||
+                   ctpy_parse_nonfinite(args[2], "nonfinite", &config->nonfinite) < 0 ||
+                   parse_flag(args[3], &config->zero_grads) < 0 ||
+                   parse_positive(args[4], "norm_type", &config->clip.norm_type) < 0 ||
+                   ctpy_parse_limit(args[5], "clip_value", &config->clip.value) < 0 ||
+                   parse_flag(args[6], &config->clip.by_group) < 0
+               ? -1
+               : 0;
 }

@@ -496,10 +496,10 @@ optim_count_steps(OptimEngine *self)
     const ct_optim_param *params = ct_optim_params_borrow(self->core);
     for (size_t k = 0; k < self->n_slots; k++) {
         optim_slot *slot = &self->slots[k];
-        if (slot->grad == NULL) {
+        if (params[k].grad == NULL) {
             continue;
         }
-        slot->fresh = false;
+        slot->fresh = params[k].step == 0;
         if (slot->step != NULL) {
             write_step(slot->step, slot->step_dtype, params[k].step);
         }

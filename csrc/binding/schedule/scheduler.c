@@ -394,6 +394,15 @@ ctpy_scheduler_step(PyObject *op)
     return advance_to(op, ((LRScheduler *)op)->last_epoch + 1);
 }
 
+int
+ctpy_scheduler_step_back(PyObject *op)
+{
+    LRScheduler *self = (LRScheduler *)op;
+    const int result = advance_to(op, self->last_epoch - 1);
+    self->step_count -= result == 0 ? 2 : 0;
+    return result;
+}
+
 /* ---- making ---------------------------------------------------------------------- */
 
 typedef struct init_arguments {

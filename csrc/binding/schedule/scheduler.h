@@ -16,4 +16,7 @@ ctpy_scheduler_is_native(const ctpy_state *state, PyObject *op)
  * but, at most, some groups' learning rates. */
 int ctpy_scheduler_step(PyObject *op);
 
+/* Takes the last step() back. */
+int ctpy_scheduler_step_back(PyObject *op);
+
 #endif

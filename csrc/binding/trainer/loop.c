@@ -172,9 +172,10 @@ do_what_is_due(PyObject *op, ctpy_run *run, PyObject *learning_rate)
 {
     bool due;
     const int wanted = ranks_agree(op, &due) < 0 ? -1 : wants_hook(op);
-    if (wanted < 0 || (wanted && ctpy_drop_steal(ctpy_call_function(
-                                     "ctrainer.trainer.run", "log_save_evaluate",
-                                     "(OOO)", op, run, learning_rate)) < 0)) {
+    if (wanted < 0 || (wanted && (ctpy_await_update(op) < 0 ||
+                                  ctpy_drop_steal(ctpy_call_function(
+                                      "ctrainer.trainer.run", "log_save_evaluate",
+                                      "(OOO)", op, run, learning_rate)) < 0))) {
         return -1;
     }
     return due ? ranks_agree(op, &due) : 0;
@@ -316,6 +317,9 @@ static int
 save_and_stop(PyObject *op, ctpy_run *run)
 {
     PyObject *stack[] = {run->model, ctpy_or_none(run->trial)};
+    if (ctpy_await_update(op) < 0) {
+        return -1;
+    }
     return ctpy_drop_steal(
         ctpy_call_hook(op, ctpy_state_borrow(op)->str__save_on_signal, stack, 2));
 }
@@ -641,6 +645,19 @@ run_epoch(PyObject *op, ctpy_run *run)
     return ranks_stop(op) ? 0 : do_what_is_due(op, run, Py_None);
 }
 
+/* Counters and schedule become right also after an exception, and the caller gets that
+ * exception. */
+static void
+await_after_error(PyObject *op)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (ctpy_await_update(op) < 0) {
+        PyErr_Clear();
+    }
+    PyErr_Restore(type, value, traceback);
+}
+
 static const char Trainer__run_epochs_doc[] =
     "_run_epochs($self, run, /)\n--\n\n"
     "Train from the run's place to its last epoch.";
@@ -662,12 +679,13 @@ Trainer__run_epochs(PyObject *op, PyObject *arg)
         ((Trainer *)op)->epoch = run->epoch;
         if (run_epoch(op, run) < 0 ||
             flag(op, names->str_should_training_stop, &stop) < 0) {
+            await_after_error(op);
             return ctpy_locate_error("training", "(OO)", op, run);
         }
         run->micro_step = 0;
         Py_CLEAR(run->checkpoint); /* its position was for the first epoch */
     }
-    Py_RETURN_NONE;
+    return ctpy_await_update(op) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static const char Trainer__call_loop_doc[] =

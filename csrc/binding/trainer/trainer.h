@@ -20,4 +20,8 @@
  * callbacks. *learning_rate is the update's, a new reference, also after a failure. */
 int ctpy_finish_update(PyObject *op, ctpy_run *run, PyObject **learning_rate);
 
+/* Waits for the result of an enqueued update: sets the norm, and after a skipped update
+ * takes the schedule's step back and reports the update. */
+int ctpy_await_update(PyObject *op);
+
 #endif

@@ -506,6 +506,34 @@ scaler_update(ctpy_update *u, ctpy_state *names)
     return answer == NULL ? -1 : 0;
 }
 
+static int
+report_nonfinite(PyObject *op, int64_t step)
+{
+    PyObject *number = PyLong_FromLongLong(step), *answer = NULL;
+    if (number != NULL) {
+        answer = PyObject_CallMethodOneArg(
+            op, ctpy_state_borrow(op)->str__report_nonfinite, number);
+        Py_DECREF(number);
+    }
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+/* Reports an update with gradients that are not finite. Overflows of a loss scaler are
+ * the scaler's business. */
+static int
+report_if_nonfinite(PyObject *op, const ctpy_update *u)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    int64_t step;
+    if (u->result.finite || u->scaler != NULL) {
+        return 0;
+    }
+    return ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0
+               ? -1
+               : report_nonfinite(op, step + 1);
+}
+
 /* Clip, the callback before the step, the update, the callback after it. */
 static int
 update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
@@ -514,9 +542,7 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
     const bool local_steps = u->blocks != NULL;
     if ((!local_steps && average_grads(op, u) < 0) || measure(op, u) < 0 ||
         (!local_steps && agree_finite(op, &u->result.finite) < 0) ||
-        measure_layers(op, run, u) < 0 ||
-        (!u->result.finite && u->scaler == NULL &&
-         call(op, names->str__report_nonfinite) < 0) ||
+        measure_layers(op, run, u) < 0 || report_if_nonfinite(op, u) < 0 ||
         (u->result.finite && clip_update(op, run, u) < 0)) {
         return -1;
     }
@@ -562,6 +588,104 @@ step_schedule(PyObject *op)
     return result;
 }
 
+/* ---- an update that a GPU is still busy with --------------------------------------
+ *
+ * A single rank, with nobody who looks at the norm or the gradients in between,
+ * enqueues the update and counts the update as made. The result is awaited before a
+ * log, an evaluation or a checkpoint, at the latest in the next update, after the GPU
+ * has got the next forward and backward pass. Schedules other than ours cannot step
+ * back. */
+
+static int
+steps_back(PyObject *op)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler);
+    const int result = scheduler == NULL
+                           ? -1
+                           : scheduler == Py_None ||
+                                 ((Trainer *)op)->schedule_on_metric ||
+                                 ctpy_scheduler_is_native(names, scheduler);
+    Py_XDECREF(scheduler);
+    return result;
+}
+
+/* 1: the update was enqueued; 0: the host has to measure first; or -1. */
+static int
+update_enqueue(PyObject *op, ctpy_update *u)
+{
+    const bool others = u->scaler != NULL || u->average != NULL || u->blocks != NULL ||
+                        u->shards != NULL || !ctpy_trainer_is_alone(op);
+    if (u->engine == NULL || u->clip_first || u->logs_layers || others) {
+        return 0;
+    }
+    const int can = steps_back(op);
+    const int done = can <= 0 ? can
+                              : ctpy_engine_enqueue(u->engine, u->optimizer, &u->config,
+                                                    u->loss_scale);
+    if (done <= 0) {
+        return done;
+    }
+    u->result.finite = u->result.updated = true; /* for all that is known */
+    Py_XSETREF(((Trainer *)op)->enqueued_engine, Py_NewRef(u->engine));
+    return ctpy_trainer_fire(op, ctpy_state_borrow(op)->str_on_optimizer_step) < 0 ? -1
+                                                                                   : 1;
+}
+
+static int
+step_schedule_back(PyObject *op)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler);
+    int result = scheduler == NULL ? -1 : 0;
+    if (scheduler != NULL && !((Trainer *)op)->schedule_on_metric &&
+        ctpy_scheduler_is_native(names, scheduler)) {
+        result = ctpy_scheduler_step_back(scheduler);
+    }
+    Py_XDECREF(scheduler);
+    return result;
+}
+
+int
+ctpy_await_update(PyObject *op)
+{
+    Trainer *self = (Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *engine = ctpy_field(self->enqueued_engine);
+    ct_step_result result;
+    int64_t step;
+    if (engine == NULL) {
+        return 0;
+    }
+    Py_CLEAR(self->enqueued_engine);
+    const int failed = ctpy_engine_await(engine, &result);
+    Py_DECREF(engine);
+    if (failed) {
+        return -1;
+    }
+    self->last_grad_norm = result.grad_norm;
+    if (result.finite) {
+        return 0;
+    }
+    return (!result.updated && step_schedule_back(op) < 0) ||
+                   ctpy_field_int64(op, names->str_state, names->str_global_step,
+                                    &step) < 0
+               ? -1
+               : report_nonfinite(op, step);
+}
+
+static const char Trainer__await_update_doc[] =
+    "_await_update($self, /)\n--\n\n"
+    "Wait for the result of the last update where a GPU is still busy with it.";
+
+static PyObject *
+Trainer__await_update(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    return ctpy_await_update(op) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- after the update ------------------------------------------------------------ */
+
 static int
 drop_gradients(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
@@ -593,13 +717,21 @@ advance_counters(PyObject *op, ctpy_run *run)
     return result;
 }
 
+static int
+update_make(PyObject *op, ctpy_run *run, ctpy_update *u)
+{
+    const int enqueued = update_enqueue(op, u);
+    return enqueued < 0 ? -1 : enqueued ? 0 : update_apply(op, run, u);
+}
+
 int
 ctpy_finish_update(PyObject *op, ctpy_run *run, PyObject **learning_rate)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     ctpy_update u = {0};
     int result = -1;
-    if (update_open(op, &u) == 0 && update_apply(op, run, &u) == 0 &&
+    if (ctpy_await_update(op) == 0 && update_open(op, &u) == 0 &&
+        update_make(op, run, &u) == 0 &&
         (*learning_rate =
              PyObject_CallMethodNoArgs(op, names->str__get_learning_rate)) != NULL &&
         (!u.result.updated || step_schedule(op) == 0) &&
@@ -612,6 +744,7 @@ ctpy_finish_update(PyObject *op, ctpy_run *run, PyObject **learning_rate)
 }
 
 PyMethodDef Trainer_trainer_update_methods[] = {
-    {"_clip_grad_norm", Trainer__clip_grad_norm, METH_O, Trainer__clip_grad_norm_doc},
-    {NULL,              NULL,                    0,      NULL                       },
+    {"_clip_grad_norm", Trainer__clip_grad_norm, METH_O,      Trainer__clip_grad_norm_doc},
+    {"_await_update",   Trainer__await_update,   METH_NOARGS, Trainer__await_update_doc  },
+    {NULL,              NULL,                    0,           NULL                       },
 };

@@ -3,8 +3,8 @@
  * The .c files of csrc/cpu/ and the .cu files of the same names in cuda/ implement its
  * entries over lists of spans; the step engine sees only this table and an opaque
  * stream, so it neither includes nor links CUDA. Work is only enqueued: operands must
- * stay alive until the stream has drained; no entry but transfer and read waits for the
- * stream. */
+ * stay alive until the stream has drained; no entry but transfer, read and read_end
+ * waits for the device. */
 #ifndef CT_DEVICE_H
 #define CT_DEVICE_H
 
@@ -19,7 +19,7 @@ CT_BEGIN_DECLS
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 22
+#define CT_DEVICE_VERSION 23
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -42,6 +42,12 @@ ct_norm_fn(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
 typedef ct_status
 ct_norms_fn(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
             size_t n_spans, double *sums, ct_error *err);
+
+/* The norm of all elements and the factor that clips the elements to a norm, for a
+ * later `update` on the stream. *outcome is in the memory of ct_norm_fn's sum. */
+typedef ct_status ct_clip_fn(void *stream, ct_scratch *scratch,
+                             const ct_clip_request *request, const ct_span *spans,
+                             size_t n_spans, ct_clip_outcome *outcome, ct_error *err);
 
 /* Updates every span by the update's rule, with the span's constants. */
 typedef ct_status ct_update_fn(void *stream, const ct_update *update, ct_error *err);
@@ -126,6 +132,27 @@ ct_transfer_fn(void *stream, void *to, const void *from, size_t bytes, ct_error 
 typedef ct_status
 ct_read_fn(void *stream, const double *device_value, double *host, ct_error *err);
 
+/* Bytes on their way from the device to the host. Starts as {0}. */
+typedef struct ct_pending_read {
+    void *host;  /* CT_PENDING_READ_MAX bytes that the device can write to */
+    void *event; /* the device's, behind the copy */
+    size_t bytes;
+} ct_pending_read;
+
+enum {
+    CT_PENDING_READ_MAX = 64
+};
+
+/* Enqueues a copy of up to CT_PENDING_READ_MAX bytes to the host, and waits for
+ * nothing; read_end waits until the copy has arrived, not for later work on the stream.
+ */
+typedef ct_status
+ct_read_begin_fn(void *stream, ct_pending_read *read, const void *device_values,
+                 size_t bytes, ct_error *err);
+typedef ct_status
+ct_read_end_fn(const ct_pending_read *read, void *values, ct_error *err);
+typedef void ct_read_release_fn(ct_pending_read *read);
+
 /* Makes scratch hold at least `bytes` of the device's memory. */
 typedef ct_status ct_scratch_grow_fn(ct_scratch *scratch, size_t bytes, ct_error *err);
 typedef void ct_scratch_release_fn(ct_scratch *scratch);
@@ -137,6 +164,7 @@ typedef struct ct_device {
     const char *name; /* "cpu", "cuda" */
     ct_norm_fn *norm;
     ct_norms_fn *norms;
+    ct_clip_fn *clip;
     ct_update_fn *update;
     ct_average_fn *average;
     ct_measure_fn *measure;
@@ -152,6 +180,9 @@ typedef struct ct_device {
     ct_decode_fn *decode;
     ct_transfer_fn *transfer;
     ct_read_fn *read;
+    ct_read_begin_fn *read_begin;
+    ct_read_end_fn *read_end;
+    ct_read_release_fn *read_release;
     ct_scratch_grow_fn *scratch_grow;
     ct_scratch_release_fn *scratch_release;
     ct_use_fn *use;

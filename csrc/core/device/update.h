@@ -10,6 +10,7 @@
 
 #include "core/base/span.h"
 #include "core/base/status.h"
+#include "math/clip.h"
 #include "math/quant.h"
 #include "math/rules.h"
 
@@ -83,6 +84,9 @@ typedef struct ct_update {
     size_t n_spans;
     bool zero_grads;
     double ema_decay; /* in [0, 1] */
+    /* Unless NULL, in the device's memory, for a rule that is not measured: coef is
+     * another factor of every gradient, and with `skip` nothing at all is written. */
+    const ct_clip_outcome *clip;
 } ct_update;
 
 /* CT_EINVAL names the first span with dtypes or arrays unfit for the rule. For the

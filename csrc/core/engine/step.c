@@ -34,16 +34,6 @@ ct_clip_check(const ct_clip *clip, ct_error *err)
     return CT_OK;
 }
 
-double
-ct_clip_coef(double max_norm, double norm)
-{
-    if (max_norm == 0.0 || isinf(max_norm)) {
-        return 1.0;
-    }
-    const double coef = max_norm / (norm + 1e-6);
-    return coef > 1.0 ? 1.0 : coef; /* NaN stays */
-}
-
 static double
 norm_type(const ct_clip *clip)
 {
@@ -278,6 +268,56 @@ ct_step_apply(ct_optim *optim, void *stream, const ct_step_config *config,
     }
     if (status == CT_OK) {
         result->updated = keep;
+    }
+    return status;
+}
+
+/* ---- without a wait -------------------------------------------------------------- */
+
+bool
+ct_step_can_enqueue(const ct_optim *optim, const ct_step_config *config)
+{
+    const ct_norm_kind kind = ct_norm_kind_of(norm_type(&config->clip));
+    const bool exact_root =
+        kind == CT_NORM_ONE || kind == CT_NORM_TWO || kind == CT_NORM_MAX;
+    return config->comm == NULL && config->nonfinite != CT_NONFINITE_STOP &&
+           !config->zero_grads && exact_root && !config->clip.by_group &&
+           !ct_clip_by_value(&config->clip) && ct_optim_can_defer(optim);
+}
+
+ct_status
+ct_step_enqueue(ct_optim *optim, void *stream, const ct_step_config *config,
+                double loss_scale, ct_error *err)
+{
+    const ct_clip_request request = {
+        .norm_type = norm_type(&config->clip),
+        .max_norm = config->clip.max_norm,
+        .loss_scale = loss_scale,
+        .keep = config->nonfinite == CT_NONFINITE_KEEP,
+    };
+    ct_optim_pass pass = {
+        .grad_scale = 1.0 / loss_scale,
+        .ema_decay = config->ema_decay,
+    };
+    ct_status status = check(config, loss_scale, err);
+    if (status == CT_OK) {
+        status = ct_optim_clip(optim, stream, &request, &pass.outcome, err);
+    }
+    return status == CT_OK ? ct_optim_update(optim, stream, &pass, err) : status;
+}
+
+ct_status
+ct_step_await(ct_optim *optim, ct_step_result *result, ct_error *err)
+{
+    ct_clip_outcome outcome;
+    ct_status status = ct_optim_await(optim, &outcome, err);
+    if (status == CT_OK) {
+        *result = (ct_step_result){
+            .grad_norm = outcome.grad_norm,
+            .clip_coef = outcome.coef,
+            .finite = outcome.finite != 0,
+            .updated = !outcome.skip,
+        };
     }
     return status;
 }

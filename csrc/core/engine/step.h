@@ -11,6 +11,7 @@
 
 #include "core/comm/comm.h"
 #include "core/optim/optim.h"
+#include "math/clip.h"
 
 CT_BEGIN_DECLS
 
@@ -26,10 +27,6 @@ typedef struct ct_clip {
 
 /* CT_EINVAL names the value that is out of range. */
 CT_NODISCARD ct_status ct_clip_check(const ct_clip *clip, ct_error *err);
-
-/* max_norm / (norm + 1e-6) clamped to 1, as in torch.nn.utils.clip_grad_norm_; 1 when
- * max_norm is 0 or Inf; NaN when norm is NaN. */
-double ct_clip_coef(double max_norm, double norm);
 
 /* Whether elements are clipped by value. */
 bool ct_clip_by_value(const ct_clip *clip);
@@ -99,6 +96,22 @@ CT_NODISCARD ct_status ct_step_measure(ct_optim *optim, void *stream,
 CT_NODISCARD ct_status ct_step_apply(ct_optim *optim, void *stream,
                                      const ct_step_config *config, double loss_scale,
                                      ct_step_result *result, ct_error *err);
+
+/* ---- without a wait -------------------------------------------------------------- */
+
+/* Whether ct_step_enqueue can do the update: one rank, a norm of p = 1, 2 or Inf over
+ * all gradients, no other clipping, and a policy other than CT_NONFINITE_STOP; and
+ * ct_optim_can_defer of the optimizer. */
+bool ct_step_can_enqueue(const ct_optim *optim, const ct_step_config *config);
+
+/* Measures and updates without waiting: the device decides whether anything is written.
+ * The update is counted as made; ct_step_await waits for the norm and takes the counts
+ * of a skipped update back. No other function of the optimizer is called in between. */
+CT_NODISCARD ct_status ct_step_enqueue(ct_optim *optim, void *stream,
+                                       const ct_step_config *config, double loss_scale,
+                                       ct_error *err);
+CT_NODISCARD ct_status ct_step_await(ct_optim *optim, ct_step_result *result,
+                                     ct_error *err);
 
 CT_END_DECLS
 

@@ -171,7 +171,9 @@ struct ct_optim {
     ct_update_span *spans;
     uint32_t *owner; /* each span's parameter */
     ct_run_buffers buffers;
-    ct_grads grads; /* the gradients present, and the clipping of each group */
+    ct_grads grads;       /* the gradients present, and the clipping of each group */
+    ct_scratch outcome;   /* of clipping, in the device's memory */
+    ct_pending_read read; /* of that */
 };
 
 ct_optim *
@@ -185,12 +187,20 @@ ct_optim_new(const ct_device *device)
     return optim;
 }
 
+static void
+release_outcome(ct_optim *optim)
+{
+    optim->device->read_release(&optim->read);
+    optim->device->scratch_release(&optim->outcome);
+}
+
 void
 ct_optim_free(ct_optim *optim)
 {
     if (optim == NULL) {
         return;
     }
+    release_outcome(optim);
     ct_grads_fini(&optim->grads);
     ct_run_buffers_fini(optim->device, &optim->buffers);
     ct_free(optim->owner);
@@ -208,6 +218,7 @@ ct_optim_move(ct_optim *optim, const ct_device *device)
 {
     ct_run_buffers_release(optim->device, &optim->buffers);
     release_scratch(&optim->grads);
+    release_outcome(optim);
     optim->grads.device = device;
     optim->device = device;
 }
@@ -533,7 +544,8 @@ run_of(ct_optim *optim, const rule_table *table, size_t rule, const ct_optim_pas
                    .spans = optim->spans + begin,
                    .n_spans = table->begin[rule + 1] - begin,
                    .zero_grads = pass->zero_grads,
-                   .ema_decay = pass->ema_decay},
+                   .ema_decay = pass->ema_decay,
+                   .clip = pass->outcome},
     };
 }
 
@@ -556,6 +568,51 @@ ct_optim_update(ct_optim *optim, void *stream, const ct_optim_pass *pass, ct_err
     }
     if (status == CT_OK) {
         count_steps(optim);
+    }
+    return status;
+}
+
+/* ---- an update by a norm on the device ------------------------------------------- */
+
+bool
+ct_optim_can_defer(const ct_optim *optim)
+{
+    bool can = true;
+    for (size_t g = 0; can && g < optim->n_groups; g++) {
+        const ct_optim_group *group = &optim->groups[g];
+        const ct_optim_ops *ops = &ct_optim_kinds[group->kind];
+        can = group->max_norm == 0.0 && !group->stochastic && ops->advance == NULL &&
+              ops->count == NULL && !ct_rule_is_measured(ops->rule(group));
+    }
+    return can;
+}
+
+ct_status
+ct_optim_clip(ct_optim *optim, void *stream, const ct_clip_request *request,
+              const ct_clip_outcome **outcome, ct_error *err)
+{
+    const ct_device *device = optim->device;
+    ct_grads *grads;
+    ct_status status = ct_optim_grads(optim, &grads, err);
+    if (status == CT_OK) {
+        status = device->scratch_grow(&optim->outcome, sizeof **outcome, err);
+    }
+    if (status == CT_OK) {
+        status = device->clip(stream, &grads->scratch, request, grads->spans, grads->n,
+                              optim->outcome.data, err);
+    }
+    *outcome = optim->outcome.data;
+    return status == CT_OK ? device->read_begin(stream, &optim->read, *outcome,
+                                                sizeof **outcome, err)
+                           : status;
+}
+
+ct_status
+ct_optim_await(ct_optim *optim, ct_clip_outcome *outcome, ct_error *err)
+{
+    ct_status status = optim->device->read_end(&optim->read, outcome, err);
+    for (size_t i = 0; status == CT_OK && outcome->skip && i < optim->n_params; i++) {
+        optim->params[i].step -= optim->params[i].grad != NULL;
     }
     return status;
 }

@@ -106,7 +106,9 @@ typedef struct ct_optim_pass {
     double grad_scale; /* the first factor of every gradient */
     bool clip;         /* the coef of the group in ct_optim_grads is a second factor */
     bool zero_grads;
-    double ema_decay; /* of the parameters with an average, in [0, 1] */
+    double ema_decay;               /* of the parameters with an average, in [0, 1] */
+    const ct_clip_outcome *outcome; /* unless NULL, of ct_optim_clip: a third factor,
+                                       and whether anything is updated */
 } ct_optim_pass;
 
 typedef struct ct_optim ct_optim;
@@ -147,6 +149,24 @@ CT_NODISCARD ct_status ct_optim_zero_grads(ct_optim *optim, void *stream,
  * call this together, and the outcome of a failed collective is undefined. */
 CT_NODISCARD ct_status ct_optim_update(ct_optim *optim, void *stream,
                                        const ct_optim_pass *pass, ct_error *err);
+
+/* ---- an update by a norm on the device ------------------------------------------- */
+
+/* Whether an update of such groups can be enqueued before the outcome of clipping is
+ * known: elementwise rules, clipped all together, with counts that can be taken back.
+ */
+bool ct_optim_can_defer(const ct_optim *optim);
+
+/* Enqueues the clipping of all gradients present, and the way of the outcome to the
+ * host, for a ct_optim_update after that. *outcome is in the device's memory. */
+CT_NODISCARD ct_status ct_optim_clip(ct_optim *optim, void *stream,
+                                     const ct_clip_request *request,
+                                     const ct_clip_outcome **outcome, ct_error *err);
+
+/* Waits for the outcome of the last ct_optim_clip, and takes the counts of a skipped
+ * update back. No other function but ct_optim_free is to be called in between. */
+CT_NODISCARD ct_status ct_optim_await(ct_optim *optim, ct_clip_outcome *outcome,
+                                      ct_error *err);
 
 CT_END_DECLS
 

@@ -194,6 +194,89 @@ test_bad_settings_are_named(void)
     ct_optim_free(f.optim);
 }
 
+/* ---- without a wait -------------------------------------------------------------- */
+
+static ct_step_result
+enqueue(fixture *f, ct_step_config config, double loss_scale)
+{
+    ct_step_result result;
+    CHECK(ct_step_can_enqueue(f->optim, &config));
+    CHECK(ct_step_enqueue(f->optim, &ct_the_stream, &config, loss_scale, NULL) ==
+          CT_OK);
+    CHECK(ct_optim_params_borrow(f->optim)[0].step == 1); /* for all that is known */
+    CHECK(ct_step_await(f->optim, &result, NULL) == CT_OK);
+    return result;
+}
+
+static void
+test_an_enqueued_step_unscales_clips_and_updates(void)
+{
+    fixture f;
+    fixture_init(&f, 3.0f * 64.0f, 4.0f * 64.0f);
+    const ct_step_result r = enqueue(&f, (ct_step_config){.clip.max_norm = 1.0}, 64.0);
+    CHECK(r.grad_norm == 5.0 && r.clip_coef == 1.0 / (5.0 + 1e-6));
+    CHECK(r.finite && r.updated && ct_optim_params_borrow(f.optim)[0].step == 1);
+    CHECK(fabs(f.param[0] + 0.6) < 1e-6 && fabs(f.param[1] + 0.8) < 1e-6);
+    ct_optim_free(f.optim);
+}
+
+static void
+test_an_enqueued_step_that_is_skipped_is_not_counted(void)
+{
+    static const float bad[] = {NAN, INFINITY};
+    for (size_t i = 0; i < 2; i++) {
+        fixture f;
+        fixture_init(&f, 2.0f, bad[i]);
+        const ct_step_result r = enqueue(&f, (ct_step_config){0}, 1.0);
+        CHECK(!r.finite && !r.updated && f.param[0] == 0.0f && f.param[1] == 0.0f);
+        CHECK(ct_optim_params_borrow(f.optim)[0].step == 0);
+        ct_optim_free(f.optim);
+    }
+}
+
+static void
+test_an_enqueued_step_that_keeps_infinities_counts(void)
+{
+    fixture f;
+    fixture_init(&f, INFINITY, 4.0f);
+    const ct_step_config config = {.nonfinite = CT_NONFINITE_KEEP};
+    const ct_step_result r = enqueue(&f, config, 1.0);
+    CHECK(!r.finite && r.updated && isinf(f.param[0]) && f.param[1] == -4.0f);
+    CHECK(ct_optim_params_borrow(f.optim)[0].step == 1);
+    ct_optim_free(f.optim);
+}
+
+/* Groups whose rule has more to take back than a count, or measures by itself. */
+static void
+test_a_step_is_measured_first_where_the_host_has_to_decide(void)
+{
+    static const ct_step_config configs[] = {
+        {.nonfinite = CT_NONFINITE_STOP},
+        {.zero_grads = true},
+        {.clip.value = 1.0},
+        {.clip.by_group = true},
+        {.clip.norm_type = 3.0},
+        {.clip.norm_type = 0.5},
+    };
+    static const ct_optim_group groups[] = {
+        {.kind = CT_OPTIM_SGD, .max_norm = 1.0},
+        {.kind = CT_OPTIM_SGD, .stochastic = true},
+        {.kind = CT_OPTIM_NADAM},
+        {.kind = CT_OPTIM_NAG},
+        {.kind = CT_OPTIM_LAMB},
+    };
+    fixture f;
+    fixture_init(&f, 1.0f, 1.0f);
+    for (size_t i = 0; i < sizeof configs / sizeof *configs; i++) {
+        CHECK(!ct_step_can_enqueue(f.optim, &configs[i]));
+    }
+    for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
+        ct_optim_groups_borrow(f.optim)[0] = groups[i];
+        CHECK(!ct_step_can_enqueue(f.optim, &(ct_step_config){0}));
+    }
+    ct_optim_free(f.optim);
+}
+
 /* ---- sums of gradients ----------------------------------------------------------- */
 
 /* All powers are positive: adding up to 280 of them in any order keeps 13 digits. */
@@ -256,6 +339,10 @@ main(void)
     test_keep_updates_all_the_same();
     test_without_gradients_the_norm_is_zero_and_nothing_moves();
     test_bad_settings_are_named();
+    test_an_enqueued_step_unscales_clips_and_updates();
+    test_an_enqueued_step_that_is_skipped_is_not_counted();
+    test_an_enqueued_step_that_keeps_infinities_counts();
+    test_a_step_is_measured_first_where_the_host_has_to_decide();
     test_sums_are_those_of_each_gradient_of_each_group_and_of_all();
     return 0;
 }

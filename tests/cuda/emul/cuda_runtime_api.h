@@ -54,6 +54,7 @@ enum cudaDriverEntryPointQueryResult {
 
 enum {
     cudaEnableDefault = 0,
+    cudaHostAllocDefault = 0,
     cudaStreamNonBlocking = 1,
     cudaEventDisableTiming = 2
 };
@@ -68,6 +69,8 @@ cudaError_t cudaRuntimeGetVersion(int *version);
 cudaError_t cudaDriverGetVersion(int *version);
 cudaError_t cudaMalloc(void **data, size_t bytes);
 cudaError_t cudaFree(void *data);
+cudaError_t cudaHostAlloc(void **data, size_t bytes, unsigned flags);
+cudaError_t cudaFreeHost(void *data);
 cudaError_t cudaMemsetAsync(void *data, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes,
                             cudaMemcpyKind kind, cudaStream_t stream);

@@ -31,7 +31,7 @@ extern place here; /* of the fibre that runs */
 /* What happened since the last reset(). */
 struct record {
     size_t launches;
-    size_t waits; /* calls that make the host wait for the device */
+    size_t waits; /* calls that make the host wait, not for what has ended already */
     size_t allocations;
     size_t orders;       /* of a stream behind another */
     cudaStream_t stream; /* of the last launch, copy or memset */

@@ -295,6 +295,22 @@ cudaMalloc(void **data, size_t bytes)
 }
 
 cudaError_t
+cudaHostAlloc(void **data, size_t bytes, unsigned)
+{
+    emul::seen.allocations++;
+    *data = malloc(bytes);
+    memset(*data, emul::unset, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaFreeHost(void *data)
+{
+    free(data);
+    return cudaSuccess;
+}
+
+cudaError_t
 cudaFree(void *data)
 {
     if (data == NULL) {

@@ -466,8 +466,8 @@ cudaError_t
 cudaEventSynchronize(cudaEvent_t event)
 {
     emul::held_lock held(emul::device_lock);
-    emul::seen.waits++;
     if (event->recorded) {
+        emul::seen.waits += event->recorded->ended ? 0 : 1;
         (void)emul::run_until(held, event->recorded, true);
         emul::host.join(event->recorded->at);
     }

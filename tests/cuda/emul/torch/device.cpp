@@ -486,6 +486,13 @@ emul_allocations_of_ours()
     return emul::seen.allocations - by_torch;
 }
 
+/* Calls that made the host wait for the device. */
+extern "C" size_t
+emul_waits()
+{
+    return emul::seen.waits;
+}
+
 extern "C" void *
 emul_last_stream()
 {

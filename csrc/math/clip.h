@@ -1,0 +1,51 @@
+/* Clipping by the norm of all gradients: the factor, and whether the update takes
+ * place.
+ *
+ * Roots and quotients in double are exact to the last bit on every device, so a GPU
+ * finds the factor that the host would. */
+#ifndef CT_CLIP_MATH_H
+#define CT_CLIP_MATH_H
+
+#include "math/hd.h"
+#include "math/norm.h"
+
+typedef struct ct_clip_request {
+    double norm_type;  /* p of the norm: 1, 2 or Inf */
+    double max_norm;   /* 0 or Inf: no clipping */
+    double loss_scale; /* > 0: the factor of the loss, and of the gradients */
+    int keep;          /* gradients that are not finite update all the same */
+} ct_clip_request;
+
+typedef struct ct_clip_outcome {
+    double grad_norm; /* of all gradients, after unscaling, before clipping */
+    double coef;      /* a factor of every gradient */
+    int finite;
+    int skip; /* the update writes nothing */
+} ct_clip_outcome;
+
+/* max_norm / (norm + 1e-6) clamped to 1, as in torch.nn.utils.clip_grad_norm_; 1 when
+ * max_norm is 0 or Inf; NaN when norm is NaN, as `coef > 1` is false for NaN. */
+CT_HD static inline double
+ct_clip_coef(double max_norm, double norm)
+{
+    if (max_norm == 0.0 || max_norm == (double)INFINITY) {
+        return 1.0;
+    }
+    const double coef = max_norm / (norm + 1e-6);
+    return coef > 1.0 ? 1.0 : coef;
+}
+
+/* From the sum of a norm of kind CT_NORM_ONE, _TWO or _MAX. */
+CT_HD static inline ct_clip_outcome
+ct_clip_outcome_of(const ct_clip_request *request, ct_norm_kind kind, double sum)
+{
+    const double norm = kind == CT_NORM_TWO ? sqrt(sum) : sum;
+    ct_clip_outcome outcome;
+    outcome.grad_norm = norm / request->loss_scale;
+    outcome.coef = ct_clip_coef(request->max_norm, outcome.grad_norm);
+    outcome.finite = norm < (double)INFINITY;
+    outcome.skip = !outcome.finite && !request->keep;
+    return outcome;
+}
+
+#endif
