@@ -180,9 +180,12 @@ report_update(const std::string &name, ct_rule rule, bool master, double goal)
     it.dtype = it.state_dtype = it.ema_dtype = CT_F32;
     it.grad_dtype = it.copy_dtype = master ? CT_BF16 : CT_F32;
     const ct_update update = {rule, &coef, &it, 1, false, 0.0, NULL};
+    ct_update_table table = {};
     const double bytes = 8 + (master ? 2 + 2 : 4) + 8.0 * (double)n_states;
-    report(name, bytes, goal,
-           [&](ct_error *err) { return ct_device_cuda.update(NULL, &update, err); });
+    report(name, bytes, goal, [&](ct_error *err) {
+        return ct_device_cuda.update(NULL, &table, &update, err);
+    });
+    ct_device_cuda.table_release(&table);
 }
 
 static void

@@ -151,6 +151,8 @@ const ct_device ct_device_cuda = {
     ct_cuda_norms,
     ct_cuda_clip,
     ct_cuda_update,
+    ct_cuda_table_reserve,
+    ct_cuda_table_release,
     ct_cuda_average,
     ct_cuda_measure,
     ct_cuda_settle,

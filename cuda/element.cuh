@@ -116,7 +116,7 @@ ct_load_as(const void *data, ct_dtype dtype, size_t i)
     Real value = Real();
     ct_visit_float(dtype, [&](auto tag) {
         typedef typename decltype(tag)::type element;
-        value = (Real)ct_load(((const element *)data)[i]);
+        value = (Real)ct_load(ct_global((const element *)data)[i]);
     });
     return value;
 }
@@ -127,7 +127,7 @@ ct_store_as(Real value, void *data, ct_dtype dtype, size_t i)
 {
     ct_visit_float(dtype, [&](auto tag) {
         typedef typename decltype(tag)::type element;
-        ct_store(value, &((element *)data)[i]);
+        ct_store(value, &ct_global((element *)data)[i]);
     });
 }
 

@@ -10,6 +10,8 @@ ct_norm_fn ct_cuda_norm;
 ct_norms_fn ct_cuda_norms;
 ct_clip_fn ct_cuda_clip;
 ct_update_fn ct_cuda_update;
+ct_table_reserve_fn ct_cuda_table_reserve;
+ct_table_release_fn ct_cuda_table_release;
 ct_average_fn ct_cuda_average;
 ct_measure_fn ct_cuda_measure;
 ct_settle_fn ct_cuda_settle;

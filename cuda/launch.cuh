@@ -22,6 +22,18 @@
 #define CT_COMPUTED(value) (value) /* a result; the emulation's NaN is the GPU's */
 #endif
 
+/* An address that does not come from a kernel's parameters: loads and stores through
+ * that are then those of global memory, too. */
+template <typename T>
+__device__ static inline T *
+ct_global(T *data)
+{
+#ifdef __CUDACC__
+    __builtin_assume(__isGlobal(data));
+#endif
+    return data;
+}
+
 static const unsigned ct_cuda_block_size = 256;
 
 /* Begins a kernel for blocks of ct_cuda_block_size threads, of which a multiprocessor
@@ -52,9 +64,10 @@ struct ct_cuda_range {
     size_t begin, end;
 };
 
-template <typename Operand>
-__device__ inline ct_cuda_range
-ct_cuda_range_of(const ct_cuda_batch<Operand> &batch, size_t chunk)
+/* The number of the chunk's operand. */
+template <typename Batch>
+__device__ inline uint32_t
+ct_cuda_operand_at(const Batch &batch, size_t chunk)
 {
     uint32_t low = 0, high = batch.n_operands - 1;
     while (low < high) { /* the first operand that ends behind this chunk */
@@ -66,11 +79,27 @@ ct_cuda_range_of(const ct_cuda_batch<Operand> &batch, size_t chunk)
             low = middle + 1;
         }
     }
-    const size_t first = low == 0 ? 0 : batch.chunk_end[low - 1];
+    return low;
+}
+
+/* Of an operand of n elements. */
+template <typename Batch>
+__device__ inline ct_cuda_range
+ct_cuda_range_in(const Batch &batch, size_t chunk, uint32_t operand, size_t n)
+{
+    const size_t first = operand == 0 ? 0 : batch.chunk_end[operand - 1];
     const size_t begin = (chunk - first) * ct_cuda_chunk_elems;
-    const size_t left = batch.operands[low].n - begin;
-    return {low, begin,
+    const size_t left = n - begin;
+    return {operand, begin,
             begin + (left < ct_cuda_chunk_elems ? left : ct_cuda_chunk_elems)};
+}
+
+template <typename Operand>
+__device__ inline ct_cuda_range
+ct_cuda_range_of(const ct_cuda_batch<Operand> &batch, size_t chunk)
+{
+    const uint32_t operand = ct_cuda_operand_at(batch, chunk);
+    return ct_cuda_range_in(batch, chunk, operand, batch.operands[operand].n);
 }
 
 static inline size_t

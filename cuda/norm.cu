@@ -137,9 +137,11 @@ sum_in_floats(double p, const void *data, const ct_cuda_range &range)
     return sum_in_double<Kind, Element>(p, data, range);
 }
 
-/* A span and the address of its separate sum, or NULL. */
-struct norm_operand : ct_span {
-    size_t number;
+/* A span and its number. Short, so that a launch takes a thousand. */
+struct norm_operand {
+    void *data;
+    uint64_t n : 56, dtype : 8;
+    uint32_t number;
 };
 
 template <int Kind>
@@ -149,8 +151,8 @@ norm_kernel(const ct_cuda_batch<norm_operand> __grid_constant__ batch, double p,
 {
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
-        const ct_span &span = batch.operands[range.operand];
-        ct_visit_float(span.dtype, [&](auto tag) {
+        const norm_operand &span = batch.operands[range.operand];
+        ct_visit_float((ct_dtype)span.dtype, [&](auto tag) {
             typedef typename decltype(tag)::type element;
             double sum;
             if constexpr (in_floats<Kind, element>::value) {
@@ -247,7 +249,11 @@ enqueue(void *stream, double p, double *partials, const ct_span *spans, size_t n
 {
     double *next = partials;
     return ct_cuda_in_batches<norm_operand>(
-        n_spans, [&](size_t i) { return norm_operand{spans[i], i}; },
+        n_spans,
+        [&](size_t i) {
+            return norm_operand{spans[i].data, spans[i].n, (uint64_t)spans[i].dtype,
+                                (uint32_t)i};
+        },
         [&](const ct_cuda_batch<norm_operand> &batch) {
             launch(stream, p, batch, next);
             ct_status status = ct_cuda_launched("launch the norm", err);

@@ -48,7 +48,7 @@ ct_fill_middles(float *middles, const ct_cuda_update_operand &operand, int k)
 {
     const unsigned i = threadIdx.x;
     if (i + 1 < CT_QUANT_MAP_SIZE) {
-        const float *map = operand.quant[k].map;
+        const float *map = ct_global(operand.quant[k].map);
         middles[i] = ct_quant_middle(map[i], map[i + 1]);
     }
 }
@@ -58,8 +58,9 @@ __device__ static inline Real
 ct_load_quantized(const ct_cuda_update_operand &operand, int k, size_t i)
 {
     const ct_quant &quant = operand.quant[k];
-    const uint8_t value = ((const uint8_t *)operand.state[k])[i];
-    return (Real)(quant.map[value] * quant.absmax[i / CT_QUANT_BLOCK]);
+    const uint8_t value = ct_global((const uint8_t *)operand.state[k])[i];
+    return (Real)(ct_global(quant.map)[value] *
+                  ct_global(quant.absmax)[i / CT_QUANT_BLOCK]);
 }
 
 /* Stores element i of state k if inside; every thread must call, with the elements of a
@@ -73,10 +74,11 @@ ct_store_quantized(Real value, const ct_cuda_update_operand &operand, int k, siz
     const float absmax = ct_quant_absmax(ct_block_largest(ct_quant_magnitude(x)));
     if (inside) {
         const float unit = ct_quant_unit(x, ct_quant_scale(absmax));
-        ((uint8_t *)operand.state[k])[i] = (uint8_t)ct_quant_nearest(middles, unit);
+        ct_global((uint8_t *)operand.state[k])[i] =
+            (uint8_t)ct_quant_nearest(middles, unit);
     }
     if (threadIdx.x == 0) {
-        operand.quant[k].absmax[i / CT_QUANT_BLOCK] = absmax;
+        ct_global(operand.quant[k].absmax)[i / CT_QUANT_BLOCK] = absmax;
     }
 }
 

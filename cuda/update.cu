@@ -5,17 +5,19 @@
 #include "reduce.cuh"
 #include "update.cuh"
 
+#include "core/base/alloc.h"
 #include "math/philox.h"
 
 enum {
     N_KINDS = 4 /* of kernels: in float or double, with 8-bit state or not */
 };
 
-/* What holds for every span of an update. */
+/* What holds for every span of an update, and the key of the span's rounding. */
 struct update_options {
     bool zero_grads;
     ct_ema_coef ema;
     const ct_clip_outcome *clip;
+    ct_rounding key;
 };
 
 /* Has a rule a factor of gradients among its constants? */
@@ -27,12 +29,11 @@ struct scales_grads<Constants, decltype((void)Constants::grad_scale)> {
     static const bool value = true;
 };
 
-/* An operand's constants in the type that is computed in. */
+/* Constants in the type that is computed in. */
 template <typename Rule, typename Real>
 __device__ static inline auto
-constants_of(const ct_cuda_update_operand &operand, const update_options &options)
+rounded(const ct_rule_coef *constants, const update_options &options)
 {
-    const ct_rule_coef *constants = ct_constants(operand);
     auto c = Rule::rounded(constants, Real());
     if constexpr (scales_grads<decltype(c)>::value) {
         if (options.clip != NULL) {
@@ -46,13 +47,13 @@ constants_of(const ct_cuda_update_operand &operand, const update_options &option
 
 template <typename Real>
 __device__ static inline void
-put(Real value, const ct_cuda_update_operand &operand, void *data, ct_dtype dtype,
-    size_t i)
+put(Real value, const ct_cuda_update_operand &operand, const ct_rounding &key,
+    void *data, ct_dtype dtype, size_t i)
 {
     if (operand.rounding != NULL && dtype == CT_BF16) {
         const uint64_t number = operand.first + i;
         uint32_t words[4];
-        ct_philox_block(operand.key.seed, operand.key.step, number, words);
+        ct_philox_block(key.seed, key.step, number, words);
         ((uint16_t *)data)[i] =
             ct_bf16_from_f32_stochastic((float)value, ct_philox_half(words, number));
     }
@@ -68,7 +69,7 @@ finish(const ct_cuda_update_operand &operand, const update_options &options, siz
        Real param)
 {
     if (operand.copy != NULL) {
-        put(param, operand, operand.copy, operand.copy_dtype, i);
+        put(param, operand, options.key, operand.copy, operand.copy_dtype, i);
     }
     if (operand.ema != NULL) { /* of the model's weights */
         const Real stored = operand.copy != NULL
@@ -94,7 +95,7 @@ update_one(const ct_cuda_update_operand &operand, const update_options &options,
     for (int k = 0; k < Rule::n_states; k++) {
         ct_store_state(state[k], operand, k, i);
     }
-    put(param, operand, operand.param, operand.dtype, i);
+    put(param, operand, options.key, operand.param, operand.dtype, i);
     finish(operand, options, i, param);
     if (options.zero_grads) {
         ct_store_as(Real(), operand.grad, operand.grad_dtype, i);
@@ -104,15 +105,15 @@ update_one(const ct_cuda_update_operand &operand, const update_options &options,
 /* ---- vectors of elements --------------------------------------------------------- */
 
 __device__ static inline ct_bits
-narrowed(const ct_reals<double> &x, const ct_cuda_update_operand &, ct_dtype dtype,
-         size_t)
+narrowed(const ct_reals<double> &x, const ct_cuda_update_operand &, const ct_rounding &,
+         ct_dtype dtype, size_t)
 {
     return ct_narrow(x, dtype);
 }
 
 __device__ static inline ct_bits
 narrowed(const ct_reals<float> &x, const ct_cuda_update_operand &operand,
-         ct_dtype dtype, size_t i)
+         const ct_rounding &key, ct_dtype dtype, size_t i)
 {
     if (operand.rounding == NULL || dtype != CT_BF16) {
         return ct_narrow(x, dtype);
@@ -120,7 +121,7 @@ narrowed(const ct_reals<float> &x, const ct_cuda_update_operand &operand,
     const uint64_t number = operand.first + i; /* a multiple of 4 */
     uint32_t words[4];
     uint16_t half[4];
-    ct_philox_block(operand.key.seed, operand.key.step, number, words);
+    ct_philox_block(key.seed, key.step, number, words);
     CT_UNROLL
     for (unsigned j = 0; j < 4; j++) {
         half[j] =
@@ -151,7 +152,8 @@ template <typename Real>
 __device__ static inline ct_reals<Real>
 from_factors(const ct_cuda_update_operand &operand, size_t i)
 {
-    const Real *rows = (const Real *)operand.row, *cols = (const Real *)operand.col;
+    const Real *rows = ct_global((const Real *)operand.row),
+               *cols = ct_global((const Real *)operand.col);
     const size_t at = operand.begin + i;
     size_t row = at / operand.cols, col = at % operand.cols;
     size_t first = row / operand.rows * operand.cols; /* column of the row's matrix */
@@ -173,12 +175,12 @@ __device__ static inline void
 finish_vector(const ct_cuda_update_operand &operand, const update_options &options,
               size_t i, const ct_reals<Real> &param)
 {
-    ct_bits stored = narrowed(param, operand, operand.dtype, i);
+    ct_bits stored = narrowed(param, operand, options.key, operand.dtype, i);
     ct_dtype dtype = operand.dtype;
     ct_store_bits<Real>(stored, operand.param, dtype, i);
     if (operand.copy != NULL) {
         dtype = operand.copy_dtype;
-        stored = narrowed(param, operand, dtype, i);
+        stored = narrowed(param, operand, options.key, dtype, i);
         ct_store_bits<Real>(stored, operand.copy, dtype, i);
     }
     if (operand.ema != NULL) { /* of the model's weights */
@@ -277,10 +279,10 @@ each_of(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
 
 template <typename Rule, typename Real>
 __device__ static inline void
-update(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
-       const update_options &options)
+update(const ct_cuda_update_operand &operand, const ct_rule_coef *constants,
+       const ct_cuda_range &range, const update_options &options)
 {
-    const auto c = constants_of<Rule, Real>(operand, options);
+    const auto c = rounded<Rule, Real>(constants, options);
     each_of<Rule, Real>(
         operand, range,
         [&](size_t i, values<Rule, Real> x) {
@@ -296,11 +298,11 @@ update(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
 /* 8-bit state: a block at a time, as its elements share a scale. */
 template <typename Rule, typename Real>
 __device__ static void
-update_quantized(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
-                 const update_options &options)
+update_quantized(const ct_cuda_update_operand &operand, const ct_rule_coef *constants,
+                 const ct_cuda_range &range, const update_options &options)
 {
     __shared__ float middles[CT_RULE_MAX_STATES][CT_QUANT_MAP_SIZE];
-    const auto c = constants_of<Rule, Real>(operand, options);
+    const auto c = rounded<Rule, Real>(constants, options);
     for (int k = 0; k < Rule::n_states; k++) {
         ct_fill_middles(middles[k], operand, k);
     }
@@ -321,14 +323,70 @@ update_quantized(const ct_cuda_update_operand &operand, const ct_cuda_range &ran
             ct_store_quantized(state[k], operand, k, i, inside, middles[k]);
         }
         if (inside) {
-            put(param, operand, operand.param, operand.dtype, i);
+            put(param, operand, options.key, operand.param, operand.dtype, i);
             finish(operand, options, i, param);
             if (options.zero_grads) {
                 ct_store_as(Real(), operand.grad, operand.grad_dtype, i);
             }
         }
     }
-    __syncthreads(); /* middles are free for the next chunk */
+}
+
+/* ---- operands in the device's memory ----------------------------------------------
+ */
+
+/* The operands of an update hardly ever change but for the gradients' addresses and the
+ * constants: these alone are parameters of the launch. Everything else stays in the
+ * device's memory, and the host keeps a copy to know what has changed. Changes reach
+ * the device as parameters of a kernel, too: no memory has to outlive the call, and the
+ * stream orders the change behind the last update. */
+
+/* Of consecutive spans. */
+struct update_constants {
+    ct_rule_coef coef;
+    ct_rounding key; /* *rounding lies in the host's memory */
+};
+
+struct update_batch {
+    static const unsigned capacity = 2048;
+    static const unsigned most_constants =
+        (ct_cuda_param_bytes - 256 - capacity * (sizeof(void *) + sizeof(uint32_t))) /
+        sizeof(update_constants);
+
+    uint32_t n_operands, n_chunks;
+    uint32_t chunk_end[capacity];               /* chunks of operands 0 .. i together */
+    void *grads[capacity];                      /* take the place of operands[i].grad */
+    update_constants constants[most_constants]; /* by operands[i].coef */
+    const ct_cuda_update_operand *operands;
+};
+
+/* Every thread of the block has to come. */
+__device__ static inline void
+load_operand(ct_cuda_update_operand *to, const update_batch &batch, uint32_t number)
+{
+    const uint64_t *from = (const uint64_t *)&batch.operands[number];
+    const unsigned words = sizeof *to / sizeof *from;
+    static_assert(sizeof *to % sizeof *from == 0 && words <= ct_cuda_block_size, "");
+    if (threadIdx.x < words) {
+        ((uint64_t *)to)[threadIdx.x] =
+            threadIdx.x == offsetof(ct_update_span, grad) / sizeof *from
+                ? (uint64_t)batch.grads[number]
+                : from[threadIdx.x];
+    }
+    __syncthreads();
+}
+
+struct upload_batch {
+    uint64_t words[4000];
+};
+
+CT_KERNEL
+upload_kernel(const upload_batch __grid_constant__ batch, uint64_t *to, uint32_t n)
+{
+    const uint32_t step = gridDim.x * blockDim.x;
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+        to[i] = batch.words[i];
+    }
 }
 
 /* ---- kernels --------------------------------------------------------------------- */
@@ -342,21 +400,27 @@ static constexpr int resident =
 
 template <typename Rule, typename Real, bool Quantized>
 CT_KERNEL_BY((resident<Rule, Real>))
-update_kernel(const ct_cuda_batch<ct_cuda_update_operand> __grid_constant__ batch,
-              const update_options options)
+update_kernel(const update_batch __grid_constant__ batch, update_options options)
 {
+    __shared__ ct_cuda_update_operand operand;
     if (options.clip != NULL && options.clip->skip) {
         return;
     }
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
-        const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
-        const ct_cuda_update_operand &operand = batch.operands[range.operand];
+        const uint32_t number = ct_cuda_operand_at(batch, chunk);
+        load_operand(&operand, batch, number);
+        const ct_cuda_range range = ct_cuda_range_in(batch, chunk, number, operand.n);
+        const update_constants &constants = batch.constants[operand.coef];
+        const ct_rule_coef *coef =
+            operand.settled != NULL ? operand.settled : &constants.coef;
+        options.key = constants.key;
         if (Quantized) {
-            update_quantized<Rule, Real>(operand, range, options);
+            update_quantized<Rule, Real>(operand, coef, range, options);
         }
         else {
-            update<Rule, Real>(operand, range, options);
+            update<Rule, Real>(operand, coef, range, options);
         }
+        __syncthreads(); /* the operand is free for the next chunk */
     }
 }
 
@@ -381,29 +445,178 @@ kind_of(const ct_update &u, const ct_update_span &span)
     return (span.dtype == CT_F64 ? 1 : 0) + (quantized ? 2 : 0);
 }
 
+/* Grouped by kind, spans that follow each other with the same constants share them, up
+ * to the most that a launch has. */
+struct placement {
+    uint32_t n_operands, n_constants; /* of the last launch */
+    const ct_update_span *constants;  /* the last span whose constants are listed */
+
+    /* Adds a span; returns whether another launch begins with that. */
+    bool add(const ct_update_span &span)
+    {
+        /* Settled constants lie in the device's memory. */
+        const bool own =
+            constants == NULL ||
+            ((span.settled == NULL || span.rounding != NULL) &&
+             (span.coef != constants->coef || span.rounding != constants->rounding));
+        const bool begins = n_operands == 0 || n_operands == update_batch::capacity ||
+                            (own && n_constants == update_batch::most_constants);
+        if (begins) {
+            n_operands = n_constants = 0;
+        }
+        if (own || begins) {
+            constants = &span;
+            n_constants++;
+        }
+        n_operands++;
+        return begins;
+    }
+};
+
+/* f(span) for all spans of a kind, but for empty ones. */
+template <typename F>
+static void
+each_span(const ct_update &u, unsigned kind, F f)
+{
+    for (size_t i = 0; i < u.n_spans; i++) {
+        if (u.spans[i].n != 0 && kind_of(u, u.spans[i]) == kind) {
+            f(u.spans[i]);
+        }
+    }
+}
+
+static ct_status
+upload(void *stream, const ct_cuda_update_operand *operands, size_t n, void *to,
+       ct_error *err)
+{
+    const size_t words = n * sizeof *operands / sizeof(uint64_t);
+    ct_status status = CT_OK;
+    upload_batch batch;
+    for (size_t i = 0, end; status == CT_OK && i < words; i = end) {
+        const size_t most = sizeof batch.words / sizeof *batch.words;
+        end = words - i < most ? words : i + most;
+        memcpy(batch.words, (const uint64_t *)operands + i,
+               (end - i) * sizeof *batch.words);
+        CT_LAUNCH(upload_kernel, 16, ct_cuda_block_size, stream, batch,
+                  (uint64_t *)to + i, (uint32_t)(end - i));
+        status = ct_cuda_launched("launch a change of operands", err);
+    }
+    return status;
+}
+
+static_assert(offsetof(ct_update_span, coef) + sizeof(uint32_t) ==
+                  offsetof(ct_update_span, settled),
+              "no padding: operands are compared byte by byte");
+
+/* Makes the table hold the update's operands, kind by kind. */
+static ct_status
+fill_table(void *stream, ct_update_table *table, const ct_update &u, ct_error *err)
+{
+    ct_cuda_update_operand *const known = (ct_cuda_update_operand *)table->host;
+    size_t n = 0, first = SIZE_MAX, end = 0;
+    for (unsigned kind = 0; kind < N_KINDS; kind++) {
+        placement place = {};
+        each_span(u, kind, [&](const ct_update_span &span) {
+            place.add(span);
+            ct_cuda_update_operand operand = ct_cuda_operand_of(u.rule, span);
+            operand.grad = NULL;
+            operand.coef = place.n_constants - 1;
+            if (n >= table->n || memcmp(&known[n], &operand, sizeof operand) != 0) {
+                memcpy(&known[n], &operand, sizeof operand);
+                first = first < n ? first : n;
+                end = n + 1;
+            }
+            n++;
+        });
+    }
+    ct_status status = CT_OK;
+    table->n = n > table->n ? n : table->n;
+    if (first < end) {
+        status = upload(stream, &known[first], end - first,
+                        (ct_cuda_update_operand *)table->device.data + first, err);
+    }
+    if (status != CT_OK) {
+        table->n = 0;
+    }
+    return status;
+}
+
+/* Launches the kernel of a kind for its operands; *operands: the kind's, then the next
+ * one's. */
+static ct_status
+launch_kind(void *stream, const ct_cuda_update_operand **operands, const ct_update &u,
+            unsigned kind, ct_error *err)
+{
+    const update_options options = {u.zero_grads, ct_ema_coef_of(u.ema_decay), u.clip,
+                                    ct_rounding()};
+    const update_kernel_fn kernel = kernels[u.rule][kind];
+    placement place = {};
+    update_batch batch;
+    ct_status status = CT_OK;
+    batch.n_operands = batch.n_chunks = 0;
+    const auto launch = [&] {
+        CT_LAUNCH(kernel, ct_cuda_grid_size(batch.n_chunks), ct_cuda_block_size, stream,
+                  batch, options);
+        *operands += batch.n_operands;
+        return ct_cuda_launched("launch update", err);
+    };
+
+    each_span(u, kind, [&](const ct_update_span &span) {
+        if (place.add(span)) {
+            if (status == CT_OK && batch.n_operands != 0) {
+                status = launch();
+            }
+            batch.operands = *operands;
+            batch.n_operands = batch.n_chunks = 0;
+        }
+        batch.constants[place.n_constants - 1] = {u.coefs[place.constants->coef],
+                                                  place.constants->rounding == NULL
+                                                      ? ct_rounding()
+                                                      : *place.constants->rounding};
+        batch.n_chunks += (uint32_t)ct_cuda_chunks_of(span.n);
+        batch.grads[batch.n_operands] = span.grad;
+        batch.chunk_end[batch.n_operands++] = batch.n_chunks;
+    });
+    return status == CT_OK && batch.n_operands != 0 ? launch() : status;
+}
+
 ct_status
-ct_cuda_update(void *stream, const ct_update *u, ct_error *err)
+ct_cuda_table_reserve(ct_update_table *table, size_t n, ct_error *err)
+{
+    const size_t size = sizeof(ct_cuda_update_operand);
+    const void *const before = table->device.data;
+    ct_status status = ct_grow(&table->host, &table->capacity, n, size, err);
+    if (status == CT_OK) {
+        status = ct_cuda_scratch_grow(&table->device, n * size, err);
+    }
+    if (table->device.data != before) {
+        table->n = 0;
+    }
+    return status;
+}
+
+void
+ct_cuda_table_release(ct_update_table *table)
+{
+    ct_cuda_scratch_release(&table->device);
+    ct_free(table->host);
+    *table = {};
+}
+
+ct_status
+ct_cuda_update(void *stream, ct_update_table *table, const ct_update *u, ct_error *err)
 {
     ct_status status = ct_update_check(u, err);
-    const update_options options = {u->zero_grads, ct_ema_coef_of(u->ema_decay),
-                                    u->clip};
-    size_t n_of_kind[N_KINDS] = {};
-    for (size_t i = 0; status == CT_OK && i < u->n_spans; i++) {
-        n_of_kind[kind_of(*u, u->spans[i])]++;
+    if (status == CT_OK) {
+        status = ct_cuda_table_reserve(table, u->n_spans, err);
     }
+    if (status == CT_OK) {
+        status = fill_table(stream, table, *u, err);
+    }
+    const ct_cuda_update_operand *next =
+        (const ct_cuda_update_operand *)table->device.data;
     for (unsigned kind = 0; status == CT_OK && kind < N_KINDS; kind++) {
-        const update_kernel_fn kernel = kernels[u->rule][kind];
-        status = ct_cuda_in_batches<ct_cuda_update_operand>(
-            n_of_kind[kind] == 0 ? 0 : u->n_spans,
-            [&](size_t i) {
-                return kind_of(*u, u->spans[i]) == kind ? ct_cuda_operand_of(*u, i)
-                                                        : ct_cuda_update_operand();
-            },
-            [&](const ct_cuda_batch<ct_cuda_update_operand> &batch) {
-                CT_LAUNCH(kernel, ct_cuda_grid_size(batch.n_chunks), ct_cuda_block_size,
-                          stream, batch, options);
-                return ct_cuda_launched("launch update", err);
-            });
+        status = launch_kind(stream, &next, *u, kind, err);
     }
     return status;
 }
@@ -433,6 +646,7 @@ ct_cuda_update(void *stream, const ct_update *u, ct_error *err)
 #undef CT_MEASURED
 
 struct measure_operand : ct_cuda_update_operand {
+    ct_rule_coef constants;
     size_t number;
 };
 
@@ -533,7 +747,8 @@ enqueue(void *stream, double **next, const ct_update &u, bool in_double, double 
         u.n_spans,
         [&](size_t i) {
             return (u.spans[i].dtype == CT_F64) == in_double
-                       ? measure_operand{ct_cuda_operand_of(u, i), i}
+                       ? measure_operand{ct_cuda_operand_of(u.rule, u.spans[i]),
+                                         u.coefs[u.spans[i].coef], i}
                        : measure_operand();
         },
         [&](const ct_cuda_batch<measure_operand> &batch) {

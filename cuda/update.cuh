@@ -9,9 +9,7 @@
 #include "core/device/update.h"
 
 struct ct_cuda_update_operand : ct_update_span {
-    ct_rule_coef constants;
-    ct_rounding key; /* *rounding lies in the host's memory */
-    bool wide;       /* all arrays can be loaded as ct_bits */
+    uint64_t wide; /* 1: all arrays can be loaded as ct_bits */
 };
 
 static inline bool
@@ -24,19 +22,17 @@ ct_cuda_is_wide(const void *data, ct_dtype dtype, ct_dtype real)
 }
 
 static inline ct_cuda_update_operand
-ct_cuda_operand_of(const ct_update &update, size_t i)
+ct_cuda_operand_of(ct_rule rule, const ct_update_span &span)
 {
-    const ct_update_span &span = update.spans[i];
     const ct_dtype real = ct_update_real(&span);
     bool wide = ct_cuda_is_wide(span.grad, span.grad_dtype, real) &&
                 ct_cuda_is_wide(span.param, span.dtype, real) &&
                 ct_cuda_is_wide(span.copy, span.copy_dtype, real) &&
                 ct_cuda_is_wide(span.ema, span.ema_dtype, real);
-    for (size_t k = 0; k < ct_rule_n_states(update.rule); k++) {
+    for (size_t k = 0; k < ct_rule_n_states(rule); k++) {
         wide = wide && ct_cuda_is_wide(span.state[k], span.state_dtype, real);
     }
-    return {span, update.coefs[span.coef],
-            span.rounding == NULL ? ct_rounding() : *span.rounding, wide};
+    return {span, wide};
 }
 
 template <typename A, typename B> struct ct_same {
@@ -76,12 +72,6 @@ template <typename A> struct ct_same<A, A> {
 #include "math/rules.def"
 #undef CT_RULE
 
-__device__ static inline const ct_rule_coef *
-ct_constants(const ct_cuda_update_operand &operand)
-{
-    return operand.settled != NULL ? operand.settled : &operand.constants;
-}
-
 /* State k of element i, stored or not. */
 template <typename Real>
 __device__ static inline Real
@@ -90,8 +80,9 @@ ct_load_state(const ct_cuda_update_operand &operand, int k, size_t i)
     if (k == 0 && operand.row != NULL) {
         const size_t at = operand.begin + i;
         const size_t row = at / operand.cols, col = at % operand.cols;
-        return ((const Real *)operand.row)[row] *
-               ((const Real *)operand.col)[row / operand.rows * operand.cols + col];
+        return ct_global((const Real *)operand.row)[row] *
+               ct_global(
+                   (const Real *)operand.col)[row / operand.rows * operand.cols + col];
     }
     return ct_load_as<Real>(operand.state[k], operand.state_dtype, i);
 }
@@ -120,10 +111,10 @@ __device__ static inline ct_bits
 ct_load_bits(const void *data, ct_dtype dtype, size_t i)
 {
     if (sizeof(Real) == 4 && dtype != CT_F32) {
-        const uint2 half = *(const uint2 *)((const uint16_t *)data + i);
+        const uint2 half = *ct_global((const uint2 *)((const uint16_t *)data + i));
         return make_uint4(half.x, half.y, 0, 0);
     }
-    return *(const uint4 *)((const Real *)data + i);
+    return *ct_global((const uint4 *)((const Real *)data + i));
 }
 
 template <typename Real>
@@ -131,10 +122,10 @@ __device__ static inline void
 ct_store_bits(const ct_bits &bits, void *data, ct_dtype dtype, size_t i)
 {
     if (sizeof(Real) == 4 && dtype != CT_F32) {
-        __stwb((uint2 *)((uint16_t *)data + i), make_uint2(bits.x, bits.y));
+        __stwb(ct_global((uint2 *)((uint16_t *)data + i)), make_uint2(bits.x, bits.y));
     }
     else {
-        __stwb((uint4 *)((Real *)data + i), bits);
+        __stwb(ct_global((uint4 *)((Real *)data + i)), bits);
     }
 }
 

@@ -124,6 +124,8 @@ ct_norm_fn ct_cpu_norm;
 ct_norms_fn ct_cpu_norms;
 ct_clip_fn ct_cpu_clip;
 ct_update_fn ct_cpu_update;
+ct_table_reserve_fn ct_cpu_table_reserve;
+ct_table_release_fn ct_cpu_table_release;
 ct_average_fn ct_cpu_average;
 ct_measure_fn ct_cpu_measure;
 ct_settle_fn ct_cpu_settle;

@@ -625,9 +625,11 @@ run_batch(void *arg, size_t batch)
 }
 
 ct_status
-ct_cpu_update(void *stream, const ct_update *update, ct_error *err)
+ct_cpu_update(void *stream, ct_update_table *table, const ct_update *update,
+              ct_error *err)
 {
     (void)stream; /* the CPU is done when the call returns */
+    (void)table;
     update_job job;
     ct_status status = job_init(&job, update, err);
     if (status == CT_OK) {
@@ -638,6 +640,19 @@ ct_cpu_update(void *stream, const ct_update *update, ct_error *err)
         ct_pool_run(run_batch, &job, job.partition.n_batches);
     }
     return status;
+}
+
+ct_status
+ct_cpu_table_reserve(ct_update_table *table, size_t n, ct_error *err)
+{
+    (void)table, (void)n, (void)err;
+    return CT_OK;
+}
+
+void
+ct_cpu_table_release(ct_update_table *table)
+{
+    (void)table;
 }
 
 /* ---- measured rules: sums over a parameter, then its constants ------------------- */

@@ -27,8 +27,9 @@ STREAMED(clip,
          (void *stream, ct_scratch *scratch, const ct_clip_request *request,
           const ct_span *spans, size_t n, ct_clip_outcome *outcome, ct_error *err),
          (NULL, scratch, request, spans, n, outcome, err))
-STREAMED(update, (void *stream, const ct_update *update, ct_error *err),
-         (NULL, update, err))
+STREAMED(update,
+         (void *stream, ct_update_table *table, const ct_update *update, ct_error *err),
+         (NULL, table, update, err))
 STREAMED(average,
          (void *stream, const ct_span *averages, const ct_span *values, size_t n,
           double decay, ct_error *err),
@@ -102,12 +103,26 @@ streamed_release(ct_scratch *scratch)
     ct_device_cpu.scratch_release(scratch);
 }
 
+static ct_status
+streamed_table_reserve(ct_update_table *table, size_t n, ct_error *err)
+{
+    return ct_device_cpu.table_reserve(table, n, err);
+}
+
+static void
+streamed_table_release(ct_update_table *table)
+{
+    ct_device_cpu.table_release(table);
+}
+
 static const ct_device ct_device_streamed = {
     .name = "streamed",
     .norm = streamed_norm,
     .norms = streamed_norms,
     .clip = streamed_clip,
     .update = streamed_update,
+    .table_reserve = streamed_table_reserve,
+    .table_release = streamed_table_release,
     .average = streamed_average,
     .measure = streamed_measure,
     .settle = streamed_settle,

@@ -195,6 +195,15 @@ struct twin {
     }
 };
 
+struct update_table {
+    ct_update_table of = {};
+
+    ~update_table()
+    {
+        ct_device_cuda.table_release(&of);
+    }
+};
+
 /* Lengths around a warp, a block and a chunk, none at all, and n_small small ones, to
  * be more than a launch can carry; a few with CTRAINER_SMALL, for slow tools. */
 static inline std::vector<size_t>

@@ -37,6 +37,7 @@ struct update_fixture {
     };
     std::vector<twin> arrays; /* ARRAYS of each span: grad, param, copy, ema, states */
     std::vector<ct_update_span> host, device;
+    update_table table;
     ct_rounding rounding = {7, 3};
 
     explicit update_fixture(size_t n_small, bool mixed)
@@ -108,9 +109,9 @@ check_rule(ct_rule rule, bool mixed)
     for (int step = 0; step < 2; step++) {
         ct_update update = {rule,      coefs, f.host.data(), f.host.size(),
                             step == 1, 0.75,  NULL};
-        check_ok(ct_device_cpu.update(NULL, &update, &err), err);
+        check_ok(ct_device_cpu.update(NULL, NULL, &update, &err), err);
         update.spans = f.device.data();
-        check_ok(ct_device_cuda.update(stream(), &update, &err), err);
+        check_ok(ct_device_cuda.update(stream(), &f.table.of, &update, &err), err);
         for (const twin &it : f.arrays) {
             CHECK(it.agree());
         }
@@ -144,11 +145,11 @@ update_both(update_fixture &f, ct_rule rule, const ct_rule_coef *coefs,
     ct_update update = {
         rule, in_outcome ? coefs : scaled,      f.host.data(), f.host.size(), false,
         0.75, in_outcome ? &outcome.host : NULL};
-    check_ok(ct_device_cpu.update(NULL, &update, &err), err);
+    check_ok(ct_device_cpu.update(NULL, NULL, &update, &err), err);
     update.coefs = in_outcome && !outcome.host.skip ? scaled : coefs;
     update.clip = in_outcome && !outcome.host.skip ? NULL : outcome.device;
     update.spans = f.device.data();
-    check_ok(ct_device_cuda.update(stream(), &update, &err), err);
+    check_ok(ct_device_cuda.update(stream(), &f.table.of, &update, &err), err);
     for (const twin &it : f.arrays) {
         CHECK(it.agree());
     }
@@ -212,6 +213,95 @@ test_every_rule_equals_the_cpu()
     for (int rule = 0; rule < CT_RULE_COUNT; rule++) {
         check_rule((ct_rule)rule, false);
         check_rule((ct_rule)rule, true);
+    }
+}
+
+/* What a table keeps of the update before must not be seen: other spans, in another
+ * order, with other constants, keys, gradients and arrays. */
+static void
+test_operands_may_change_between_updates()
+{
+    random_numbers numbers = {17};
+    update_fixture f(2 * CT_RULE_VARIANTS, true);
+    ct_error err;
+    ct_rule_coef coefs[CT_RULE_VARIANTS];
+    for (size_t c = 0; c < CT_RULE_VARIANTS; c++) {
+        coefs[c] = ct_rule_example(CT_RULE_adamw, c);
+    }
+    for (int step = 0; step < 12; step++) {
+        std::vector<ct_update_span> host, device;
+        const double kept = step % 4 == 3 ? 0.5 : 1.0;
+        for (size_t i = 0; i < f.host.size(); i++) {
+            const size_t from = step % 3 == 2 ? f.host.size() - 1 - i : i;
+            if (numbers.next() * 0.5 + 0.5 > kept) {
+                continue;
+            }
+            host.push_back(f.host[from]);
+            device.push_back(f.device[from]);
+            host.back().coef = device.back().coef =
+                (f.host[from].coef + (uint32_t)step / 6) % CT_RULE_VARIANTS;
+            if (step % 5 == 4) {
+                std::swap(host.back().state[0], host.back().state[1]);
+                std::swap(device.back().state[0], device.back().state[1]);
+            }
+        }
+        f.rounding.step += step % 2;
+        ct_update update = {CT_RULE_adamw, coefs, host.data(), host.size(),
+                            false,         0.75,  NULL};
+        check_ok(ct_device_cpu.update(NULL, NULL, &update, &err), err);
+        update.spans = device.data();
+        check_ok(ct_device_cuda.update(stream(), &f.table.of, &update, &err), err);
+        for (const twin &it : f.arrays) {
+            CHECK(it.agree());
+        }
+    }
+}
+
+/* More than the parameters of a launch take, of two kernels. */
+static void
+test_more_tensors_than_a_launch_takes()
+{
+    random_numbers numbers = {19};
+    const ct_rule_coef coef = ct_rule_example(CT_RULE_adamw, 0);
+    const size_t n = 2100;
+    std::vector<ct_update_span> host, device;
+    std::vector<twin> arrays;
+    update_table table;
+    ct_error err;
+    arrays.reserve(8);
+    for (ct_dtype dtype : {CT_F32, CT_F64}) {
+        for (int role = 0; role < 4; role++) {
+            arrays.emplace_back(dtype, n, 0);
+            arrays.back().fill(&numbers, 0.0, 1.0);
+        }
+    }
+    for (size_t i = 0; i < 2 * n; i++) {
+        twin *const of = &arrays[i % 2 * 4];
+        const auto span = [&](bool on_host) {
+            const auto at = [&](int role) {
+                char *const data =
+                    on_host ? (char *)of[role].host.data() : (char *)of[role].device();
+                return data + i / 2 * of->element;
+            };
+            ct_update_span made = {};
+            made.n = 1;
+            made.grad = at(0);
+            made.param = at(1);
+            made.state[0] = at(2);
+            made.state[1] = at(3);
+            made.dtype = made.grad_dtype = made.state_dtype = of->dtype;
+            return made;
+        };
+        host.push_back(span(true));
+        device.push_back(span(false));
+    }
+    ct_update update = {CT_RULE_adamw, &coef, host.data(), host.size(),
+                        false,         0.0,   NULL};
+    check_ok(ct_device_cpu.update(NULL, NULL, &update, &err), err);
+    update.spans = device.data();
+    check_ok(ct_device_cuda.update(stream(), &table.of, &update, &err), err);
+    for (const twin &it : arrays) {
+        CHECK(it.agree());
     }
 }
 
@@ -422,6 +512,8 @@ main()
     skip_without_device();
     in_two_orders([] {
         test_every_rule_equals_the_cpu();
+        test_operands_may_change_between_updates();
+        test_more_tensors_than_a_launch_takes();
         test_a_factor_in_device_memory_is_one_among_the_constants();
         test_average_equals_the_cpu();
         test_scale_equals_the_cpu();

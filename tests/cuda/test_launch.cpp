@@ -10,6 +10,7 @@ static const cudaStream_t other = (cudaStream_t)(uintptr_t)0x5eed;
 struct fixture {
     twin a, b, c, d;
     ct_scratch scratch = {};
+    update_table table;
     double *sum;
     ct_error err;
 
@@ -18,6 +19,7 @@ struct fixture {
     {
         CHECK(cudaMalloc((void **)&sum, sizeof *sum) == cudaSuccess);
         CHECK(ct_device_cuda.scratch_grow(&scratch, 4096, NULL) == CT_OK);
+        CHECK(ct_device_cuda.table_reserve(&table.of, 1, NULL) == CT_OK);
         emul::reset();
     }
     ~fixture()
@@ -47,7 +49,7 @@ struct fixture {
         case 0:
             return ct_device_cuda.norm(other, &scratch, 2.0, &x, 1, sum, &err);
         case 1:
-            return ct_device_cuda.update(other, &update, &err);
+            return ct_device_cuda.update(other, &table.of, &update, &err);
         case 2:
             return ct_device_cuda.scale(other, 0.5, INFINITY, &x, 1, &err);
         case 3:
@@ -82,6 +84,53 @@ test_an_entry_enqueues_on_its_stream_and_does_not_wait()
     }
 }
 
+/* Norm, factor and update of as many tensors as small models have. */
+static void
+test_a_thousand_tensors_take_three_launches()
+{
+    const size_t tensors = 1000;
+    twin grads(CT_F32, 2 * tensors, 0), params(CT_F32, tensors, 0);
+    twin states(CT_F32, 2 * tensors, 0);
+    fixture f(CT_F32, 1);
+    ct_scratch outcome = {};
+    const ct_rule_coef coef = {};
+    const ct_clip_request request = {2.0, 1.0, 1.0, false};
+    std::vector<ct_update_span> spans(tensors);
+    std::vector<ct_span> list(tensors);
+    CHECK(ct_device_cuda.scratch_grow(&outcome, sizeof(ct_clip_outcome), NULL) ==
+          CT_OK);
+    for (int update = 0; update < 4; update++) {
+        for (size_t i = 0; i < tensors; i++) {
+            float *const grad = (float *)grads.device() + i;
+            spans[i] = {};
+            spans[i].n = 1;
+            spans[i].grad = list[i].data = grad + (update == 2 ? tensors : 0);
+            spans[i].param = (float *)params.device() + i;
+            spans[i].state[0] = (float *)states.device() + i;
+            spans[i].state[1] = (float *)states.device() + tensors + i;
+            list[i].n = 1;
+            list[i].dtype = CT_F32;
+        }
+        if (update == 3) { /* one has moved */
+            std::swap(spans[500].state[0], spans[500].state[1]);
+        }
+        ct_update all = {};
+        all.rule = CT_RULE_adamw;
+        all.coefs = &coef;
+        all.spans = spans.data();
+        all.n_spans = tensors;
+        all.clip = (const ct_clip_outcome *)outcome.data;
+        emul::seen = {};
+        CHECK(ct_device_cuda.clip(other, &f.scratch, &request, list.data(), tensors,
+                                  (ct_clip_outcome *)outcome.data, &f.err) == CT_OK);
+        CHECK(ct_device_cuda.update(other, &f.table.of, &all, &f.err) == CT_OK);
+        CHECK(update == 0 || emul::seen.launches == (update == 3 ? 4u : 3u));
+        CHECK(update == 0 || emul::seen.waits + emul::seen.allocations == 0);
+    }
+    CHECK(cudaStreamSynchronize(other) == cudaSuccess);
+    ct_device_cuda.scratch_release(&outcome);
+}
+
 static void
 test_read_waits()
 {
@@ -110,9 +159,10 @@ test_a_rejected_launch_is_reported()
         CHECK(f.call(entry) == CT_OK);
         const size_t launches = emul::seen.launches;
         for (size_t n = 1; n <= launches; n++) {
+            fixture failing(CT_F32, 100);
             emul::fail_launch = n;
-            CHECK(f.call(entry) == CT_EDEVICE);
-            CHECK(strstr(f.err.message, "cudaErrorLaunchOutOfResources") != NULL);
+            CHECK(failing.call(entry) == CT_EDEVICE);
+            CHECK(strstr(failing.err.message, "cudaErrorLaunchOutOfResources") != NULL);
             CHECK(cudaGetLastError() == cudaSuccess);
         }
     }
@@ -169,6 +219,24 @@ test_scratch_grows_by_doubling_and_survives_a_rejection()
     ct_device_cuda.scratch_release(&scratch);
 }
 
+static void
+test_a_table_survives_a_rejection_and_a_release()
+{
+    fixture f(CT_F32, 100);
+    ct_update_table *const table = &f.table.of;
+    CHECK(f.call(1) == CT_OK && table->n == 1);
+    emul::fail_malloc = 1;
+    CHECK(ct_device_cuda.table_reserve(table, 1000, &f.err) == CT_EDEVICE);
+    CHECK(table->n == 1 && f.call(1) == CT_OK);
+    CHECK(ct_device_cuda.table_reserve(table, 1000, &f.err) == CT_OK);
+    CHECK(table->n == 0 && f.call(1) == CT_OK && table->n == 1);
+    ct_device_cuda.table_release(table);
+    CHECK(table->device.data == NULL && table->host == NULL);
+    CHECK(f.call(1) == CT_OK && table->n == 1);
+    ct_device_cuda.table_release(table);
+    ct_device_cuda.table_release(table);
+}
+
 /* Of three operands: more elements than 32 bits count, one chunk, one of two. */
 static void
 test_chunks_end_where_their_operand_does()
@@ -218,11 +286,13 @@ main()
     test_chunks_end_where_their_operand_does();
     test_every_entry_of_the_table_is_there();
     test_an_entry_enqueues_on_its_stream_and_does_not_wait();
+    test_a_thousand_tensors_take_three_launches();
     test_read_waits();
     test_nothing_to_do_launches_nothing();
     test_a_rejected_launch_is_reported();
     test_integers_are_rejected_where_they_make_no_sense();
     test_copy_rejects_unequal_lengths_and_odd_pairs();
     test_scratch_grows_by_doubling_and_survives_a_rejection();
+    test_a_table_survives_a_rejection_and_a_release();
     return 0;
 }

@@ -17,6 +17,7 @@ struct coded_fixture {
     std::vector<twin> maps;   /* one for each state */
     std::vector<twin> arrays; /* ARRAYS of each span */
     std::vector<ct_update_span> host, device;
+    update_table table;
 
     explicit coded_fixture(random_numbers numbers)
     {
@@ -127,9 +128,9 @@ check_rule(ct_rule rule)
     for (int step = 0; step < 2; step++) {
         ct_update update = {rule,      coefs, f.host.data(), f.host.size(),
                             step == 1, 0.75,  NULL};
-        check_ok(ct_device_cpu.update(NULL, &update, &err), err);
+        check_ok(ct_device_cpu.update(NULL, NULL, &update, &err), err);
         update.spans = f.device.data();
-        check_ok(ct_device_cuda.update(stream(), &update, &err), err);
+        check_ok(ct_device_cuda.update(stream(), &f.table.of, &update, &err), err);
         for (size_t a = 0; a < f.arrays.size(); a++) {
             check_array(f.arrays[a], (int)(a % ARRAYS));
         }

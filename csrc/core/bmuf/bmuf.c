@@ -157,6 +157,7 @@ void
 ct_bmuf_fini(ct_bmuf *b)
 {
     release_flats(b);
+    b->device->table_release(&b->table);
     b->device->scratch_release(&b->terms);
     b->device->scratch_release(&b->wire);
     free_operands(b);
@@ -357,7 +358,7 @@ run_rule(ct_bmuf *b, ct_rule rule, const ct_rule_coef *coef, size_t n_spans,
 {
     const ct_update update = {
         .rule = rule, .coefs = coef, .spans = b->spans, .n_spans = n_spans};
-    return b->device->update(b->stream, &update, err);
+    return b->device->update(b->stream, &b->table, &update, err);
 }
 
 /* This rank's terms of an average: by CT_RULE_block_share of the parameters, by
@@ -983,7 +984,7 @@ begin_sum(ct_bmuf *b, ct_comm *comm, ct_dtype dtype, ct_error *err)
     const ct_request sum = {
         .what = CT_ALL_REDUCE, .op = CT_REDUCE_SUM, .in = {span.param, span.n, dtype}
     };
-    ct_status status = b->device->update(b->stream, &update, err);
+    ct_status status = b->device->update(b->stream, &b->table, &update, err);
     status = follow(b, comm, status, err);
     return status == CT_OK ? ct_comm_start(comm, &sum, &b->work[dtype], err) : status;
 }

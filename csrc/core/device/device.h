@@ -19,7 +19,7 @@ CT_BEGIN_DECLS
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 23
+#define CT_DEVICE_VERSION 24
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -49,8 +49,22 @@ typedef ct_status ct_clip_fn(void *stream, ct_scratch *scratch,
                              const ct_clip_request *request, const ct_span *spans,
                              size_t n_spans, ct_clip_outcome *outcome, ct_error *err);
 
-/* Updates every span by the update's rule, with the span's constants. */
-typedef ct_status ct_update_fn(void *stream, const ct_update *update, ct_error *err);
+/* What is the same in consecutive updates, in the memory of a GPU. Starts as {0}. */
+typedef struct ct_update_table {
+    ct_scratch device;
+    void *host; /* holds the same */
+    size_t n, capacity;
+} ct_update_table;
+
+/* Updates every span by the update's rule, with the span's constants. The table is the
+ * caller's to keep for the next update on the stream; of the CPU, it stays empty and
+ * may be NULL. */
+typedef ct_status ct_update_fn(void *stream, ct_update_table *table,
+                               const ct_update *update, ct_error *err);
+
+/* Reserves the memory of an update of n spans. */
+typedef ct_status ct_table_reserve_fn(ct_update_table *table, size_t n, ct_error *err);
+typedef void ct_table_release_fn(ct_update_table *table);
 
 /* averages[i] = averages[i] * decay + values[i] * (1 - decay), for float dtypes; equal
  * lengths, not overlapping. Computed in fp64 where the values are F64, else in fp32. */
@@ -166,6 +180,8 @@ typedef struct ct_device {
     ct_norms_fn *norms;
     ct_clip_fn *clip;
     ct_update_fn *update;
+    ct_table_reserve_fn *table_reserve;
+    ct_table_release_fn *table_release;
     ct_average_fn *average;
     ct_measure_fn *measure;
     ct_settle_fn *settle;

@@ -27,6 +27,9 @@ ct_run_buffers_release(const ct_device *device, ct_run_buffers *b)
     for (int i = 0; i < SCRATCH; i++) {
         device->scratch_release(scratch[i]);
     }
+    for (size_t rule = 0; rule < CT_RULE_COUNT; rule++) {
+        device->table_release(&b->tables[rule]);
+    }
 }
 
 void
@@ -261,6 +264,13 @@ reduce_parts(const ct_rule_run *run, void *stream, const ct_span *sums, ct_error
         }
     }
     return status;
+}
+
+static ct_status
+apply(const ct_rule_run *run, void *stream, const ct_update *update, ct_error *err)
+{
+    ct_update_table *const table = &run->buffers->tables[update->rule];
+    return run->device->update(stream, table, update, err);
 }
 
 /* ---- any measured rule ----------------------------------------------------------- */
@@ -501,7 +511,7 @@ muon_direction(const ct_rule_run *run, void *stream, size_t i, void *to, ct_erro
     direction.rounding = NULL;
     update.spans = &direction;
     update.n_spans = 1;
-    return run->device->update(stream, &update, err);
+    return apply(run, stream, &update, err);
 }
 
 /* Makes the matrix of spans[i] at the beginning of buffers->matrices orthogonal;
@@ -540,7 +550,7 @@ muon_descend(const ct_rule_run *run, void *stream, size_t i, void *direction,
         .n_spans = 1,
         .ema_decay = run->update.ema_decay,
     };
-    return run->device->update(stream, &update, err);
+    return apply(run, stream, &update, err);
 }
 
 static ct_status
@@ -868,10 +878,16 @@ reserve(const ct_rule_run *run, ct_error *err)
 ct_status
 ct_rule_run_prepare(const ct_rule_run *run, ct_error *err)
 {
-    if (run->update.n_spans == 0 || !ct_rule_is_measured(run->update.rule)) {
+    const size_t n = run->update.n_spans;
+    if (n == 0) {
         return CT_OK;
     }
-    ct_status status = reserve(run, err);
+    ct_status status =
+        run->device->table_reserve(&run->buffers->tables[run->update.rule], n, err);
+    if (status != CT_OK || !ct_rule_is_measured(run->update.rule)) {
+        return status;
+    }
+    status = reserve(run, err);
     return status == CT_OK ? check_groups(run, err) : status;
 }
 
@@ -895,5 +911,5 @@ ct_rule_run_update(ct_rule_run *run, void *stream, ct_error *err)
     if (status == CT_OK && is_adafactor(rule)) {
         status = adafactor_keep_rms(run, stream, err);
     }
-    return status == CT_OK ? run->device->update(stream, &run->update, err) : status;
+    return status == CT_OK ? apply(run, stream, &run->update, err) : status;
 }

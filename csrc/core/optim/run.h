@@ -15,6 +15,7 @@ typedef struct ct_run_buffers {
     ct_scratch factor_sums; /* the sums of squares behind the factors */
     ct_scratch matrices;    /* Muon's, of the largest parameter */
     ct_scratch exchange;    /* sums of parts, side by side; messages of Muon */
+    ct_update_table tables[CT_RULE_COUNT];
     /* In the host's. */
     void *list;      /* of ct_factored, or two lists of ct_span */
     void *places;    /* of ct_span: the sums of each span */

@@ -293,7 +293,7 @@ check_update(void *arg)
         .zero_grads = l->zero_grads,
         .ema_decay = ema_decay,
     };
-    CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL, NULL, &update, NULL) == CT_OK);
     check_equals_expected(l);
 }
 
@@ -461,7 +461,7 @@ test_sums_of_other_dtypes_and_with_a_factor_are_added_to_the_last(void)
 static void
 test_an_empty_list_is_no_work(void)
 {
-    CHECK(ct_device_cpu.update(NULL, &(ct_update){.rule = CT_RULE_sgd}, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL, NULL, &(ct_update){.rule = CT_RULE_sgd}, NULL) == CT_OK);
     CHECK(ct_device_cpu.average(NULL, NULL, NULL, 0, 0.5, NULL) == CT_OK);
     CHECK(ct_device_cpu.scale(NULL, 2.0, INFINITY, NULL, 0, NULL) == CT_OK);
     CHECK(ct_device_cpu.zero(NULL, NULL, 0, NULL) == CT_OK);
@@ -479,11 +479,11 @@ test_dtypes_that_are_no_floats_are_rejected_and_named(void)
         {NULL, 0, CT_F32},
         {x,    2, CT_I64}
     };
-    CHECK(ct_device_cpu.update(NULL, &update, &err) == CT_EINVAL);
+    CHECK(ct_device_cpu.update(NULL, NULL, &update, &err) == CT_EINVAL);
     CHECK(strcmp(err.message, "adamw: span 0 has parameters of int64, and only float "
                               "dtypes work") == 0);
     span.dtype = CT_F32;
-    CHECK(ct_device_cpu.update(NULL, &update, &err) == CT_EINVAL);
+    CHECK(ct_device_cpu.update(NULL, NULL, &update, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "adamw: span 0 lacks state array 0 of 2") != NULL);
     CHECK(ct_device_cpu.scale(NULL, 2.0, INFINITY, spans, 2, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "scale: span 1 is int64") != NULL);

@@ -267,23 +267,23 @@ test_an_outer_product_stands_for_the_first_state(void)
                            .cols = COLS};
     const ct_update update = {
         .rule = CT_RULE_adafactor, .coefs = &coef, .spans = &span, .n_spans = 1};
-    CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL, NULL, &update, NULL) == CT_OK);
     span.param = b;
     span.state[0] = NULL;
     span.row = row;
     span.col = col;
-    CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL, NULL, &update, NULL) == CT_OK);
     CHECK(memcmp(a, b, sizeof a) == 0);
     span.n = 301; /* of a part, that of its place */
     span.begin = 140;
     span.whole = N;
     span.grad = grad + 140;
     span.param = b + 140;
-    CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL, NULL, &update, NULL) == CT_OK);
     span.param = a + 140;
     span.row = span.col = NULL;
     span.state[0] = stored + 140;
-    CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL, NULL, &update, NULL) == CT_OK);
     CHECK(memcmp(a, b, sizeof a) == 0);
 }
 

@@ -176,7 +176,7 @@ update(const fixture *f, arrays *all, bool quantized)
     }
     const ct_update u = {
         .rule = f->rule, .coefs = &f->coef, .spans = spans, .n_spans = N_SPANS};
-    if (ct_device_cpu.update(NULL, &u, &err) != CT_OK) {
+    if (ct_device_cpu.update(NULL, NULL, &u, &err) != CT_OK) {
         fprintf(stderr, "%s\n", err.message);
         CHECK(false);
     }
@@ -317,7 +317,7 @@ rejected(const fixture *f, ct_rule rule, ct_update_span span, ct_error *err)
     const ct_rule_coef coef = ct_rule_example(rule, 0);
     const ct_update u = {.rule = rule, .coefs = &coef, .spans = &span, .n_spans = 1};
     (void)f;
-    return ct_device_cpu.update(NULL, &u, err);
+    return ct_device_cpu.update(NULL, NULL, &u, err);
 }
 
 static void

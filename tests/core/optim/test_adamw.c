@@ -45,7 +45,7 @@ static void
 update(const ct_adamw_config *config, int step, const ct_update_span *span)
 {
     const ct_rule_coef coef = coef_of(config, (uint64_t)step, 0.5);
-    CHECK(ct_device_cpu.update(NULL,
+    CHECK(ct_device_cpu.update(NULL, NULL,
                                &(ct_update){.rule = CT_RULE_adamw,
                                             .coefs = &coef,
                                             .spans = span,
@@ -167,7 +167,7 @@ test_each_span_uses_its_own_coefficients(void)
     spans[0].coef = 1;
     const ct_update both = {
         .rule = CT_RULE_adamw, .coefs = coefs, .spans = spans, .n_spans = 2};
-    CHECK(ct_device_cpu.update(NULL, &both, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL, NULL, &both, NULL) == CT_OK);
     CHECK(fabs(param[0] - 0.75) < 1e-6 && fabs(param[1] - 0.5) < 1e-6);
     CHECK(grad[0] == 1.0f);
 }

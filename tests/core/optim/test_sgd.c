@@ -71,7 +71,7 @@ check_follows(const ct_sgd_config *config)
                                   .spans = spans,
                                   .n_spans = 2,
                                   .zero_grads = step % 2 == 1};
-        CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
+        CHECK(ct_device_cpu.update(NULL, NULL, &update, NULL) == CT_OK);
     }
     for (size_t i = 0; i < N; i++) {
         /* STEPS updates, each a few roundings of values below 4 */
@@ -101,7 +101,7 @@ test_without_weight_decay_an_infinite_parameter_stays_infinite(void)
     const ct_rule_coef coef = coef_of(&(ct_sgd_config){.lr = 0.1}, true, 1.0);
     const ct_update update = {
         .rule = CT_RULE_sgd, .coefs = &coef, .spans = &span, .n_spans = 1};
-    CHECK(ct_device_cpu.update(NULL, &update, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL, NULL, &update, NULL) == CT_OK);
     CHECK(isinf(param) && grad == 1.0f);
 }
 
