@@ -8,6 +8,7 @@ from mutants.known import Fixed
 STEP, ENQUEUED = "cuda/test_step.cpp", "device/test_enqueued_updates_device.py"
 FSDP, NCCL = "cuda/test_fsdp.cpp", "cuda/test_nccl.cpp"
 MAPPING, LAUNCH = "cuda/test_mapping.cpp", "cuda/test_launch.cpp"
+ELEMENTWISE = "cuda/test_elementwise.cpp"
 
 DEVICE = (
     Fixed(
@@ -174,5 +175,29 @@ DEVICE = (
         "return failed;",
         "a parameter counts an update that the device skipped",
         ENQUEUED,
+    ),
+    Fixed(
+        "cuda/update.cu",
+        "skip a check",
+        "memcmp(&known[n], &operand, sizeof operand) != 0",
+        "false",
+        "operands that have changed stay as they were",
+        ELEMENTWISE,
+    ),
+    Fixed(
+        "cuda/update.cu",
+        "delete a call",
+        "            n_operands = n_constants = 0;",
+        "            n_operands = 0;",
+        "a launch goes on with the constants of the last",
+        ELEMENTWISE,
+    ),
+    Fixed(
+        "cuda/update.cu",
+        "drop a synchronisation",
+        "__syncthreads(); /* the operand is free for the next chunk */",
+        ";",
+        "an operand is replaced while threads use it",
+        ELEMENTWISE,
     ),
 )
