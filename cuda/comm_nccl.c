@@ -4,7 +4,11 @@
  * polls the event and the communicator in turn. A rank that died shows as an error of
  * the communicator while the stream stays busy for ever; a rank that does not come
  * shows as nothing at all until the time-out. After an error the communicator is
- * aborted, and every later call fails at once. */
+ * aborted, and every later call fails at once.
+ *
+ * Where a stream waits in place of the host, a thread of the process looks after the
+ * collective: after an error or the time-out that thread aborts the communicator, which
+ * lets the stream go on, and the group's next call says why. */
 #include "comm_nccl.h"
 
 #include "core/base/alloc.h"
@@ -13,12 +17,15 @@
 #include "status.h"
 
 #include <limits.h>
+#include <pthread.h>
 #include <sched.h>
 #include <string.h>
 
 struct ct_work {
     cudaEvent_t done;
     const char *what;
+    ct_deadline deadline; /* of a collective that a stream waits for */
+    ct_work *next;
 };
 
 /* Memory of the device that grows as needed: copies of spans in host memory. */
@@ -30,11 +37,17 @@ typedef struct staging {
 typedef struct member {
     ct_comm base; /* first: a ct_comm * of ours is a member * */
     const ct_nccl *nccl;
-    ct_nccl_handle handle; /* NULL after an error */
     cudaStream_t stream;
     double timeout_seconds;
     staging staging;
     float *token; /* one element of the device's memory, for barrier */
+    struct member *next_watched;
+    int ordinal; /* of the device */
+    /* What the watching thread uses, too. */
+    pthread_mutex_t lock;
+    ct_nccl_handle handle;    /* NULL after an error */
+    ct_work *first, **behind; /* collectives that streams wait for, in their order */
+    ct_error failure;         /* of one of these */
 } member;
 
 /* ---- waiting; every failure names the collective `what` and the rank ------------- */
@@ -65,9 +78,11 @@ give_up(member *comm, ct_status status)
 static ct_status
 fail_broken(const member *comm, const char *what, ct_error *err)
 {
+    const bool known = comm->failure.message[0] != '\0';
     return ct_fail(err, CT_ECOMM,
-                   "%s on rank %d of %d: the group broke at an earlier error", what,
-                   comm->base.rank, comm->base.world_size);
+                   "%s on rank %d of %d: the group broke at an earlier error%s%s", what,
+                   comm->base.rank, comm->base.world_size, known ? ": " : "",
+                   comm->failure.message);
 }
 
 /* Whether NCCL has accepted the last call and, with an event, the stream has reached
@@ -92,6 +107,23 @@ look(const member *comm, const cudaEvent_t *done, const char *what, bool *ended,
     return busy == cudaErrorNotReady ? CT_OK : ct_cuda_check(busy, what, err);
 }
 
+/* look(), and CT_ECOMM after the deadline; aborts the group on failure. */
+static ct_status
+look_in_time(member *comm, const cudaEvent_t *done, const char *what,
+             ct_deadline deadline, bool *ended, ct_error *err)
+{
+    ct_status status = comm->handle == NULL ? fail_broken(comm, what, err)
+                                            : look(comm, done, what, ended, err);
+    if (status == CT_OK && !*ended && ct_deadline_left(deadline) <= 0.0) {
+        status = ct_fail(err, CT_ECOMM,
+                         "%s on rank %d of %d: another rank did not come, or was "
+                         "not done, within %g seconds",
+                         what, comm->base.rank, comm->base.world_size,
+                         comm->timeout_seconds);
+    }
+    return status == CT_OK ? CT_OK : give_up(comm, status);
+}
+
 /* Waits for NCCL to accept the last call and, with `done`, for the stream to reach the
  * event; aborts the group on failure. */
 static ct_status
@@ -99,21 +131,16 @@ settle(member *comm, const cudaEvent_t *done, const char *what, ct_error *err)
 {
     const ct_deadline deadline = ct_deadline_after(comm->timeout_seconds);
     bool ended = false;
-    ct_status status = comm->handle == NULL ? fail_broken(comm, what, err) : CT_OK;
+    ct_status status = CT_OK;
     while (status == CT_OK && !ended) {
-        status = look(comm, done, what, &ended, err);
-        if (status == CT_OK && !ended && ct_deadline_left(deadline) <= 0.0) {
-            status = ct_fail(err, CT_ECOMM,
-                             "%s on rank %d of %d: another rank did not come, or was "
-                             "not done, within %g seconds",
-                             what, comm->base.rank, comm->base.world_size,
-                             comm->timeout_seconds);
-        }
+        pthread_mutex_lock(&comm->lock);
+        status = look_in_time(comm, done, what, deadline, &ended, err);
+        pthread_mutex_unlock(&comm->lock);
         /* Polling, as no call of CUDA waits for an event and an error of NCCL at
          * once. */
         (void)sched_yield();
     }
-    return status == CT_OK ? CT_OK : give_up(comm, status);
+    return status;
 }
 
 /* Waits for all work that is on the stream so far. */
@@ -128,6 +155,122 @@ settle_stream(member *comm, const char *what, ct_error *err)
     status = settle(comm, &done, what, err);
     (void)cudaEventDestroy(done);
     return status;
+}
+
+/* ---- watching -------------------------------------------------------------------- */
+
+static const double WATCH_SECONDS = 0.1;
+
+/* The members of this process, and whether a thread watches. A forked child has no such
+ * thread, and begins anew. */
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    member *members;
+    bool runs;
+    ct_owner owner;
+} watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+
+static void
+drop_first(member *comm)
+{
+    ct_work *const work = comm->first;
+    comm->first = work->next;
+    if (comm->first == NULL) {
+        comm->behind = &comm->first;
+    }
+    (void)cudaEventDestroy(work->done);
+    ct_free(work);
+}
+
+/* Drops the collectives that have ended. */
+static void
+look_after(member *comm)
+{
+    bool ended = true;
+    if (pthread_mutex_trylock(&comm->lock) != 0) {
+        return; /* a call of NCCL may take long; the next round comes soon */
+    }
+    if (comm->first != NULL) {
+        (void)cudaSetDevice(comm->ordinal); /* or device 0 gets a context of its own */
+    }
+    while (comm->first != NULL && ended) {
+        const ct_work *work = comm->first;
+        if (comm->handle == NULL ||
+            look_in_time(comm, &work->done, work->what, work->deadline, &ended,
+                         &comm->failure) != CT_OK) {
+            ended = true; /* none of the others will be looked at */
+        }
+        if (ended) {
+            drop_first(comm);
+        }
+    }
+    pthread_mutex_unlock(&comm->lock);
+}
+
+static void *
+watch_all(void *unused)
+{
+    pthread_mutex_lock(&watch.lock);
+    while (watch.members != NULL) {
+        struct timespec until;
+        for (member *it = watch.members; it != NULL; it = it->next_watched) {
+            look_after(it);
+        }
+        (void)clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += (long)(1e9 * WATCH_SECONDS);
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+        (void)pthread_cond_timedwait(&watch.changed, &watch.lock, &until);
+    }
+    watch.runs = false;
+    pthread_mutex_unlock(&watch.lock);
+    return unused;
+}
+
+static ct_status
+watch_begin(member *comm, ct_error *err)
+{
+    pthread_t thread;
+    int failed = 0;
+    if (!ct_owner_is_here(watch.owner)) {
+        (void)pthread_mutex_init(&watch.lock, NULL); /* may be held for ever here */
+        (void)pthread_cond_init(&watch.changed, NULL);
+        watch.members = NULL;
+        watch.runs = false;
+        watch.owner = ct_owner_here();
+    }
+    pthread_mutex_lock(&watch.lock);
+    comm->next_watched = watch.members;
+    watch.members = comm;
+    if (!watch.runs) {
+        failed = pthread_create(&thread, NULL, watch_all, NULL);
+        watch.runs = failed == 0;
+        if (watch.runs) {
+            (void)pthread_detach(thread);
+        }
+    }
+    pthread_mutex_unlock(&watch.lock);
+    return failed == 0
+               ? CT_OK
+               : ct_fail(err, CT_ENOMEM,
+                         "no thread to watch a group's collectives: error %d", failed);
+}
+
+static void
+watch_end(const member *comm)
+{
+    pthread_mutex_lock(&watch.lock);
+    for (member **it = &watch.members; *it != NULL; it = &(*it)->next_watched) {
+        if (*it == comm) {
+            *it = comm->next_watched;
+            break;
+        }
+    }
+    if (watch.members == NULL) {
+        pthread_cond_signal(&watch.changed);
+    }
+    pthread_mutex_unlock(&watch.lock);
 }
 
 /* ---- operands in host memory ----------------------------------------------------- */
@@ -341,15 +484,20 @@ submit(member *comm, const ct_request *r, ct_error *err)
 {
     const char *what = ct_collective_name(r->what);
     int dtype = 0;
-    if (comm->handle == NULL) {
-        return fail_broken(comm, what, err);
-    }
     ct_status status = dtype_of(&r->in, what, &dtype, err);
     if (status != CT_OK) {
         return status;
     }
-    status = check_on(comm, enqueue(comm, r, dtype), what, err);
-    return status == CT_OK ? settle(comm, NULL, what, err) : give_up(comm, status);
+    pthread_mutex_lock(&comm->lock);
+    if (comm->handle == NULL) {
+        status = fail_broken(comm, what, err);
+    }
+    else {
+        status = check_on(comm, enqueue(comm, r, dtype), what, err);
+        status = status == CT_OK ? CT_OK : give_up(comm, status);
+    }
+    pthread_mutex_unlock(&comm->lock);
+    return status == CT_OK ? settle(comm, NULL, what, err) : status;
 }
 
 static ct_status
@@ -423,26 +571,69 @@ nccl_wait(ct_comm *op, ct_work *work, ct_error *err)
     return status;
 }
 
-/* An event may be destroyed while a stream waits for it. */
+/* Hands the work over to the watching thread. */
 static ct_status
-nccl_follow(ct_comm *op, void *stream, ct_error *err)
+nccl_order(ct_comm *op, ct_work *work, void *stream, ct_error *err)
 {
-    const member *comm = (const member *)op;
-    cudaEvent_t here;
-    if (comm->stream == stream) {
-        return CT_OK;
-    }
-    ct_status status = ct_comm_check_here(op, "a collective", err);
+    member *comm = (member *)op;
+    ct_status status = ct_comm_check_here(op, work->what, err);
     if (status != CT_OK) {
         return status;
     }
-    status = ct_cuda_mark(stream, &here, err);
+    pthread_mutex_lock(&comm->lock);
+    if (comm->handle == NULL) {
+        status = fail_broken(comm, work->what, err);
+    }
+    if (status == CT_OK && comm->stream != stream) {
+        status = ct_cuda_check(cudaStreamWaitEvent(stream, work->done, 0),
+                               "let a stream wait for another", err);
+    }
     if (status == CT_OK) {
-        status = ct_cuda_check(cudaStreamWaitEvent(comm->stream, here, 0),
+        work->deadline = ct_deadline_after(comm->timeout_seconds);
+        *comm->behind = work;
+        comm->behind = &work->next;
+    }
+    pthread_mutex_unlock(&comm->lock);
+    if (status != CT_OK) {
+        (void)cudaEventDestroy(work->done);
+        ct_free(work);
+    }
+    return status;
+}
+
+/* An event may be destroyed while a stream waits for it. */
+static ct_status
+put_behind(const member *comm, cudaStream_t later, cudaStream_t earlier, ct_error *err)
+{
+    cudaEvent_t here;
+    if (later == earlier) {
+        return CT_OK;
+    }
+    ct_status status = ct_comm_check_here(&comm->base, "a collective", err);
+    if (status != CT_OK) {
+        return status;
+    }
+    status = ct_cuda_mark(earlier, &here, err);
+    if (status == CT_OK) {
+        status = ct_cuda_check(cudaStreamWaitEvent(later, here, 0),
                                "let a stream wait for another", err);
         (void)cudaEventDestroy(here);
     }
     return status;
+}
+
+static ct_status
+nccl_follow(ct_comm *op, void *stream, ct_error *err)
+{
+    const member *comm = (const member *)op;
+    return put_behind(comm, comm->stream, stream, err);
+}
+
+static ct_status
+nccl_precede(ct_comm *op, void *stream, ct_error *err)
+{
+    const member *comm = (const member *)op;
+    return put_behind(comm, stream, comm->stream, err);
 }
 
 /* ---- joining, splitting and leaving ---------------------------------------------- */
@@ -452,6 +643,11 @@ nccl_free(ct_comm *op)
 {
     member *comm = (member *)op;
     if (ct_comm_is_here(op)) { /* a forked child has neither NCCL's threads nor CUDA */
+        watch_end(comm);
+        while (comm->first != NULL) {
+            drop_first(comm);
+        }
+        (void)pthread_mutex_destroy(&comm->lock);
         if (comm->handle != NULL) {
             (void)comm->nccl->destroy(comm->handle);
         }
@@ -473,10 +669,16 @@ member_new(const ct_comm_ops *ops, const ct_nccl *nccl, int rank, int world_size
     }
     made->base = ct_comm_made(ops, rank, world_size);
     made->nccl = nccl;
-    made->stream = stream;
+    made->base.stream = made->stream = stream;
     made->timeout_seconds = timeout_seconds;
+    made->behind = &made->first;
+    (void)pthread_mutex_init(&made->lock, NULL);
     *status = ct_cuda_check(cudaMalloc((void **)&made->token, sizeof *made->token),
                             "get memory", err);
+    if (*status == CT_OK) {
+        *status =
+            ct_cuda_check(cudaGetDevice(&made->ordinal), "ask for the device", err);
+    }
     if (*status == CT_OK) {
         *status = ct_cuda_check(
             cudaMemsetAsync(made->token, 0, sizeof *made->token, made->stream),
@@ -491,8 +693,11 @@ member_new(const ct_comm_ops *ops, const ct_nccl *nccl, int rank, int world_size
 
 /* Sets *comm, or frees `made`. */
 static ct_status
-finish_join(member *made, ct_status status, ct_comm **comm)
+finish_join(member *made, ct_status status, ct_comm **comm, ct_error *err)
 {
+    if (status == CT_OK) {
+        status = watch_begin(made, err);
+    }
     if (status != CT_OK) {
         nccl_free(&made->base);
         return status;
@@ -520,12 +725,14 @@ nccl_split(ct_comm *op, const ct_members *members, ct_comm **made, ct_error *err
     if (part == NULL) {
         return status;
     }
+    pthread_mutex_lock(&comm->lock);
     status = comm->handle == NULL
                  ? fail_broken(comm, what, err)
                  : check_on(comm,
                             comm->nccl->split(comm->handle, color, members->index,
                                               &handle, NULL),
                             what, err);
+    pthread_mutex_unlock(&comm->lock);
     if (status == CT_OK) {
         status = settle(comm, NULL, what, err);
     }
@@ -537,7 +744,7 @@ nccl_split(ct_comm *op, const ct_members *members, ct_comm **made, ct_error *err
         nccl_free(&part->base);
         return CT_OK;
     }
-    return finish_join(part, status, made);
+    return finish_join(part, status, made, err);
 }
 
 static const ct_comm_ops nccl_ops = {
@@ -549,6 +756,8 @@ static const ct_comm_ops nccl_ops = {
     .free = nccl_free,
     .takes_device_memory = true,
     .follow = nccl_follow,
+    .precede = nccl_precede,
+    .order = nccl_order,
 };
 
 ct_status
@@ -615,5 +824,5 @@ ct_nccl_join(const char id[CT_COMM_ID_BYTES], int rank, int world_size, void *st
     if (status == CT_OK) {
         status = settle(made, NULL, what, err);
     }
-    return finish_join(made, status, comm);
+    return finish_join(made, status, comm, err);
 }

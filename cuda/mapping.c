@@ -20,6 +20,7 @@ struct ct_cached_block {
     CUmemGenericAllocationHandle memory;
     size_t bytes;
     cudaEvent_t left;      /* behind the last use of a released block */
+    void *last;            /* the stream of that use */
     ct_mapping *at;        /* the address; NULL: not mapped */
     ct_block_cache *cache; /* the cache of a released block; NULL: in use */
     ct_cached_block *next;
@@ -239,12 +240,16 @@ cuda_obtain(ct_mapping *map, size_t bytes, ct_block_cache *cache, ct_error *err)
         return status;
     }
     if (block != NULL && block->bytes == wanted) {
-        /* Still at this address: the stream's order protects the old content's last
-         * use. */
-        if (block->cache != NULL) {
-            take_out(block);
+        /* Still at this address, where the old content's last use comes first. */
+        if (block->cache == NULL) {
+            return CT_OK;
         }
-        return CT_OK;
+        take_out(block);
+        return block->last == map->stream
+                   ? CT_OK
+                   : ct_cuda_check(
+                         cudaStreamWaitEvent((cudaStream_t)map->stream, block->left, 0),
+                         "let a stream wait for another", err);
     }
     if (block != NULL) {
         unmap(driver, block);
@@ -271,6 +276,7 @@ cuda_release(ct_mapping *map, ct_block_cache *cache)
         return;
     }
     (void)cudaEventRecord(block->left, (cudaStream_t)map->stream);
+    block->last = map->stream;
     if (cache == NULL) {
         destroy(driver, block);
         return;

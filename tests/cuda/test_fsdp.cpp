@@ -210,6 +210,7 @@ train(const ct_device *device, ct_comm *comm, ct_comm *replicate, const options 
                      err);
             ct_fsdp_drop_grads(&unit.core);
         }
+        check_ok(ct_fsdp_settle(&unit.core, comm, &err), err);
         made.grad = out.read(stream);
         CHECK(ledger.live == 0 && ledger.peak > 0);
     }

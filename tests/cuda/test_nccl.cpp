@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <functional>
 #include <limits.h>
+#include <sched.h>
 #include <thread>
 
 enum {
@@ -329,6 +330,125 @@ test_what_has_begun_is_waited_for()
     comm->ops->free(comm);
 }
 
+/* Between two kernels of a stream, on the group's; then the group's last work before a
+ * third. */
+static void
+test_a_stream_waits_in_place_of_the_host()
+{
+    buffers all(N, own);
+    cudaStream_t streams[RANKS];
+    ct_comm *group[RANKS];
+    char id[CT_COMM_ID_BYTES];
+    CHECK(ct_nccl_id(id, NULL) == CT_OK);
+    on_every_rank([&](size_t r) {
+        ct_error err;
+        check_ok(ct_nccl_join(id, (int)r, RANKS, NULL, 30.0, &group[r], &err), err);
+    });
+    const size_t waits = emul::seen.waits;
+    on_every_rank([&](size_t r) {
+        const ct_request sum = {
+            CT_ALL_REDUCE, CT_REDUCE_SUM, 0, all.of[r].on_device(), {}, {}};
+        ct_work *work = NULL;
+        ct_error err;
+        CHECK(cudaStreamCreateWithFlags(&streams[r], cudaStreamNonBlocking) ==
+              cudaSuccess);
+        const auto twice = [&] {
+            check_ok(ct_device_cuda.scale(streams[r], 2.0, INFINITY, &sum.in, 1, &err),
+                     err);
+        };
+        twice();
+        check_ok(ct_comm_enqueue(group[r], &sum, streams[r], &err), err);
+        twice();
+        check_ok(ct_comm_follow(group[r], streams[r], &err), err);
+        check_ok(ct_comm_start(group[r], &sum, &work, &err), err);
+        check_ok(ct_comm_order(group[r], work, streams[r], &err), err);
+        twice();
+        check_ok(ct_comm_follow(group[r], streams[r], &err), err);
+        check_ok(ct_comm_start(group[r], &sum, &work, &err), err);
+        check_ok(ct_comm_precede(group[r], streams[r], &err), err);
+        twice();
+        check_ok(ct_comm_wait(group[r], work, &err), err);
+    });
+    CHECK(emul::seen.waits == waits);
+    on_every_rank([&](size_t r) {
+        CHECK(cudaStreamSynchronize(streams[r]) == cudaSuccess);
+        CHECK(cudaStreamDestroy(streams[r]) == cudaSuccess);
+        group[r]->ops->free(group[r]);
+    });
+    all.check([](size_t, size_t i) { return 16 * 9 * (30.0 + 3.0 * (double)i); });
+}
+
+/* No wait looks after the collective: the watching thread ends it, a stream that waits
+ * for that goes on, and the next call says why. */
+static void
+test_a_failure_behind_the_hosts_back_is_reported()
+{
+    const int aborted = *library_variable("fake_nccl_aborted");
+    buffers all(N, own);
+    for (int k = 0; k < 2; k++) {
+        ct_comm *comm = join_alone(k == 0 ? 0.2 : 30.0);
+        const ct_request sum = {
+            CT_ALL_REDUCE, CT_REDUCE_SUM, 0, all.of[0].on_device(), {}, {}};
+        const char *const why = k == 0 ? "was not done, within 0.2 seconds"
+                                       : "NCCL says remote process exited";
+        ct_work *work = NULL;
+        ct_error err;
+        emul::busy = SIZE_MAX;
+        check_ok(ct_comm_enqueue(comm, &sum, NULL, &err), err);
+        check_ok(ct_comm_start(comm, &sum, &work, &err), err);
+        *library_variable("fake_nccl_async") = k == 0 ? 0 : 6;
+        while (*library_variable("fake_nccl_aborted") == aborted + k) {
+            sched_yield();
+        }
+        emul::busy = 0;
+        *library_variable("fake_nccl_async") = 0;
+        CHECK(ct_comm_order(comm, work, NULL, &err) == CT_ECOMM);
+        CHECK(strstr(err.message,
+                     "all_reduce on rank 0 of 1: the group broke at an "
+                     "earlier error: all_reduce on rank 0 of 1: ") == err.message);
+        CHECK(strstr(err.message, why) != NULL);
+        check_broken(comm, &sum.in, aborted + k + 1);
+        comm->ops->free(comm);
+    }
+}
+
+/* One of two ranks never comes. */
+static void
+test_a_stream_goes_on_when_a_rank_does_not_come()
+{
+    char id[CT_COMM_ID_BYTES];
+    ct_comm *two[2];
+    buffers all(N, own);
+    ct_error err;
+    check_ok(ct_nccl_id(id, &err), err);
+    on_every_rank([&](size_t r) {
+        ct_error mine;
+        if (r < 2) {
+            check_ok(ct_nccl_join(id, (int)r, 2, NULL, 0.3, &two[r], &mine), mine);
+        }
+    });
+    on_every_rank([&](size_t r) {
+        const ct_request sum = {
+            CT_ALL_REDUCE, CT_REDUCE_SUM, 0, all.of[r].on_device(), {}, {}};
+        ct_error mine;
+        cudaStream_t stream;
+        if (r != 0) {
+            return;
+        }
+        CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+        check_ok(ct_comm_enqueue(two[r], &sum, stream, &mine), mine);
+        CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
+        CHECK(ct_comm_barrier(two[r], &mine) == CT_ECOMM);
+        CHECK(strstr(mine.message, "another rank did not come") != NULL);
+        CHECK(cudaStreamDestroy(stream) == cudaSuccess);
+    });
+    on_every_rank([&](size_t r) {
+        if (r < 2) {
+            two[r]->ops->free(two[r]);
+        }
+    });
+}
+
 static void
 test_a_stream_cannot_be_followed_without_an_event()
 {
@@ -449,11 +569,14 @@ main()
     test_host_memory_is_copied();
     test_memory_for_copies_may_be_missing();
     test_groups_are_split();
+    test_a_stream_waits_in_place_of_the_host();
     test_a_rejected_collective_breaks_the_group();
     test_a_dead_peer_ends_the_wait();
     test_a_rank_that_does_not_come_ends_the_wait_in_time();
     test_joining_ends_in_time();
     test_what_has_begun_is_waited_for();
+    test_a_failure_behind_the_hosts_back_is_reported();
+    test_a_stream_goes_on_when_a_rank_does_not_come();
     leave_all();
     return 0;
 }

@@ -198,7 +198,9 @@ void
 fsdp_release(FSDPUnit *self)
 {
     fsdp_drop_prefetch(self);
+    Py_BEGIN_ALLOW_THREADS /* memory that is watched waits for its last use */
     ct_fsdp_release(&self->core);
+    Py_END_ALLOW_THREADS
 }
 
 /* ---- reducing -------------------------------------------------------------------- */
@@ -219,7 +221,24 @@ fsdp_drop_grads(FSDPUnit *self)
     for (size_t i = 0; i < self->n_leaves; i++) {
         self->leaves[i].filled = false;
     }
+    Py_BEGIN_ALLOW_THREADS
     ct_fsdp_drop_grads(&self->core);
+    Py_END_ALLOW_THREADS
+}
+
+int
+fsdp_settle(FSDPUnit *self)
+{
+    ctpy_state *state = fsdp_state_borrow(self);
+    ct_comm *comm;
+    ct_error err;
+    if (!self->core.reducing) {
+        return 0;
+    }
+    comm = ctpy_comm_borrow(state, self->communicator);
+    return comm == NULL || fsdp_use_stream(self) < 0          ? -1
+           : ct_fsdp_settle(&self->core, comm, &err) == CT_OK ? 0
+                                                              : ctpy_raise_int(&err);
 }
 
 /* The gradient of a shard, made if there is none; *add if there is one. */

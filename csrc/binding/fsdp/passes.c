@@ -242,6 +242,17 @@ make_idle(FSDPUnit *self)
     self->state = FSDP_IDLE;
 }
 
+static void
+settle_quietly(FSDPUnit *self)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    if (fsdp_settle(self) < 0) {
+        PyErr_Clear(); /* the group's next collective fails, too */
+    }
+    PyErr_Restore(type, value, trace);
+}
+
 /* Makes all units of a root idle, as if no backward had begun. Keeps the exception. */
 static void
 abandon(FSDPUnit *root)
@@ -250,6 +261,7 @@ abandon(FSDPUnit *root)
         FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->units, i);
         fsdp_release(unit);
         fsdp_drop_grads(unit);
+        settle_quietly(unit);
         make_idle(unit);
     }
     Py_CLEAR(root->in_use);
@@ -1011,6 +1023,9 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
     result = check_all_unused(root);
     for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
         result = finish_unit((FSDPUnit *)PyList_GET_ITEM(units, i));
+    }
+    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
+        result = fsdp_settle((FSDPUnit *)PyList_GET_ITEM(units, i));
     }
     Py_XDECREF(units);
     if (result < 0) {

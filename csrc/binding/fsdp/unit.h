@@ -112,6 +112,7 @@ int fsdp_begin_gather(FSDPUnit *self);   /* a prefetch, which fsdp_gather() ends
 void fsdp_drop_prefetch(FSDPUnit *self); /* keeps the exception */
 void fsdp_release(FSDPUnit *self);
 int fsdp_reduce(FSDPUnit *self);
+int fsdp_settle(FSDPUnit *self); /* ct_fsdp_settle */
 void fsdp_drop_grads(FSDPUnit *self);
 
 #endif

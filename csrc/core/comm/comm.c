@@ -36,6 +36,20 @@ ct_comm_check_here(const ct_comm *comm, const char *what, ct_error *err)
 }
 
 ct_status
+ct_comm_enqueue(ct_comm *comm, const ct_request *request, void *stream, ct_error *err)
+{
+    ct_work *work;
+    ct_status status = ct_comm_follow(comm, stream, err);
+    if (status == CT_OK && comm->ops->order == NULL) {
+        return ct_comm_run(comm, request, err);
+    }
+    if (status == CT_OK) {
+        status = ct_comm_start(comm, request, &work, err);
+    }
+    return status == CT_OK ? ct_comm_order(comm, work, stream, err) : status;
+}
+
+ct_status
 ct_comm_all_reduce(ct_comm *comm, const ct_span *span, ct_reduce_op op, ct_error *err)
 {
     const ct_request r = {.what = CT_ALL_REDUCE, .op = op, .in = *span};

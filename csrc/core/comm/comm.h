@@ -125,8 +125,11 @@ typedef struct ct_comm_ops {
     bool compares;            /* ranks compare every request: no history is needed */
     /* Runs a stream; NULL where a collective over a batch is as fast. */
     ct_status (*stream)(ct_comm *comm, const ct_stream *stream, ct_error *err);
-    /* ct_comm_follow, for a backend that enqueues its work; else NULL. */
+    /* ct_comm_follow, ct_comm_precede and ct_comm_order, for a backend that enqueues
+     * its work; else NULL. */
     ct_status (*follow)(ct_comm *comm, void *stream, ct_error *err);
+    ct_status (*precede)(ct_comm *comm, void *stream, ct_error *err);
+    ct_status (*order)(ct_comm *comm, ct_work *work, void *stream, ct_error *err);
 } ct_comm_ops;
 
 struct ct_comm {
@@ -134,6 +137,7 @@ struct ct_comm {
     int rank; /* in [0, world_size) */
     int world_size;
     unsigned splits; /* so far */
+    void *stream;    /* of the device, for a backend that enqueues its work; or NULL */
     ct_owner owner;
     ct_rank_names names;   /* of the ranks in messages */
     const ct_label *label; /* of the next collectives; the caller's; NULL: none */
@@ -209,6 +213,30 @@ ct_comm_follow(ct_comm *comm, void *stream, ct_error *err)
 {
     return comm->ops->follow == NULL ? CT_OK : comm->ops->follow(comm, stream, err);
 }
+
+/* Orders later work on a stream of the device after the work that is on the group's
+ * stream so far. CT_EDEVICE. */
+CT_NODISCARD static inline ct_status
+ct_comm_precede(ct_comm *comm, void *stream, ct_error *err)
+{
+    return comm->ops->precede == NULL ? CT_OK : comm->ops->precede(comm, stream, err);
+}
+
+/* ct_comm_wait for a stream of the device in place of the host: later work on the
+ * stream comes after the collective. A backend that does not enqueue lets the host
+ * wait. A failure after the return is reported by the group's next collective. */
+CT_NODISCARD static inline ct_status
+ct_comm_order(ct_comm *comm, ct_work *work, void *stream, ct_error *err)
+{
+    return work == NULL || comm->ops->order == NULL
+               ? ct_comm_wait(comm, work, err)
+               : comm->ops->order(comm, work, stream, err);
+}
+
+/* Runs the request between the work that is on a stream of the device so far and later
+ * work there. */
+CT_NODISCARD ct_status ct_comm_enqueue(ct_comm *comm, const ct_request *request,
+                                       void *stream, ct_error *err);
 
 /* Allocates `bytes` > 0 of zeroed, page-aligned host memory that is best for the
  * operands of collectives: ranks of a machine read each other's in place, if the whole

@@ -296,12 +296,12 @@ gather_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *full,
         status = encode(unit, bits, &b, shard, NULL, b.sent, err);
     }
     if (status == CT_OK) {
-        status = ct_comm_follow(comm, unit->stream, err);
-    }
-    if (status == CT_OK) {
-        const ct_span in = {b.sent, bytes, CT_U8};
-        const ct_span out = {b.received, bytes * ranks, CT_U8};
-        status = ct_comm_all_gather(comm, &out, &in, err);
+        const ct_request request = {
+            .what = CT_ALL_GATHER,
+            .in = {b.sent,     bytes,         CT_U8},
+            .out = {b.received, bytes * ranks, CT_U8},
+        };
+        status = ct_comm_enqueue(comm, &request, unit->stream, err);
     }
     for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
         const ct_span part = ct_span_part(*full, rank * shard->n, shard->n);
@@ -342,12 +342,11 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
     if (status != CT_OK || unit->config.lone_gather) {
         return status;
     }
-    status = ct_comm_follow(comm, unit->stream, err);
-    if (status != CT_OK) {
-        return status;
+    if (!unit->begun) {
+        return ct_comm_enqueue(comm, &request, unit->stream, err);
     }
-    return unit->begun ? ct_comm_start(comm, &request, &g->work, err)
-                       : ct_comm_run(comm, &request, err);
+    status = ct_comm_follow(comm, unit->stream, err);
+    return status == CT_OK ? ct_comm_start(comm, &request, &g->work, err) : status;
 }
 
 static ct_status
@@ -376,7 +375,7 @@ wait_for_groups(ct_fsdp *unit, ct_comm *comm, ct_error *err)
         ct_work *work = unit->groups[i].work;
         unit->groups[i].work = NULL;
         const ct_status ended =
-            ct_comm_wait(comm, work, status == CT_OK ? err : &later);
+            ct_comm_order(comm, work, unit->stream, status == CT_OK ? err : &later);
         status = status == CT_OK ? ended : status;
     }
     return status;
@@ -578,8 +577,10 @@ make_there(ct_fsdp *unit, batch *b, ct_error *err)
     for (size_t i = 0; i < b->n; i++) {
         zeros[i] = (ct_span){scratch->data, 1, CT_F32};
     }
-    if (status == CT_OK && !made) {
-        status = unit->device->zero(unit->stream, zeros, 1, err);
+    if (status == CT_OK && !made) { /* waits, as other streams use the zero, too */
+        const float zero = 0.0F;
+        status = unit->device->transfer(unit->stream, scratch->data, &zero, sizeof zero,
+                                        err);
     }
     if (status == CT_OK) {
         status = unit->device->add(unit->stream, b->spans, zeros, b->n, 1.0, err);
@@ -785,12 +786,12 @@ exchange_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *whole,
         status = send_bits(unit, comm, presence, bits, b.sent + values, bytes, err);
     }
     if (status == CT_OK) {
-        status = ct_comm_follow(comm, unit->stream, err);
-    }
-    if (status == CT_OK) {
-        const ct_span in = {b.sent, bytes * ranks, CT_U8};
-        const ct_span out = {b.received, bytes * ranks, CT_U8};
-        status = ct_comm_all_to_all(comm, &out, &in, err);
+        const ct_request request = {
+            .what = CT_ALL_TO_ALL,
+            .in = {b.sent,     bytes * ranks, CT_U8},
+            .out = {b.received, bytes * ranks, CT_U8},
+        };
+        status = ct_comm_enqueue(comm, &request, unit->stream, err);
     }
     if (status == CT_OK) {
         status = decode(unit, width, part, b.received, ranks, bytes, factor, err);
@@ -828,25 +829,23 @@ sum_over_ranks(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
                ct_error *err)
 {
     const ct_span whole = grads_of(unit, g);
+    const ct_request scatter = {
+        .what = CT_REDUCE_SCATTER, .op = op, .in = whole, .out = *part};
+    const ct_request average = {
+        .what = CT_ALL_REDUCE, .op = CT_REDUCE_MEAN, .in = *part};
+    ct_comm *replicate_group = unit->replicate_group;
     if (unit->config.lone_reduce) {
         return CT_OK;
     }
-    ct_status status = ct_comm_follow(comm, unit->stream, err);
-    if (status == CT_OK) {
-        ct_comm_label(comm, &unit->label, CT_REDUCE_SCATTER);
-        status = unit->config.reduce_bits != 0
-                     ? reduce_quantized(unit, comm, g, presence, part, op, err)
-                     : ct_comm_reduce_scatter(comm, part, &whole, op, err);
-        ct_comm_unlabel(comm);
-        unit->label.call += status == CT_OK;
-    }
-    ct_comm *replicate_group = unit->replicate_group;
-    if (status == CT_OK && replicate_group != NULL) {
-        status = ct_comm_follow(replicate_group, unit->stream, err);
-    }
+    ct_comm_label(comm, &unit->label, CT_REDUCE_SCATTER);
+    ct_status status = unit->config.reduce_bits != 0
+                           ? reduce_quantized(unit, comm, g, presence, part, op, err)
+                           : ct_comm_enqueue(comm, &scatter, unit->stream, err);
+    ct_comm_unlabel(comm);
+    unit->label.call += status == CT_OK;
     return status != CT_OK || replicate_group == NULL
                ? status
-               : ct_comm_all_reduce(replicate_group, part, CT_REDUCE_MEAN, err);
+               : ct_comm_enqueue(replicate_group, &average, unit->stream, err);
 }
 
 static ct_status
@@ -903,9 +902,9 @@ reduce_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
                   : deliver(unit, here, &part, factor, add, err);
 }
 
-ct_status
-ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *presence,
-               const ct_span *shard, bool add, ct_error *err)
+static ct_status
+reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *presence,
+       const ct_span *shard, bool add, ct_error *err)
 {
     const ct_fsdp_group *g = &unit->groups[group];
     const size_t n = g->n / (size_t)comm->world_size;
@@ -930,4 +929,32 @@ ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *pre
     return status != CT_OK || presence == NULL
                ? status
                : read_marks(unit, presence, shard, (size_t)comm->rank * n, err);
+}
+
+/* Beside the computation: all of the reduction runs on the group's stream. Offloaded
+ * shards and quantized values pass through memory of the ledger, of one stream. */
+ct_status
+ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *presence,
+               const ct_span *shard, bool add, ct_error *err)
+{
+    void *const stream = unit->stream;
+    if (comm->stream == NULL || unit->config.offload || unit->config.reduce_bits != 0) {
+        return reduce(unit, comm, group, presence, shard, add, err);
+    }
+    ct_status status = ct_comm_follow(comm, stream, err);
+    if (status == CT_OK) {
+        unit->reducing = true;
+        unit->stream = unit->grads->stream = comm->stream;
+        status = reduce(unit, comm, group, presence, shard, add, err);
+        unit->stream = stream;
+    }
+    return status;
+}
+
+ct_status
+ct_fsdp_settle(ct_fsdp *unit, ct_comm *comm, ct_error *err)
+{
+    const bool reducing = unit->reducing;
+    unit->reducing = false;
+    return reducing ? ct_comm_precede(comm, unit->stream, err) : CT_OK;
 }

@@ -75,6 +75,7 @@ typedef struct ct_fsdp {
     bool gathered;
     bool begun; /* a prefetch is in progress: full belongs to the communicator */
     bool holds_grads;
+    bool reducing; /* gradients are reduced beside the work on the stream */
     ct_dtype grad_dtype; /* of the gradients in grads */
     ct_label label; /* the unit's name for other ranks; counts collectives, forwards */
 } ct_fsdp;
@@ -135,6 +136,10 @@ CT_NODISCARD ct_status ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at,
 CT_NODISCARD ct_status ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group,
                                       ct_fsdp_presence *presence, const ct_span *shard,
                                       bool add, ct_error *err);
+
+/* Orders later work on the unit's stream behind its reductions: before a shard's
+ * gradient is used or freed. */
+CT_NODISCARD ct_status ct_fsdp_settle(ct_fsdp *unit, ct_comm *comm, ct_error *err);
 
 /* Makes elements [at, at + n) of a trainable group's gradients 0. */
 CT_NODISCARD ct_status ct_fsdp_clear_grads(ct_fsdp *unit, size_t group, size_t at,

@@ -58,6 +58,7 @@ std::mutex device_lock; /* of all that is here, and of who works on the memory *
 std::condition_variable changed;
 /* In use also at the exit, as what they name is. */
 clock &host = *new clock(); /* what the host has waited for; one for all threads */
+thread_local bool enqueues; /* else the thread only asks: nothing is behind that */
 std::deque<CUstream_st> &streams = *new std::deque<CUstream_st>();
 auto &found =
     *new std::map<cudaStream_t, CUstream_st *>();          /* as the program names it */
@@ -144,8 +145,9 @@ struct runner {
     bool step(queue *on)
     {
         const work_ptr it = on->waiting.front();
-        if (it->after && !it->after->ended) {
-            return until(it->after);
+        const work_ptr after = it->after; /* another rank may end `it` meanwhile */
+        if (after && !after->ended) {
+            return until(after);
         }
         if (it->all && !it->all->aborted) {
             return meet(it);
@@ -238,6 +240,7 @@ append(queue *on, const char *name, std::function<void()> work,
        const work_ptr &after = nullptr)
 {
     clock at = host;
+    enqueues = true;
     if (on->last) {
         at.join(on->last->at);
     }
@@ -283,7 +286,7 @@ ask(const work_ptr &last)
     if (last && !run_until(held, last, false)) {
         return cudaErrorNotReady;
     }
-    if (last) {
+    if (last && enqueues) {
         host.join(last->at);
     }
     return cudaSuccess;
