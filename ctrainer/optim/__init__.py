@@ -2,7 +2,8 @@
 
 `step` clips, updates and zeroes the gradients in one call of C. State is kept in the
 original's own layout, so state_dict() loads into the optimizer of the same name and the
-other way round. Parameters live on the CPU; on a GPU use torch.optim's with fused=True.
+other way round. Parameters live in the host's memory or, with the plugin ctrainer._cuda
+and torch 2.10 or newer, on a GPU.
 """
 
 from ctrainer.arguments import optimizer_docs as _docs
