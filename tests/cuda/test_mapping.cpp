@@ -82,6 +82,36 @@ test_memory_is_handed_on_behind_the_work_on_it()
     CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
 }
 
+/* At the same address, where one stream leaves what the other takes. */
+static void
+test_memory_changes_streams()
+{
+    const size_t bytes = 1 << 20;
+    ct_mapping map;
+    ct_block_cache spares = {};
+    cudaStream_t streams[2];
+    open_maps(&map, 1, &bytes, false);
+    for (cudaStream_t &it : streams) {
+        CHECK(cudaStreamCreateWithFlags(&it, cudaStreamNonBlocking) == cudaSuccess);
+    }
+    const size_t waits = emul::seen.waits;
+    for (int i = 0; i < 6; i++) {
+        map.stream = streams[i / 2 % 2];
+        obtain(&map, &spares);
+        const ct_span all = {map.data, bytes, CT_U8};
+        CHECK(ct_device_cuda.zero(map.stream, &all, 1, NULL) == CT_OK);
+        ct_mapping_release(&map, &spares);
+    }
+    CHECK(emul::vm.blocks == 1 && emul::seen.waits == waits);
+    ct_mapping_close(&map);
+    ct_block_cache_close(&spares);
+    for (cudaStream_t it : streams) {
+        CHECK(cudaStreamSynchronize(it) == cudaSuccess);
+        CHECK(cudaStreamDestroy(it) == cudaSuccess);
+    }
+    CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
+}
+
 /* Where memory is short, what lies ready for others goes first. */
 static void
 test_memory_that_is_short()
@@ -160,6 +190,7 @@ main()
     test_an_old_driver_is_told(); /* first: what is found is kept */
     test_memory_is_handed_on_when_it_is_needed();
     test_memory_is_handed_on_behind_the_work_on_it();
+    test_memory_changes_streams();
     test_memory_that_is_short();
     test_bytes_go_up_and_come_down();
     test_a_mapping_takes_as_much_as_is_asked_for();

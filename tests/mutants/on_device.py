@@ -246,6 +246,6 @@ DEVICE = (
         "return block->last == map->stream",
         "return true",
         "memory that a stream has left is used at once by another",
-        FSDP,
+        MAPPING,
     ),
 )
