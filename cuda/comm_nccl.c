@@ -8,7 +8,7 @@
  *
  * Where a stream waits in place of the host, a thread of the process looks after the
  * collective: after an error or the time-out that thread aborts the communicator, which
- * lets the stream go on, and the group's next call says why. */
+ * lets the stream continue, and the group's next call says why. */
 #include "comm_nccl.h"
 
 #include "core/base/alloc.h"
@@ -571,7 +571,7 @@ nccl_wait(ct_comm *op, ct_work *work, ct_error *err)
     return status;
 }
 
-/* Hands the work over to the watching thread. */
+/* Passes the work to the watching thread. */
 static ct_status
 nccl_order(ct_comm *op, ct_work *work, void *stream, ct_error *err)
 {

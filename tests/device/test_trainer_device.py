@@ -62,6 +62,12 @@ class Spread(Net):
         return {"loss": nn.functional.mse_loss(y, labels.cpu()), "logits": y}
 
 
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__(dropout=any_gpu.DROPOUT)
+        self.layers.insert(1, nn.BatchNorm1d(16))
+
+
 class KeepsPlace(ctrainer.TrainingArguments):
     @property
     def place_model_on_device(self) -> bool:
@@ -133,6 +139,14 @@ def test_a_run_resumes_on_the_other_device(tmp_path: Path, saved_on_host: bool) 
     other = trained(tmp_path / "b", not saved_on_host, tmp_path, **PLAIN)
     here, there = (whole, other) if saved_on_host else (other, whole)
     compare(here, there, exact=True)
+
+
+def test_batch_norms_statistics_are_those_of_the_host(tmp_path: Path) -> None:
+    pair = [trained(tmp_path, host, model=Normed(), **PLAIN) for host in (True, False)]
+    compare(*pair, exact=False)
+    for trainer in pair:
+        assert int(trainer.model.layers[1].num_batches_tracked) == 8
+        assert trainer.model.layers[1].running_var.min() > 0.05
 
 
 def test_gradients_that_a_callback_sees_are_clipped(tmp_path: Path) -> None:

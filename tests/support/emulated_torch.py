@@ -3,9 +3,12 @@ device of torch, "emul", in the same memory. The host can touch it in copies alo
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import sys
+import time
 import types
 
 import emulated_cuda
@@ -17,6 +20,7 @@ FOLDER = emulated_cuda.FOLDER / "torch"
 class Module(types.ModuleType):
     """torch.emul, of what torch asks a device's module for."""
 
+    device = staticmethod(lambda device: contextlib.nullcontext())
     is_available = staticmethod(lambda: True)
     is_initialized = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 1)
@@ -40,6 +44,11 @@ def device() -> torch.device:
     torch.utils.rename_privateuse1_backend("emul")
     torch._register_device_module("emul", Module("torch.emul"))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
+    # As with CUDA, module.to(device) keeps the parameters that an optimizer has.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    # Torch's thread of a device's backward passes gives Python's objects back after the
+    # pass. A process that ends in between is aborted; on the host no thread does this.
+    atexit.register(time.sleep, 0.1)
     return torch.device("emul", 0)
 
 

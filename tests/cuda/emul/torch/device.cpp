@@ -419,11 +419,31 @@ set_tensor(at::Tensor &tensor, const at::Tensor &source)
     return at::native::set_tensor_(tensor, source);
 }
 
+/* What an operator changes without saying so in its schema. */
+std::vector<size_t>
+changed_silently(const std::string &name)
+{
+    return name == "aten::native_batch_norm" ? std::vector<size_t>{3, 4}
+                                             : std::vector<size_t>();
+}
+
 void
 fall_back(const c10::OperatorHandle &op, torch::jit::Stack *stack)
 {
     const Operator running;
+    const size_t first = stack->size() - op.schema().arguments().size();
+    std::vector<std::pair<at::Tensor, at::Tensor>> changed;
+    for (size_t i : changed_silently(op.schema().name())) {
+        c10::IValue &argument = (*stack)[first + i];
+        if (argument.isTensor() && argument.toTensor().defined()) {
+            changed.emplace_back(argument.toTensor(), argument.toTensor().cpu());
+            argument = changed.back().second;
+        }
+    }
     at::native::cpu_fallback(op, stack);
+    for (const auto &it : changed) {
+        it.first.copy_(it.second);
+    }
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
