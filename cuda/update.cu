@@ -1,4 +1,5 @@
 /* The update on a CUDA device. Mirrors csrc/cpu/update.c. */
+#include "compact.cuh"
 #include "element.cuh"
 #include "kernels.h"
 #include "quant.cuh"
@@ -8,7 +9,8 @@
 #include "math/philox.h"
 
 enum {
-    N_KINDS = 4 /* of kernels: in float or double, with 8-bit state or not */
+    N_KINDS = 5, /* of kernels: in float or double, with 8-bit state or not; compact */
+    COMPACT = 4
 };
 
 /* What holds for every span of an update. */
@@ -331,6 +333,90 @@ update_quantized(const ct_cuda_update_operand &operand, const ct_cuda_range &ran
     __syncthreads(); /* middles are free for the next chunk */
 }
 
+/* Compact state: a row of vectors at a time, then an element a thread. A group is of
+ * adjacent threads of a warp, which all come to the shuffles. */
+template <typename Rule, typename Constants>
+__device__ static inline void
+update_compact_vector(const ct_cuda_update_operand &operand,
+                      const update_options &options, const Constants &c, size_t i)
+{
+    ct_compact_loaded<Rule> from;
+    from.load(operand, i);
+    ct_compact_values<Rule> x(operand, from);
+    x.each([&](float grad, float *param, float *state) {
+        Rule::apply(&c, grad, param, state);
+    });
+    if (operand.copy != NULL || operand.ema != NULL) {
+        finish_vector(operand, options, i, x.param[0]);
+        finish_vector(operand, options, i + 4, x.param[1]);
+    }
+    else {
+        const ct_compact_bits stored = {
+            {narrowed(x.param[0], operand, operand.dtype, i),
+             narrowed(x.param[1], operand, operand.dtype, i + 4)}
+        };
+        stored.store(operand.param, operand.dtype, i);
+        if (options.zero_grads) {
+            ct_compact_bits().store(operand.grad, operand.grad_dtype, i);
+        }
+    }
+    x.store_corrections(operand, i);
+    x.store_states(operand, i);
+}
+
+template <typename Rule, typename Constants>
+__device__ static inline void
+update_compact_one(const ct_cuda_update_operand &operand, const update_options &options,
+                   const Constants &c, size_t i, bool inside)
+{
+    float state[CT_RULE_MAX_STATES] = {};
+    for (int k = 0; k < Rule::n_states; k++) {
+        const ct_compact_reader reader(
+            k, ct_group_scale<CT_COMPACT_GROUP>(inside ? ct_load_scale(operand, k, i)
+                                                       : (uint16_t)0));
+        if (inside) {
+            state[k] = reader.load(((const uint8_t *)operand.state[k])[i]);
+        }
+    }
+    if (inside) {
+        float param = ct_load_param(operand, i);
+        Rule::apply(&c, ct_load_as<float>(operand.grad, operand.grad_dtype, i), &param,
+                    state);
+        put(param, operand, operand.param, operand.dtype, i);
+        ct_store_correction(param, operand, i);
+        finish(operand, options, i, param);
+        if (options.zero_grads) {
+            ct_store_as(0.0f, operand.grad, operand.grad_dtype, i);
+        }
+    }
+    for (int k = 0; k < Rule::n_states; k++) {
+        const ct_compact_writer writer(
+            k, ct_largest_of<CT_COMPACT_GROUP>(ct_compact_magnitude(state[k])));
+        if (inside) {
+            ((uint8_t *)operand.state[k])[i] = writer.store(state[k]);
+            writer.store_scale(operand, i);
+        }
+    }
+}
+
+template <typename Rule>
+__device__ static inline void
+update_compact(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
+               const update_options &options)
+{
+    const auto c = constants_of<Rule, float>(operand, options);
+    const size_t row = ct_row<CT_COMPACT_ELEMS>::elems;
+    size_t first = range.begin;
+    for (; operand.wide && first + row <= range.end; first += row) {
+        update_compact_vector<Rule>(operand, options, c,
+                                    first + CT_COMPACT_ELEMS * threadIdx.x);
+    }
+    for (; first < range.end; first += ct_cuda_block_size) {
+        const size_t i = first + threadIdx.x;
+        update_compact_one<Rule>(operand, options, c, i, i < range.end);
+    }
+}
+
 /* ---- kernels --------------------------------------------------------------------- */
 
 /* For one type of computation, with 8-bit state or not, as a kernel has the registers
@@ -360,10 +446,24 @@ update_kernel(const ct_cuda_batch<ct_cuda_update_operand> __grid_constant__ batc
     }
 }
 
+template <typename Rule>
+CT_KERNEL
+compact_kernel(const ct_cuda_batch<ct_cuda_update_operand> __grid_constant__ batch,
+               const update_options options)
+{
+    if (options.clip != NULL && options.clip->skip) {
+        return;
+    }
+    for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
+        const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
+        update_compact<Rule>(batch.operands[range.operand], range, options);
+    }
+}
+
 typedef decltype(&update_kernel<ct_rule_sgd, float, false>) update_kernel_fn;
 
 /* By kind_of(). */
-static const update_kernel_fn kernels[CT_RULE_COUNT][N_KINDS] = {
+static const update_kernel_fn kernels[CT_RULE_COUNT][COMPACT] = {
 #define CT_RULE(rule, constants, n_states)                                             \
     {update_kernel<ct_rule_##rule, float, false>,                                      \
      update_kernel<ct_rule_##rule, double, false>,                                     \
@@ -373,10 +473,30 @@ static const update_kernel_fn kernels[CT_RULE_COUNT][N_KINDS] = {
 #undef CT_RULE
 };
 
+static update_kernel_fn
+kernel_for(ct_rule rule, unsigned kind)
+{
+    if (kind != COMPACT) {
+        return kernels[rule][kind];
+    }
+    switch (rule) {
+#define CT_COMPACT(rule, n_states)                                                     \
+    case CT_RULE_##rule:                                                               \
+        return compact_kernel<ct_rule_##rule>;
+#include "math/compact.def"
+#undef CT_COMPACT
+    default: /* ct_update_check let no other rule pass */
+        return NULL;
+    }
+}
+
 /* The number of the kernel for a span. */
 static unsigned
 kind_of(const ct_update &u, const ct_update_span &span)
 {
+    if (ct_rule_n_states(u.rule) != 0 && span.state_dtype == CT_I8) {
+        return COMPACT;
+    }
     const bool quantized = ct_rule_n_states(u.rule) != 0 && span.state_dtype == CT_U8;
     return (span.dtype == CT_F64 ? 1 : 0) + (quantized ? 2 : 0);
 }
@@ -392,7 +512,7 @@ ct_cuda_update(void *stream, const ct_update *u, ct_error *err)
         n_of_kind[kind_of(*u, u->spans[i])]++;
     }
     for (unsigned kind = 0; status == CT_OK && kind < N_KINDS; kind++) {
-        const update_kernel_fn kernel = kernels[u->rule][kind];
+        const update_kernel_fn kernel = kernel_for(u->rule, kind);
         status = ct_cuda_in_batches<ct_cuda_update_operand>(
             n_of_kind[kind] == 0 ? 0 : u->n_spans,
             [&](size_t i) {

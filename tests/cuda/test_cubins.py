@@ -121,7 +121,7 @@ def test_no_kernel_has_a_stack_spills_or_takes_more_registers(
 # Kernels that are as fast as memory; of 8-bit state the search takes longer.
 STREAMS = re.compile(
     r"_Z\d+(update_kernelI.*Lb0E|measure_kernel|norm_kernel|copy_kernel|scale_kernel"
-    r"|average_kernel|add_kernel)"
+    r"|average_kernel|add_kernel|compact_kernel)"
 )
 
 
