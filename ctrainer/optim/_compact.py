@@ -39,7 +39,7 @@ class Compact(TypedDict, total=False):
 class _Compact(EngineOptimizer):
     """What they share."""
 
-    _arrays: Mapping[str, torch.dtype]
+    _arrays: ClassVar[Mapping[str, torch.dtype]]
     precision_defaults: ClassVar[Mapping[str, Any]] = {
         "master_weight_bits": 24,
         "maximize": False,
