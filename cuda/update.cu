@@ -451,10 +451,9 @@ CT_KERNEL
 compact_kernel(const ct_cuda_batch<ct_cuda_update_operand> __grid_constant__ batch,
                const update_options options)
 {
-    if (options.clip != NULL && options.clip->skip) {
-        return;
-    }
-    for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
+    const bool skip = options.clip != NULL && options.clip->skip;
+    for (size_t chunk = blockIdx.x; !skip && chunk < batch.n_chunks;
+         chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
         update_compact<Rule>(batch.operands[range.operand], range, options);
     }

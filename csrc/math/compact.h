@@ -3,7 +3,7 @@
  *
  * With y = value / 127, a momentum is scale * y / (2 - |y|): finer near 0 than evenly
  * spaced values. The root of a second moment is scale * value / 255. A master weight is
- * parameter + correction / 127 * (half of the distance between bfloat16 numbers there).
+ * parameter + correction / 127 * (half of the spacing of bfloat16 numbers there).
  *
  * Only comparisons and correctly rounded operations, so that every device writes the
  * same values. Inf or NaN makes a group's scale NaN, and so all its elements: a bad
@@ -122,7 +122,7 @@ ct_compact_variance(uint8_t value, float unit)
 
 /* ---- master weights -------------------------------------------------------------- */
 
-/* Half of the distance between bfloat16 numbers at a finite one, of subnormal numbers
+/* Half of the spacing of bfloat16 numbers at a finite one, of subnormal numbers
  * that of the smallest normal one. */
 CT_HD static inline float
 ct_compact_half_ulp(uint16_t param)

@@ -126,6 +126,9 @@ class AdamWCompact(_Compact):
     Args:
         weight_decay (float, default 0.01): A step shrinks the parameter by lr *
             weight_decay; >= 0.
+        **precision (Unpack[Compact]): master_weight_bits, 24 or None for no
+            corrections; maximize; stochastic_rounding and rounding_seed, with None
+            alone. May differ by group.
 
     Source: "FlashOptim: Optimizers for Memory Efficient Training"; the formulas of the
     package flashoptim 0.1.4, with the differences that csrc/math/compact.h names.

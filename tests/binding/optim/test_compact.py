@@ -211,7 +211,7 @@ def test_every_bit_of_any_size_of_gradients_is_that_of_the_formulas(
 def test_a_step_is_adamws_within_half_a_quantized_value() -> None:
     """A momentum's y is within 1/254, of slope 2 / (2 - |y|)**2 at most 2; the root of
     a second moment within 1/510 of its scale, or 1/255 near 0; the scale rounds by
-    2**-10 at most. Parameters are within a half of 1/127 of half a bfloat16's distance.
+    2**-10 at most. Parameters are within a half of 1/127 of half the spacing.
     Some roundings of float32 come to all."""
     params = parameters()
     optimizer = optim.AdamWCompact(params, lr=0.01, weight_decay=0.1)
@@ -253,8 +253,8 @@ def test_a_step_is_adamws_within_half_a_quantized_value() -> None:
 
 
 def test_corrections_hold_what_bfloat16_cannot() -> None:
-    """Steps of 1/39 of the distance between bfloat16 numbers: rounded alone, they are
-    lost. A correction is 1/254 of the distance: a step is within 39/508."""
+    """Steps of 1/39 of the spacing of bfloat16 numbers: rounded alone, they are
+    lost. A correction is 1/254 of the spacing: a step is within 39/508."""
     params = [Parameter(torch.ones(100, dtype=torch.bfloat16)) for _ in range(2)]
     a = optim.AdamWCompact(params[:1], lr=2e-4, weight_decay=0.0)
     b = optim.AdamWCompact(
