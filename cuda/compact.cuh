@@ -43,20 +43,32 @@ ct_load_scale(const ct_cuda_update_operand &operand, int k, size_t i)
 
 /* ---- one element ----------------------------------------------------------------- */
 
+static_assert(ct_cuda_block_size == 256, "a thread for each value of a byte");
+
+/* ct_compact_part() of every value, in shared memory: a division for each element is
+ * slower. Every thread must call. */
+__device__ static inline void
+ct_fill_parts(float *parts)
+{
+    parts[threadIdx.x] = ct_compact_part((int8_t)threadIdx.x);
+    __syncthreads();
+}
+
 /* Reads elements of a group of state k. */
 struct ct_compact_reader {
+    const float *parts;
     int k;
     float largest, unit;
 
-    __device__ ct_compact_reader(int k_, uint16_t scale)
-        : k(k_), largest(ct_f32_from_f16(scale)), unit(ct_compact_unit(largest))
+    __device__ ct_compact_reader(const float *parts_, int k_, uint16_t scale)
+        : parts(parts_), k(k_), largest(ct_f32_from_f16(scale)),
+          unit(ct_compact_unit(largest))
     {
     }
 
     __device__ float load(uint8_t value) const
     {
-        return k == 0 ? ct_compact_momentum((int8_t)value, largest)
-                      : ct_compact_variance(value, unit);
+        return k == 0 ? parts[value] * largest : ct_compact_variance(value, unit);
     }
 };
 
@@ -195,8 +207,9 @@ template <typename Rule> struct ct_compact_values {
     ct_reals<float> grad[2], param[2];
     float state[Rule::n_states][CT_COMPACT_ELEMS];
 
-    __device__ ct_compact_values(const ct_cuda_update_operand &operand,
-                                 const ct_compact_loaded<Rule> &from)
+    __device__
+    ct_compact_values(const ct_cuda_update_operand &operand,
+                      const ct_compact_loaded<Rule> &from, const float *parts)
     {
         CT_UNROLL
         for (unsigned h = 0; h < 2; h++) {
@@ -214,7 +227,7 @@ template <typename Rule> struct ct_compact_values {
         CT_UNROLL
         for (int k = 0; k < Rule::n_states; k++) {
             const ct_compact_reader reader(
-                k, ct_group_scale<CT_COMPACT_THREADS>(from.scale[k]));
+                parts, k, ct_group_scale<CT_COMPACT_THREADS>(from.scale[k]));
             CT_UNROLL
             for (unsigned j = 0; j < CT_COMPACT_ELEMS; j++) {
                 state[k][j] = reader.load(ct_byte_of(from.state[k], j));

@@ -338,11 +338,12 @@ update_quantized(const ct_cuda_update_operand &operand, const ct_cuda_range &ran
 template <typename Rule, typename Constants>
 __device__ static inline void
 update_compact_vector(const ct_cuda_update_operand &operand,
-                      const update_options &options, const Constants &c, size_t i)
+                      const update_options &options, const Constants &c,
+                      const float *parts, size_t i)
 {
     ct_compact_loaded<Rule> from;
     from.load(operand, i);
-    ct_compact_values<Rule> x(operand, from);
+    ct_compact_values<Rule> x(operand, from, parts);
     x.each([&](float grad, float *param, float *state) {
         Rule::apply(&c, grad, param, state);
     });
@@ -367,13 +368,14 @@ update_compact_vector(const ct_cuda_update_operand &operand,
 template <typename Rule, typename Constants>
 __device__ static inline void
 update_compact_one(const ct_cuda_update_operand &operand, const update_options &options,
-                   const Constants &c, size_t i, bool inside)
+                   const Constants &c, const float *parts, size_t i, bool inside)
 {
     float state[CT_RULE_MAX_STATES] = {};
     for (int k = 0; k < Rule::n_states; k++) {
         const ct_compact_reader reader(
-            k, ct_group_scale<CT_COMPACT_GROUP>(inside ? ct_load_scale(operand, k, i)
-                                                       : (uint16_t)0));
+            parts, k,
+            ct_group_scale<CT_COMPACT_GROUP>(inside ? ct_load_scale(operand, k, i)
+                                                    : (uint16_t)0));
         if (inside) {
             state[k] = reader.load(((const uint8_t *)operand.state[k])[i]);
         }
@@ -402,18 +404,18 @@ update_compact_one(const ct_cuda_update_operand &operand, const update_options &
 template <typename Rule>
 __device__ static inline void
 update_compact(const ct_cuda_update_operand &operand, const ct_cuda_range &range,
-               const update_options &options)
+               const update_options &options, const float *parts)
 {
     const auto c = constants_of<Rule, float>(operand, options);
     const size_t row = ct_row<CT_COMPACT_ELEMS>::elems;
     size_t first = range.begin;
     for (; operand.wide && first + row <= range.end; first += row) {
-        update_compact_vector<Rule>(operand, options, c,
+        update_compact_vector<Rule>(operand, options, c, parts,
                                     first + CT_COMPACT_ELEMS * threadIdx.x);
     }
     for (; first < range.end; first += ct_cuda_block_size) {
         const size_t i = first + threadIdx.x;
-        update_compact_one<Rule>(operand, options, c, i, i < range.end);
+        update_compact_one<Rule>(operand, options, c, parts, i, i < range.end);
     }
 }
 
@@ -451,11 +453,13 @@ CT_KERNEL
 compact_kernel(const ct_cuda_batch<ct_cuda_update_operand> __grid_constant__ batch,
                const update_options options)
 {
+    __shared__ float parts[ct_cuda_block_size];
     const bool skip = options.clip != NULL && options.clip->skip;
+    ct_fill_parts(parts);
     for (size_t chunk = blockIdx.x; !skip && chunk < batch.n_chunks;
          chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
-        update_compact<Rule>(batch.operands[range.operand], range, options);
+        update_compact<Rule>(batch.operands[range.operand], range, options, parts);
     }
 }
 

@@ -66,37 +66,54 @@ ct_compact_root_scale(uint32_t magnitude)
 
 /* ---- moments --------------------------------------------------------------------- */
 
+/* The lesser, or the limit where x is NaN: an instruction on every device. */
+CT_HD static inline float
+ct_compact_up_to(float x, float limit)
+{
+#ifdef __CUDA_ARCH__
+    return fminf(x, limit);
+#else
+    return x < limit ? x : limit;
+#endif
+}
+
 /* The nearest whole number from -128 to 255, ties to even, as the last byte of the sum
- * with 1.5 * 2^23, where floats are 1 apart; 0 for a NaN. */
+ * with 1.5 * 2^23, where floats are 1 apart. */
 CT_HD static inline uint8_t
 ct_compact_whole(float x)
 {
-    const float sum = (x == x ? x : 0.0f) + 12582912.0f;
-    return (uint8_t)ct_bits_from_f32(sum);
+    return (uint8_t)ct_bits_from_f32(x + 12582912.0f);
 }
 
-/* 127 * y for an element of a group with that scale. */
+/* 127 * y for an element of a group with that scale; 0 where the scale is 0 or NaN. */
 CT_HD static inline int8_t
 ct_compact_from_momentum(float x, float scale)
 {
-    const float below = x < scale ? x : x == x ? scale : x;
-    const float inside = below < -scale ? -scale : below;
-    const float size = inside < 0.0f ? -inside : inside;
-    return (int8_t)ct_compact_whole(254.0f * inside / (scale + size));
+    const float most = scale > 0.0f ? scale : 0.0f, one = scale > 0.0f ? scale : 1.0f;
+    const float size = ct_compact_up_to(fabsf(x), most);
+    return (int8_t)ct_compact_whole(copysignf(254.0f * size / (one + size), x));
+}
+
+/* y / (2 - |y|). */
+CT_HD static inline float
+ct_compact_part(int8_t value)
+{
+    const float y = (float)value;
+    return y / (254.0f - fabsf(y));
 }
 
 CT_HD static inline float
 ct_compact_momentum(int8_t value, float scale)
 {
-    const float y = (float)value;
-    return y / (254.0f - (y < 0.0f ? -y : y)) * scale;
+    return ct_compact_part(value) * scale;
 }
 
-/* What roots of second moments are multiplied by, and what values are. */
+/* What roots of second moments are multiplied by, 0 for a scale of 0 or NaN; and what
+ * values are. */
 CT_HD static inline float
 ct_compact_inverse(float scale)
 {
-    return 255.0f / scale;
+    return scale > 0.0f ? 255.0f / scale : 0.0f;
 }
 
 CT_HD static inline float
@@ -108,9 +125,9 @@ ct_compact_unit(float scale)
 CT_HD static inline uint8_t
 ct_compact_from_variance(float x, float inverse)
 {
-    const float root = sqrtf(x) * inverse;
-    const float inside = root > 255.0f ? 255.0f : root;
-    return ct_compact_whole(inside < 1.0f && x > 0.0f ? 1.0f : inside);
+    const float most = inverse > 0.0f ? 255.0f : 0.0f, least = inverse > 0.0f ? 1 : 0;
+    const float root = ct_compact_up_to(sqrtf(x) * inverse, most);
+    return ct_compact_whole(x > 0.0f && root < least ? least : root);
 }
 
 CT_HD static inline float
@@ -122,35 +139,35 @@ ct_compact_variance(uint8_t value, float unit)
 
 /* ---- master weights -------------------------------------------------------------- */
 
-/* Half of the spacing of bfloat16 numbers at a finite one, of subnormal numbers
- * that of the smallest normal one. */
-CT_HD static inline float
-ct_compact_half_ulp(uint16_t param)
+/* 2^e in bits, of a bfloat16 in the upper half of x: the largest that is not above the
+ * number, for subnormal numbers the smallest normal one, for Inf and NaN any. */
+CT_HD static inline uint32_t
+ct_compact_power(uint32_t x)
 {
-    const uint32_t exponent = param >> 7 & 0xffu;
-    const uint32_t normal = exponent == 0 ? 1 : exponent == 255 ? 254 : exponent;
-    return ct_f32_from_bits(normal << 23) * 0.00390625f;
+    const uint32_t power = x & 0x7f800000u;
+    const uint32_t normal = power > 0x00800000u ? power : 0x00800000u;
+    return normal < 0x7f000000u ? normal : 0x7f000000u;
 }
 
+/* Half of the spacing of bfloat16 numbers is 2^(e - 8). */
 CT_HD static inline float
 ct_compact_master(uint16_t param, int8_t correction)
 {
-    const float part = (float)correction * (1.0f / 127.0f);
-    return ct_f32_from_bf16(param) + part * ct_compact_half_ulp(param);
+    const uint32_t bits = (uint32_t)param << 16;
+    const float part = (float)correction * (0.00390625f / 127.0f);
+    return ct_f32_from_bits(bits) + part * ct_f32_from_bits(ct_compact_power(bits));
 }
 
 /* The correction of x, which `param` is the nearest bfloat16 of; 0 for Inf and NaN. The
- * difference in float32 numbers, at most 2^15, needs no power of two that is out of
- * range. Numbers below a power of two, but for the smallest, are half as far apart. */
+ * difference is exact, and so are the products with 2^(1 - e), whose exponent is 255
+ * less that of 2^e, and with 127 * 2^7. */
 CT_HD static inline int8_t
 ct_compact_correction(float x, uint16_t param)
 {
-    const int32_t near = (param & 0x7fff) << 16;
-    const int32_t apart = (int32_t)(ct_bits_from_f32(x) & 0x7fffffffu) - near;
-    const int halved = apart < 0 && (near & 0x7f0000) == 0 && near > 0x800000;
-    const float size = (float)apart * (halved ? 127.0f / 65536.0f : 127.0f / 32768.0f);
-    const float finite = near < 0x7f800000 ? size : 0.0f;
-    return (int8_t)ct_compact_whole((param & 0x8000) != 0 ? -finite : finite);
+    const uint32_t bits = (uint32_t)param << 16, power = ct_compact_power(bits);
+    const float inverse = ct_f32_from_bits((255u << 23) - power);
+    const float value = (x - ct_f32_from_bits(bits)) * inverse * 16256.0f;
+    return (int8_t)ct_compact_whole((bits & 0x7f800000u) != 0x7f800000u ? value : 0.0f);
 }
 
 #endif

@@ -94,9 +94,12 @@ test_scales_are_positive_finite_or_nan(void)
     CHECK(ct_compact_root_scale(ct_bits_from_f32((float)INFINITY)) == 0x7e00);
     CHECK(isnan(ct_compact_momentum(0, ct_f32_from_f16(0x7e00))));
     CHECK(isnan(ct_compact_variance(0, ct_compact_unit(ct_f32_from_f16(0x7e00)))));
-    CHECK(ct_compact_from_momentum((float)NAN, 1.0f) == 0);
-    CHECK(ct_compact_from_momentum(1.0f, (float)NAN) == 0);
-    CHECK(ct_compact_from_variance((float)NAN, 255.0f) == 0);
+    for (int bad = 0; bad < 3; bad++) {
+        const float x = bad == 0 ? 1.0f : bad == 1 ? (float)NAN : (float)INFINITY;
+        CHECK(ct_compact_from_momentum(x, (float)NAN) == 0);
+        CHECK(ct_compact_from_momentum(-x, (float)NAN) == 0);
+        CHECK(ct_compact_from_variance(x, ct_compact_inverse((float)NAN)) == 0);
+    }
     CHECK(ct_compact_from_momentum(0.0f, 0.0f) == 0);
     CHECK(ct_compact_from_variance(0.0f, ct_compact_inverse(0.0f)) == 0);
     CHECK(ct_compact_from_variance(1e-12f, ct_compact_inverse(1.0f)) == 1);
