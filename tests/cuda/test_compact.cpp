@@ -129,24 +129,46 @@ struct compact_fixture {
 };
 
 static void
+update_both(compact_fixture &f, ct_rule rule, const ct_rule_coef *coefs, bool zero,
+            const outcome_twin *outcome)
+{
+    ct_error err;
+    ct_update update = {rule,
+                        coefs,
+                        f.host.data(),
+                        f.host.size(),
+                        zero,
+                        0.75,
+                        outcome == NULL ? NULL : &outcome->host};
+    check_ok(ct_device_cpu.update(NULL, &update, &err), err);
+    update.spans = f.device.data();
+    update.clip = outcome == NULL ? NULL : outcome->device;
+    check_ok(ct_device_cuda.update(stream(), &update, &err), err);
+    for (const twin &array : f.arrays) {
+        CHECK(array.agree());
+    }
+}
+
+static void
 check_rule(ct_rule rule, size_t shift)
 {
+    const outcome_twin clipped(0.3, 0), skipped(0.3, 1);
     compact_fixture f({42}, shift);
-    ct_error err;
     ct_rule_coef coefs[CT_RULE_VARIANTS];
     for (size_t c = 0; c < CT_RULE_VARIANTS; c++) {
         coefs[c] = ct_rule_example(rule, c);
     }
-    for (int step = 0; step < 3; step++) {
-        ct_update update = {rule,      coefs, f.host.data(), f.host.size(),
-                            step == 2, 0.75,  NULL};
-        check_ok(ct_device_cpu.update(NULL, &update, &err), err);
-        update.spans = f.device.data();
-        check_ok(ct_device_cuda.update(stream(), &update, &err), err);
-        for (const twin &array : f.arrays) {
-            CHECK(array.agree());
-        }
+    update_both(f, rule, coefs, false, NULL);
+    update_both(f, rule, coefs, false, &clipped);
+    std::vector<std::vector<unsigned char>> before;
+    for (const twin &array : f.arrays) {
+        before.push_back(array.host);
     }
+    update_both(f, rule, coefs, true, &skipped);
+    for (size_t a = 0; a < before.size(); a++) {
+        CHECK(f.arrays[a].host == before[a]);
+    }
+    update_both(f, rule, coefs, true, NULL);
 }
 
 static void
