@@ -63,7 +63,7 @@ class _Compact(EngineOptimizer):
             state[f"{name}_scale"] = torch.zeros(
                 groups, dtype=torch.float16, device=param.device
             )
-        if param.dtype == torch.bfloat16 and group["master_weight_bits"] == 24:
+        if param.dtype == torch.bfloat16 and group.get("master_weight_bits") == 24:
             state["error_bits"] = _zeros(param, torch.int8)
         return state
 
