@@ -171,7 +171,7 @@ def optimizers(name: str) -> str:
 
 
 def _state(cls: Any, taken: list[inspect.Parameter]) -> str:
-    """The keys of a matrix's state, and those that only bfloat16 or an option brings."""
+    """The keys of a matrix's state, and those that bfloat16 or an option brings."""
     needed = {p.name: 1e-3 for p in taken if p.default is p.empty}
     keys = _keys(cls, needed)
     parts = [quoted(keys)] if keys else []
