@@ -72,6 +72,10 @@ WAYS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
         torch.bfloat16,
         lambda params: optim.AdamW8bit(params, lr=LR, master_weights=True),
     ),
+    "AdamW8bit, float32": (
+        torch.float32,
+        lambda params: optim.AdamW8bit(params, lr=LR),
+    ),
     "AdamW with master weights, bfloat16": (
         torch.bfloat16,
         lambda params: optim.AdamW(params, lr=LR, master_weights=True),

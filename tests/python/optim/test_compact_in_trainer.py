@@ -146,4 +146,4 @@ def test_a_gpt2_ends_within_the_losses_of_five_seeds_of_float32() -> None:
     wide, compact = found.values()
     assert min(wide) <= sum(compact) / 5 <= max(wide)
     spread = max(wide) - min(wide)
-    assert all(abs(a - b) < spread for a, b in zip(wide, compact, strict=True))
+    assert all(abs(a - b) < spread / 4 for a, b in zip(wide, compact, strict=True))
