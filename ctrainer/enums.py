@@ -65,7 +65,8 @@ class SchedulerType(_Words):
 
 
 class OptimizerNames(_Words):
-    """Optimizers by the names of transformers 4.5 to 5.17."""
+    """Optimizers by the names of transformers 4.5 to 5.17, and two of ours: those with
+    compact state."""
 
     ADAMW_TORCH = "adamw_torch"
     ADAMW_TORCH_FUSED = "adamw_torch_fused"
@@ -110,6 +111,8 @@ class OptimizerNames(_Words):
     APOLLO_ADAMW = "apollo_adamw"
     APOLLO_ADAMW_LAYERWISE = "apollo_adamw_layerwise"
     STABLE_ADAMW = "stable_adamw"
+    ADAMW_COMPACT = "adamw_compact"
+    LION_COMPACT = "lion_compact"
 
 
 class ParallelMode(Enum):

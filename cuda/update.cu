@@ -1,4 +1,5 @@
 /* The update on a CUDA device. Mirrors csrc/cpu/update.c. */
+#include "compact.cuh"
 #include "element.cuh"
 #include "kernels.h"
 #include "quant.cuh"
@@ -9,7 +10,8 @@
 #include "math/philox.h"
 
 enum {
-    N_KINDS = 4 /* of kernels: in float or double, with 8-bit state or not */
+    N_KINDS = 5, /* of kernels: in float or double, with 8-bit state or not; compact */
+    COMPACT = 4
 };
 
 /* What holds for every span of an update, and the key of the span's rounding. */
@@ -389,7 +391,115 @@ upload_kernel(const upload_batch __grid_constant__ batch, uint64_t *to, uint32_t
     }
 }
 
+/* Compact state: a row of vectors at a time, then an element a thread. A group is of
+ * adjacent threads of a warp, which all come to the shuffles. */
+template <typename Rule, typename Constants>
+__device__ static inline void
+update_compact_vector(const ct_cuda_update_operand &operand,
+                      const update_options &options, const Constants &c,
+                      const float *parts, size_t i)
+{
+    ct_compact_loaded<Rule> from;
+    from.load(operand, i);
+    ct_compact_values<Rule> x(operand, from, parts);
+    x.each([&](float grad, float *param, float *state) {
+        Rule::apply(&c, grad, param, state);
+    });
+    if (operand.copy != NULL || operand.ema != NULL) {
+        finish_vector(operand, options, i, x.param[0]);
+        finish_vector(operand, options, i + 4, x.param[1]);
+    }
+    else {
+        const ct_compact_bits stored = {
+            {narrowed(x.param[0], operand, options.key, operand.dtype, i),
+             narrowed(x.param[1], operand, options.key, operand.dtype, i + 4)}
+        };
+        stored.store(operand.param, operand.dtype, i);
+        if (options.zero_grads) {
+            ct_compact_bits().store(operand.grad, operand.grad_dtype, i);
+        }
+    }
+    x.store_corrections(operand, i);
+    x.store_states(operand, i);
+}
+
+template <typename Rule, typename Constants>
+__device__ static inline void
+update_compact_one(const ct_cuda_update_operand &operand, const update_options &options,
+                   const Constants &c, const float *parts, size_t i, bool inside)
+{
+    float state[CT_RULE_MAX_STATES] = {};
+    for (int k = 0; k < Rule::n_states; k++) {
+        const ct_compact_reader reader(
+            parts, k,
+            ct_group_scale<CT_COMPACT_GROUP>(inside ? ct_load_scale(operand, k, i)
+                                                    : (uint16_t)0));
+        if (inside) {
+            state[k] = reader.load(ct_global((const uint8_t *)operand.state[k])[i]);
+        }
+    }
+    if (inside) {
+        float param = ct_load_param(operand, i);
+        Rule::apply(&c, ct_load_as<float>(operand.grad, operand.grad_dtype, i), &param,
+                    state);
+        put(param, operand, options.key, operand.param, operand.dtype, i);
+        ct_store_correction(param, operand, i);
+        finish(operand, options, i, param);
+        if (options.zero_grads) {
+            ct_store_as(0.0f, operand.grad, operand.grad_dtype, i);
+        }
+    }
+    for (int k = 0; k < Rule::n_states; k++) {
+        const ct_compact_writer writer(
+            k, ct_largest_of<CT_COMPACT_GROUP>(ct_compact_magnitude(state[k])));
+        if (inside) {
+            ct_global((uint8_t *)operand.state[k])[i] = writer.store(state[k]);
+            writer.store_scale(operand, i);
+        }
+    }
+}
+
+template <typename Rule>
+__device__ static inline void
+update_compact(const ct_cuda_update_operand &operand, const ct_rule_coef *constants,
+               const ct_cuda_range &range, const update_options &options,
+               const float *parts)
+{
+    const auto c = rounded<Rule, float>(constants, options);
+    const size_t row = ct_row<CT_COMPACT_ELEMS>::elems;
+    size_t first = range.begin;
+    for (; operand.wide && first + row <= range.end; first += row) {
+        update_compact_vector<Rule>(operand, options, c, parts,
+                                    first + CT_COMPACT_ELEMS * threadIdx.x);
+    }
+    for (; first < range.end; first += ct_cuda_block_size) {
+        const size_t i = first + threadIdx.x;
+        update_compact_one<Rule>(operand, options, c, parts, i, i < range.end);
+    }
+}
+
 /* ---- kernels --------------------------------------------------------------------- */
+
+/* f(operand, constants, range, options) for the block's chunks. */
+template <typename F>
+__device__ static inline void
+each_chunk(const update_batch &batch, update_options &options, F f)
+{
+    __shared__ ct_cuda_update_operand operand;
+    if (options.clip != NULL && options.clip->skip) {
+        return;
+    }
+    for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
+        const uint32_t number = ct_cuda_operand_at(batch, chunk);
+        load_operand(&operand, batch, number);
+        const ct_cuda_range range = ct_cuda_range_in(batch, chunk, number, operand.n);
+        const update_constants &constants = batch.constants[operand.coef];
+        options.key = constants.key;
+        f(operand, operand.settled != NULL ? operand.settled : &constants.coef, range,
+          options);
+        __syncthreads(); /* the operand is free for the next chunk */
+    }
+}
 
 /* For one type of computation, with 8-bit state or not, as a kernel has the registers
  * of the path that needs most. Where four blocks leave too few: in double the constants
@@ -402,32 +512,35 @@ template <typename Rule, typename Real, bool Quantized>
 CT_KERNEL_BY((resident<Rule, Real>))
 update_kernel(const update_batch __grid_constant__ batch, update_options options)
 {
-    __shared__ ct_cuda_update_operand operand;
-    if (options.clip != NULL && options.clip->skip) {
-        return;
-    }
-    for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
-        const uint32_t number = ct_cuda_operand_at(batch, chunk);
-        load_operand(&operand, batch, number);
-        const ct_cuda_range range = ct_cuda_range_in(batch, chunk, number, operand.n);
-        const update_constants &constants = batch.constants[operand.coef];
-        const ct_rule_coef *coef =
-            operand.settled != NULL ? operand.settled : &constants.coef;
-        options.key = constants.key;
-        if (Quantized) {
-            update_quantized<Rule, Real>(operand, coef, range, options);
-        }
-        else {
-            update<Rule, Real>(operand, coef, range, options);
-        }
-        __syncthreads(); /* the operand is free for the next chunk */
-    }
+    each_chunk(batch, options,
+               [&](const ct_cuda_update_operand &operand, const ct_rule_coef *coef,
+                   const ct_cuda_range &range, const update_options &of_chunk) {
+                   if (Quantized) {
+                       update_quantized<Rule, Real>(operand, coef, range, of_chunk);
+                   }
+                   else {
+                       update<Rule, Real>(operand, coef, range, of_chunk);
+                   }
+               });
+}
+
+template <typename Rule>
+CT_KERNEL_BY(Rule::n_states == 2 ? 3 : 4) /* eight elements of each array at a time */
+compact_kernel(const update_batch __grid_constant__ batch, update_options options)
+{
+    __shared__ float parts[ct_cuda_block_size];
+    ct_fill_parts(parts);
+    each_chunk(batch, options,
+               [&](const ct_cuda_update_operand &operand, const ct_rule_coef *coef,
+                   const ct_cuda_range &range, const update_options &of_chunk) {
+                   update_compact<Rule>(operand, coef, range, of_chunk, parts);
+               });
 }
 
 typedef decltype(&update_kernel<ct_rule_sgd, float, false>) update_kernel_fn;
 
 /* By kind_of(). */
-static const update_kernel_fn kernels[CT_RULE_COUNT][N_KINDS] = {
+static const update_kernel_fn kernels[CT_RULE_COUNT][COMPACT] = {
 #define CT_RULE(rule, constants, n_states)                                             \
     {update_kernel<ct_rule_##rule, float, false>,                                      \
      update_kernel<ct_rule_##rule, double, false>,                                     \
@@ -437,10 +550,30 @@ static const update_kernel_fn kernels[CT_RULE_COUNT][N_KINDS] = {
 #undef CT_RULE
 };
 
+static update_kernel_fn
+kernel_for(ct_rule rule, unsigned kind)
+{
+    if (kind != COMPACT) {
+        return kernels[rule][kind];
+    }
+    switch (rule) {
+#define CT_COMPACT(rule, n_states)                                                     \
+    case CT_RULE_##rule:                                                               \
+        return compact_kernel<ct_rule_##rule>;
+#include "math/compact.def"
+#undef CT_COMPACT
+    default: /* ct_update_check let no other rule pass */
+        return NULL;
+    }
+}
+
 /* The number of the kernel for a span. */
 static unsigned
 kind_of(const ct_update &u, const ct_update_span &span)
 {
+    if (ct_rule_n_states(u.rule) != 0 && span.state_dtype == CT_I8) {
+        return COMPACT;
+    }
     const bool quantized = ct_rule_n_states(u.rule) != 0 && span.state_dtype == CT_U8;
     return (span.dtype == CT_F64 ? 1 : 0) + (quantized ? 2 : 0);
 }
@@ -549,7 +682,7 @@ launch_kind(void *stream, const ct_cuda_update_operand **operands, const ct_upda
 {
     const update_options options = {u.zero_grads, ct_ema_coef_of(u.ema_decay), u.clip,
                                     ct_rounding()};
-    const update_kernel_fn kernel = kernels[u.rule][kind];
+    const update_kernel_fn kernel = kernel_for(u.rule, kind);
     placement place = {};
     update_batch batch;
     ct_status status = CT_OK;

@@ -13,9 +13,8 @@ struct ct_cuda_update_operand : ct_update_span {
 };
 
 static inline bool
-ct_cuda_is_wide(const void *data, ct_dtype dtype, ct_dtype real)
+ct_cuda_is_wide(const void *data, ct_dtype dtype, ct_dtype real, size_t elems)
 {
-    const size_t elems = 16 / ct_dtype_size(real);
     return data == NULL ||
            ((real == CT_F64) == (dtype == CT_F64) && ct_dtype_is_float(dtype) &&
             (uintptr_t)data % (elems * ct_dtype_size(dtype)) == 0);
@@ -25,12 +24,17 @@ static inline ct_cuda_update_operand
 ct_cuda_operand_of(ct_rule rule, const ct_update_span &span)
 {
     const ct_dtype real = ct_update_real(&span);
-    bool wide = ct_cuda_is_wide(span.grad, span.grad_dtype, real) &&
-                ct_cuda_is_wide(span.param, span.dtype, real) &&
-                ct_cuda_is_wide(span.copy, span.copy_dtype, real) &&
-                ct_cuda_is_wide(span.ema, span.ema_dtype, real);
+    const bool compact = span.state_dtype == CT_I8; /* a vector is of eight elements */
+    const size_t elems = compact ? 8 : 16 / ct_dtype_size(real);
+    bool wide = ct_cuda_is_wide(span.grad, span.grad_dtype, real, elems) &&
+                ct_cuda_is_wide(span.param, span.dtype, real, elems) &&
+                ct_cuda_is_wide(span.copy, span.copy_dtype, real, elems) &&
+                ct_cuda_is_wide(span.ema, span.ema_dtype, real, elems) &&
+                (uintptr_t)span.correction % elems == 0;
     for (size_t k = 0; k < ct_rule_n_states(rule); k++) {
-        wide = wide && ct_cuda_is_wide(span.state[k], span.state_dtype, real);
+        wide = wide && (compact ? (uintptr_t)span.state[k] % elems == 0
+                                : ct_cuda_is_wide(span.state[k], span.state_dtype, real,
+                                                  elems));
     }
     return {span, wide};
 }

@@ -171,10 +171,12 @@ def optimizers(name: str) -> str:
 
 
 def _state(cls: Any, taken: list[inspect.Parameter]) -> str:
-    """The keys of a matrix's state, and those that an option alone brings."""
+    """The keys of a matrix's state, and those that bfloat16 or an option brings."""
     needed = {p.name: 1e-3 for p in taken if p.default is p.empty}
     keys = _keys(cls, needed)
     parts = [quoted(keys)] if keys else []
+    of_bf16 = [k for k in _keys(cls, needed, torch.bfloat16) if k not in keys]
+    parts += [f"{quoted(of_bf16)} of bfloat16"] if of_bf16 else []
     for option in taken:
         if option.default in (0, None):
             chosen = {option.name: option.default is False or 0.5}
@@ -186,9 +188,12 @@ def _state(cls: Any, taken: list[inspect.Parameter]) -> str:
     return ", ".join(parts)
 
 
-def _keys(cls: Any, options: dict[str, float]) -> list[str]:
-    weight = torch.nn.Parameter(torch.ones(64, 64))  # large enough for 8-bit state
-    weight.grad = torch.ones(64, 64)
+def _keys(
+    cls: Any, options: dict[str, float], dtype: torch.dtype = torch.float32
+) -> list[str]:
+    # large enough for 8-bit state
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
+    weight.grad = torch.ones_like(weight)
     optimizer = cls([weight], **options)
     getattr(optimizer, "train", bool)()  # of those without a schedule
     optimizer.step()

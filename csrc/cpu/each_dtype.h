@@ -17,7 +17,7 @@
 #undef CT_STORE
 #undef CT_STORE_F64
 
-#ifndef CT_ONLY_F32_F64
+#if !defined(CT_ONLY_F32_F64) && !defined(CT_ONLY_F32)
 #define CT_TYPE bf16
 #define ct_elem uint16_t
 #define CT_LOAD(x) ct_f32_from_bf16(x)
@@ -47,6 +47,7 @@
 #undef ct_real
 #undef CT_REAL
 
+#ifndef CT_ONLY_F32
 #define CT_TYPE f64
 #define ct_elem double
 #define ct_real double
@@ -62,6 +63,7 @@
 #undef CT_LOAD
 #undef CT_STORE
 #undef CT_STORE_F64
+#endif
 
 #undef CT_PASTE3
 #undef CT_PASTE3_EXPANDED

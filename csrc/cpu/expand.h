@@ -2,8 +2,8 @@
  *
  * This file and each_dtype.h take the place of templates. Include it with CT_BODY set
  * to a header that defines static functions named CT_NAME(function): the suffix is
- * _f32_base, _bf16_v4 and so on (with CT_ONLY_F32_F64 no bf16 nor fp16, with CT_NO_F16
- * no float16), and in the body
+ * _f32_base, _bf16_v4 and so on (with CT_ONLY_F32_F64 no bf16 nor fp16, with
+ * CT_ONLY_F32 no float64 either, with CT_NO_F16 no float16), and in the body
  *
  *     ct_elem              the type in memory
  *     ct_real              the type of the computation: double for F64, else float
@@ -38,3 +38,4 @@
 #undef CT_BODY
 #undef CT_NO_F16
 #undef CT_ONLY_F32_F64
+#undef CT_ONLY_F32

@@ -33,12 +33,15 @@ CT_NODISCARD ct_status ct_check_floats(const char *kernel, const ct_span *spans,
                                        size_t n_spans, ct_error *err);
 
 /* The initialiser of a table [instruction set][float dtype] of a function
- * compiled by expand.h: for all dtypes, for all but float16 (CT_NO_F16), or for float32
- * and float64 alone (CT_ONLY_F32_F64). */
+ * compiled by expand.h: for all dtypes, for all but float16 (CT_NO_F16), for float32
+ * and float64 alone (CT_ONLY_F32_F64), or, without dtypes, for float32 (CT_ONLY_F32).
+ */
 #define CT_BODIES(function) CT_EACH_SET(CT_BODIES_OF, function)
 #define CT_BODIES_NO_F16(function) CT_EACH_SET(CT_BODIES_NO_F16_OF, function)
 #define CT_REAL_BODIES(function) CT_EACH_SET(CT_REAL_BODIES_OF, function)
 
+#define CT_F32_BODY(function) CT_EACH_SET(CT_F32_BODY_OF, function)
+#define CT_F32_BODY_OF(function, set) function##_f32_##set
 #define CT_REALS_OF(function, set)                                                     \
     [CT_F32] = function##_f32_##set, [CT_F64] = function##_f64_##set
 #define CT_REAL_BODIES_OF(function, set) {CT_REALS_OF(function, set)}

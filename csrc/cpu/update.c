@@ -5,10 +5,18 @@
 #include "cpu/tile.h"
 
 #include "core/base/pool.h"
+#include "math/compact.h"
 #include "math/philox.h"
 #include "math/quant.h"
 
 #include <string.h>
+
+/* A constant number of elements lets the compiler unroll the loops. */
+#if defined(__GNUC__)
+#define CT_ALWAYS_INLINE __attribute__((always_inline)) inline
+#else
+#define CT_ALWAYS_INLINE inline
+#endif
 
 /* ---- stochastic rounding to bfloat16 --------------------------------------------- */
 
@@ -252,6 +260,30 @@ quant_prepare(quant_searches *searches, const ct_update_span *span, size_t n_sta
     }
 }
 
+/* ---- compact state and master weights -------------------------------------------- */
+
+#define CT_ONLY_F32
+#define CT_BODY "cpu/body/compact.h"
+#include "cpu/expand.h"
+
+typedef void compact_load_body(size_t k, const uint8_t *from, const uint16_t *scales,
+                               float *to, size_t n);
+typedef void compact_store_body(size_t k, const float *from, uint8_t *to,
+                                uint16_t *scales, size_t n);
+typedef void
+master_load_body(const uint16_t *restrict param, const int8_t *restrict correction,
+                 float *restrict to, size_t n);
+typedef void master_store_body(const float *restrict from, uint16_t *restrict param,
+                               int8_t *restrict correction, size_t n);
+
+static compact_load_body *const compact_loaders[] = CT_F32_BODY(compact_load);
+static compact_store_body *const compact_storers[] = CT_F32_BODY(compact_store);
+static master_load_body *const master_loaders[] = CT_F32_BODY(master_load);
+static master_store_body *const master_storers[] = CT_F32_BODY(master_store);
+
+_Static_assert(CT_TILE % CT_COMPACT_GROUP == 0, "a tile is made of whole groups");
+_Static_assert(CT_PARTITION_ALIGN % CT_COMPACT_GROUP == 0, "a batch, too");
+
 /* ---- a tile of a span ------------------------------------------------------------ */
 
 /* A rule works in place on arrays of the type of its computation; others pass through
@@ -380,6 +412,19 @@ fill_outer(const update_tile *s, ct_tile *tile)
     return tile;
 }
 
+/* The parameter, which may be the upper part of a master weight. */
+static void *
+borrow_param(const update_tile *s, ct_tile *tile)
+{
+    const ct_update_span *span = s->span;
+    if (span->correction == NULL) {
+        return borrow(s, span->param, span->dtype, tile);
+    }
+    master_loaders[s->isa]((const uint16_t *)span->param + s->at,
+                           span->correction + s->at, tile->f32, s->n);
+    return tile;
+}
+
 static void *
 borrow_state(const update_tile *s, size_t k, ct_tile *tile)
 {
@@ -389,6 +434,12 @@ borrow_state(const update_tile *s, size_t k, ct_tile *tile)
     }
     if (span->state_dtype == CT_U8) {
         quant_load(s, tile, k);
+        return tile;
+    }
+    if (span->state_dtype == CT_I8) {
+        compact_loaders[s->isa](k, (const uint8_t *)span->state[k] + s->at,
+                                span->quant[k].scales + s->at / CT_COMPACT_GROUP,
+                                tile->f32, s->n);
         return tile;
     }
     return borrow(s, span->state[k], span->state_dtype, tile);
@@ -401,7 +452,7 @@ borrow_operands(const update_tile *s, operand_tiles *tiles)
     const ct_update_span *span = s->span;
     ct_operands at = {
         .grad = borrow(s, span->grad, span->grad_dtype, &tiles->grad),
-        .param = borrow(s, span->param, span->dtype, &tiles->param),
+        .param = borrow_param(s, &tiles->param),
     };
     for (size_t k = 0; k < s->n_states; k++) {
         at.state[k] = borrow_state(s, k, &tiles->state[k]);
@@ -416,6 +467,11 @@ write_states(const update_tile *s, const ct_operands *at)
     for (size_t k = span->row != NULL ? 1 : 0; k < s->n_states; k++) {
         if (span->state_dtype == CT_U8) {
             quant_store(s, at->state[k], k);
+        }
+        else if (span->state_dtype == CT_I8) {
+            compact_storers[s->isa](k, at->state[k], (uint8_t *)span->state[k] + s->at,
+                                    span->quant[k].scales + s->at / CT_COMPACT_GROUP,
+                                    s->n);
         }
         else {
             write_back(s, at->state[k], span->state[k], span->state_dtype);
@@ -503,7 +559,11 @@ run_tile(const ct_update *update, const update_tile *s)
     }
     rules[update->rule][s->isa][s->real](&coef, &at, s->n);
     write_states(s, &at);
-    if (span->dtype != s->real) {
+    if (span->correction != NULL) {
+        master_storers[s->isa](at.param, (uint16_t *)span->param + s->at,
+                               span->correction + s->at, s->n);
+    }
+    else if (span->dtype != s->real) {
         put(s, at.param, span->param, span->dtype);
     }
     if (span->copy != NULL) {
@@ -663,13 +723,6 @@ ct_cpu_table_release(ct_update_table *table)
 enum {
     LANES = 32
 };
-
-/* A constant number of elements lets the compiler unroll the loops. */
-#if defined(__GNUC__)
-#define CT_ALWAYS_INLINE __attribute__((always_inline)) inline
-#else
-#define CT_ALWAYS_INLINE inline
-#endif
 
 #define CT_ONLY_F32_F64
 #define CT_BODY "cpu/body/measure.h"

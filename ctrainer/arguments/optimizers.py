@@ -75,6 +75,7 @@ RECIPES = {
     "adamw_8bit": _ADAMW_8BIT,
     "adamw_apex_fused": Recipe("AdamW", _ADAM),
     "adamw_bnb_8bit": _ADAMW_8BIT,
+    "adamw_compact": Recipe("AdamWCompact", _ADAM),
     "adamw_hf": Recipe("AdamW", _ADAM),
     "adamw_torch": Recipe("AdamW", _ADAM),
     "adamw_torch_fused": Recipe("AdamW", _ADAM),
@@ -82,6 +83,7 @@ RECIPES = {
     "ademamix_8bit": _ADEMAMIX_8BIT,
     "lion_32bit": Recipe("Lion", ("betas",)),
     "lion_8bit": _LION_8BIT,
+    "lion_compact": Recipe("LionCompact", ("betas",)),
     "paged_adamw_32bit": Recipe("AdamW", _ADAM),
     "paged_adamw_8bit": _ADAMW_8BIT,
     "paged_ademamix_32bit": _ADEMAMIX,
@@ -129,6 +131,8 @@ _OWN_ARGUMENTS = {
     "betas": "adam_beta1 and adam_beta2",
     "warmup_steps": "warmup_steps",
 }
+# Options of constructors that may be None.
+_OPTIONAL = {"master_weight_bits", "t_alpha", "t_beta3"}
 # Options of constructors without effect, or rejected.
 _OF_TORCH = {"foreach", "fused", "capturable", "differentiable"}
 
@@ -248,7 +252,11 @@ def checked_options(
     options = parse_options(text)
     for key in options.keys() - known:
         raise ValueError(_rejection(key, name, sorted(known)))
-    kinds = {k: bool if isinstance(defaults[k], bool) else float for k in options}
+    kinds = {
+        k: bool if isinstance(defaults[k], bool)
+        else float | None if k in _OPTIONAL else float
+        for k in options
+    }  # fmt: skip
     return {k: read(v, kinds[k], f"optim_args: {k}") for k, v in options.items()}
 
 

@@ -323,7 +323,8 @@ def _alike(
 
 def _same(shards: list[Shard], values: list[Any], where: str) -> Any:
     first = values[0]
-    if isinstance(first, Stored) and first.numel > 1:
+    # Scales are float16, and a short shard has a single one.
+    if isinstance(first, Stored) and (first.numel > 1 or first.tag == "F16"):
         raise ValueError(
             f"{shards[0].path}: the optimizer's state of {where} has shape "
             f"{first.shape}, which is not that of the parameter's shard: it cannot be "

@@ -172,7 +172,8 @@ def _is_elementwise(one: Held, key: str, value: Any) -> bool:
         return False
     if not isinstance(value, torch.Tensor) or value.shape == one.param.shape:
         return isinstance(value, torch.Tensor)
-    if value.numel() > 1:
+    # Scales are float16, and a short shard has a single one.
+    if value.numel() > 1 or value.dtype == torch.float16:
         raise ValueError(
             f"the optimizer's {key!r} has shape {tuple(value.shape)}, its shard "
             f"{tuple(one.param.shape)}: it cannot be put together"

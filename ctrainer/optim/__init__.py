@@ -10,6 +10,7 @@ from ctrainer.arguments import optimizer_docs as _docs
 from ctrainer.optim._adafactor import *
 from ctrainer.optim._adam import *
 from ctrainer.optim._adaptive import *
+from ctrainer.optim._compact import *
 from ctrainer.optim._composite import *
 from ctrainer.optim._eight_bit import *
 from ctrainer.optim._fairseq import *

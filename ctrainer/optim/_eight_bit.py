@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypedDict, Unpack
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer.optim._precision import new_master
+from ctrainer.optim._precision import keep_as_saved, new_master
 from ctrainer.optim._wrapper import EngineOptimizer, own
 
 __all__ = ["AdEMAMix8bit", "Adam8bit", "AdamW8bit", "Lion8bit"]
@@ -132,7 +132,7 @@ class _EightBit(EngineOptimizer):
         """
         state_dict = {**state_dict, "state": _unwrapped(state_dict["state"])}
         super().load_state_dict(state_dict)
-        _keep_as_saved(self, state_dict)
+        keep_as_saved(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kept": self._kept}
@@ -158,17 +158,6 @@ def _unwrapped(states: dict[Any, Any]) -> dict[Any, Any]:
         else state
         for key, state in states.items()
     }
-
-
-def _keep_as_saved(optimizer: _EightBit, saved: dict[str, Any]) -> None:
-    """Load again what torch has cast to the parameters' dtype."""
-    numbers = (n for group in saved["param_groups"] for n in group["params"])
-    ours = (p for group in optimizer.param_groups for p in group["params"])
-    for number, param in zip(numbers, ours, strict=True):
-        for name, value in saved["state"].get(number, {}).items():
-            if isinstance(value, torch.Tensor):
-                copy = value.detach().to(param.device, copy=not name.startswith("qmap"))
-                optimizer.state[param][name] = copy
 
 
 class AdamW8bit(_EightBit):

@@ -68,3 +68,14 @@ def keep_float32(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
             if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
                 copy = value.detach().to(param.device, copy=True)
                 optimizer.state[param][name] = copy
+
+
+def keep_as_saved(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load quantized state again, which torch has cast to the parameters' dtype."""
+    numbers = (n for group in saved["param_groups"] for n in group["params"])
+    ours = (p for group in optimizer.param_groups for p in group["params"])
+    for number, param in zip(numbers, ours, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor):
+                copy = value.detach().to(param.device, copy=not name.startswith("qmap"))
+                optimizer.state[param][name] = copy

@@ -204,6 +204,24 @@ struct update_table {
     }
 };
 
+/* The outcome of clipping, in the device's memory while the test lives. */
+struct outcome_twin {
+    ct_clip_outcome host;
+    ct_clip_outcome *device;
+
+    outcome_twin(double coef, int skip) : host{1.0, coef, !skip, skip}, device(NULL)
+    {
+        CHECK(cudaMalloc((void **)&device, sizeof host) == cudaSuccess);
+        CHECK(cudaMemcpyAsync(device, &host, sizeof host, cudaMemcpyHostToDevice,
+                              stream()) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(stream()) == cudaSuccess);
+    }
+    ~outcome_twin()
+    {
+        (void)cudaFree(device);
+    }
+};
+
 /* Lengths around a warp, a block and a chunk, none at all, and n_small small ones, to
  * be more than a launch can carry; a few with CTRAINER_SMALL, for slow tools. */
 static inline std::vector<size_t>

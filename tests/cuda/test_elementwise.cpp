@@ -118,24 +118,6 @@ check_rule(ct_rule rule, bool mixed)
     }
 }
 
-/* In the device's memory, while the test lives. */
-struct outcome_twin {
-    ct_clip_outcome host;
-    ct_clip_outcome *device;
-
-    outcome_twin(double coef, int skip) : host{1.0, coef, !skip, skip}, device(NULL)
-    {
-        CHECK(cudaMalloc((void **)&device, sizeof host) == cudaSuccess);
-        CHECK(cudaMemcpyAsync(device, &host, sizeof host, cudaMemcpyHostToDevice,
-                              stream()) == cudaSuccess);
-        CHECK(cudaStreamSynchronize(stream()) == cudaSuccess);
-    }
-    ~outcome_twin()
-    {
-        (void)cudaFree(device);
-    }
-};
-
 /* Both devices, with a factor among the constants or in the outcome of clipping. */
 static void
 update_both(update_fixture &f, ct_rule rule, const ct_rule_coef *coefs,

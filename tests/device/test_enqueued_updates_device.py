@@ -113,7 +113,9 @@ RUNS = st.fixed_dictionaries(
         "logging_steps": st.sampled_from([1, 3, 100]),
         "lr_scheduler_type": st.sampled_from(["linear", "constant", "cosine"]),
         "warmup_steps": st.sampled_from([0, 3]),
-        "optim": st.sampled_from(["adamw_torch", "sgd", "rmsprop", "adagrad"]),
+        "optim": st.sampled_from(
+            ["adamw_torch", "sgd", "rmsprop", "adagrad", "adamw_compact"]
+        ),
     }
 )
 

@@ -73,13 +73,16 @@ AREAS = {
                 "core/engine/test_average.c",
             "csrc/cpu/update.c":
                 "core/cpu/test_kernels.c core/cpu/test_half.c core/cpu/test_quant.c "
-                "core/cpu/test_measure.c",
+                "core/cpu/test_measure.c core/cpu/test_compact.c",
             "csrc/cpu/norm.c csrc/cpu/body/norm.h" + " " +
             math("norm"):
                 "core/cpu/test_norm.c",
             "csrc/cpu/body/quant.h" + " " +
             math("quant"):
                 "core/cpu/test_quant.c binding/optim/test_eight_bit.py",
+            "csrc/cpu/body/compact.h ctrainer/optim/_compact.py" + " " +
+            math("compact"):
+                "core/cpu/test_compact.c binding/optim/test_compact.py",
             binding("optim/engine"):
                 "binding/optim/test_optimizer.py python/optim/test_trainer_average.py "
                 "binding/optim/test_weight_average.py binding/engine/test_clipping.py "
@@ -90,6 +93,7 @@ AREAS = {
                 "binding/optim/test_optimizer.py",
             binding("optim/state"):
                 "binding/optim/test_optimizer.py binding/optim/test_eight_bit.py "
+                "binding/optim/test_compact.py "
                 "binding/optim/test_parts.py python/fsdp/test_fsdp_optimizers.py "
                 "binding/optim/test_matrix_optimizers.py",
             binding("optim/weight_average") + " " +
@@ -762,6 +766,8 @@ AREAS = {
                 "cuda/test_elementwise.cpp cuda/test_launch.cpp",
             "cuda/quant.cuh":
                 "cuda/test_quant.cpp",
+            "cuda/compact.cuh":
+                "cuda/test_compact.cpp",
             "cuda/reduce.cuh":
                 "cuda/test_norm.cpp cuda/test_measure.cpp",
             "cuda/factor.cu":

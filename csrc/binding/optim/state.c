@@ -7,6 +7,7 @@
 #include "binding/optim/engine.h"
 
 #include "core/base/alloc.h"
+#include "math/compact.h"
 
 #include <math.h>
 
@@ -348,6 +349,13 @@ keeps(const value_list *list, size_t i)
     return (list->kept >> i & 1) != 0;
 }
 
+/* Does a bfloat16 parameter have the corrections of a 24-bit master weight? */
+static bool
+is_corrected(const ct_optim_group *group, ct_dtype dtype)
+{
+    return dtype == CT_BF16 && group->master_weight_bits == 24.0;
+}
+
 static value_list
 kept_values(OptimEngine *self, uint32_t g, const ct_optim_param *param)
 {
@@ -360,12 +368,19 @@ kept_values(OptimEngine *self, uint32_t g, const ct_optim_param *param)
         if (shape == CT_STATE_SCALES || shape == CT_STATE_MAP) {
             continue; /* read with quantized state alone */
         }
-        if (array < 0 || (states >> array & 1) != 0) {
-            list.kept |= 1u << i;
-        }
+        const bool kept = shape == CT_STATE_CORRECTION
+                              ? is_corrected(group, param->dtype)
+                              : array < 0 || (states >> array & 1) != 0;
+        list.kept |= (unsigned)kept << i;
     }
     list.counts = list.spec->n_values > 0 && list.spec->values[0].array < 0;
     return list;
+}
+
+static bool
+is_compact(const value_list *list)
+{
+    return list->spec->n_values > 1 && list->spec->values[1].shape == CT_STATE_COMPACT;
 }
 
 static PyObject *
@@ -622,21 +637,22 @@ view_value(OptimEngine *self, const optim_slot *slot, const optim_value *value,
     }
 }
 
-/* A list of n numbers of float32. */
+/* A list of n numbers. */
 static int
 view_numbers(OptimEngine *self, const optim_slot *slot, size_t i,
-             const optim_value *value, size_t n, ctpy_view *view)
+             const optim_value *value, size_t n, ct_dtype dtype, ctpy_view *view)
 {
     if (optim_view(self, slot, value->place, slot->values[i], view) < 0) {
         return -1;
     }
-    if (view->span.n == n && view->span.dtype == CT_F32 && view->strides == NULL) {
+    if (view->span.n == n && view->span.dtype == dtype && view->strides == NULL) {
         return 0;
     }
     return optim_fail(PyExc_ValueError, slot, value->place,
                       "has %zu elements of %s; expected "
-                      "%zu of float32",
-                      view->span.n, ct_dtype_name(view->span.dtype), n);
+                      "%zu of %s",
+                      view->span.n, ct_dtype_name(view->span.dtype), n,
+                      ct_dtype_name(dtype));
 }
 
 /* The search for the nearest number needs an ascending order. Reading it waits for a
@@ -684,7 +700,8 @@ view_scales(OptimEngine *self, optim_slot *slot, const value_list *list,
         }
         if (read_value(self->state, slot, list, i) < 0 ||
             view_numbers(self, slot, i, value,
-                         is_map ? CT_QUANT_MAP_SIZE : n_blocks * n_arrays, &view) < 0 ||
+                         is_map ? CT_QUANT_MAP_SIZE : n_blocks * n_arrays, CT_F32,
+                         &view) < 0 ||
             (is_map && check_map(self, slot, value, view.span.data) < 0)) {
             return -1;
         }
@@ -702,12 +719,50 @@ view_scales(OptimEngine *self, optim_slot *slot, const value_list *list,
     return 0;
 }
 
+/* The arrays and the scales of compact state, and the corrections. */
+static int
+view_compact(OptimEngine *self, optim_slot *slot, const ctpy_view *param,
+             const value_list *list, ct_optim_param *to)
+{
+    const size_t n_groups = (to->n + CT_COMPACT_GROUP - 1) / CT_COMPACT_GROUP;
+    for (size_t i = 1; i < list->spec->n_values; i++) {
+        const optim_value *value = &list->spec->values[i];
+        ctpy_view view, like = *param;
+        like.span.dtype = value->array == 1 ? CT_U8 : CT_I8;
+        if (!keeps(list, i)) {
+            continue;
+        }
+        if (value->shape == CT_STATE_GROUPS) {
+            if (view_numbers(self, slot, i, value, n_groups, CT_F16, &view) < 0) {
+                return -1;
+            }
+            to->quant[value->array].scales = view.span.data;
+            continue;
+        }
+        if (optim_view(self, slot, value->place, slot->values[i], &view) < 0 ||
+            optim_check_like(slot, &like, &view, value->place) < 0) {
+            return -1;
+        }
+        if (value->shape == CT_STATE_CORRECTION) {
+            to->correction = view.span.data;
+        }
+        else {
+            to->state[value->array] = view.span.data;
+        }
+    }
+    to->state_dtype = CT_I8;
+    return 0;
+}
+
 /* Every array of slot->values in the list, as the core's state. */
 static int
 view_values(OptimEngine *self, optim_slot *slot, const ctpy_view *param,
             const value_list *list, ct_optim_param *to)
 {
     bool first = true;
+    if (is_compact(list)) {
+        return view_compact(self, slot, param, list, to);
+    }
     for (size_t i = list->counts ? 1 : 0; i < list->spec->n_values; i++) {
         const optim_value *value = &list->spec->values[i];
         ctpy_view view;
@@ -767,6 +822,28 @@ check_rounding(const ct_optim_group *group, const optim_slot *slot, ct_dtype dty
                       "master_weights=True");
 }
 
+/* What does not go with compact state. */
+static int
+check_compact(const ct_optim_group *group, const optim_slot *slot, ct_dtype dtype)
+{
+    const bool corrected = group->master_weight_bits == 24.0;
+    const char *reason =
+        dtype == CT_F64 ? "is float64, and compact state is computed in float32: give "
+                          "it to another optimizer"
+        : group->master_weights || group->fp32_state
+            ? "has master_weights or fp32_state in its group, and its state is "
+              "compact: "
+              "master_weight_bits=24 keeps what bfloat16 cannot hold"
+        : corrected && dtype == CT_F16
+            ? "is float16, and master_weight_bits=24 is for bfloat16: use bfloat16, or "
+              "master_weight_bits=None"
+        : is_corrected(group, dtype) && group->stochastic
+            ? "has stochastic_rounding and master_weight_bits=24 in its group, whose "
+              "correction is of the nearest bfloat16: choose one"
+            : NULL;
+    return reason == NULL ? 0 : optim_fail(PyExc_ValueError, slot, "", "%s", reason);
+}
+
 int
 optim_plan_state(OptimEngine *self, PyObject *wrapper, optim_slot *slot,
                  ct_optim_param *param, const ctpy_view *view)
@@ -777,7 +854,8 @@ optim_plan_state(OptimEngine *self, PyObject *wrapper, optim_slot *slot,
     const value_list list = kept_values(self, slot->group, param);
     uint64_t count = 0;
     slot->step = NULL;
-    if (check_rounding(group, slot, view->span.dtype) < 0) {
+    if (check_rounding(group, slot, view->span.dtype) < 0 ||
+        (is_compact(&list) && check_compact(group, slot, view->span.dtype) < 0)) {
         return -1;
     }
     int lacks = list.kept == 0 ? 0 : lacks_state(self->state, slot, &list);

@@ -4,6 +4,8 @@
  * taken back: every span is checked on the host before the first kernel is enqueued. */
 #include "core/device/update.h"
 
+#include "math/compact.h"
+
 static const struct {
     const char *name;
     size_t n_states;
@@ -31,12 +33,63 @@ check_dtype(const ct_update *update, size_t i, const char *array, ct_dtype dtype
                          rules[update->rule].name, i, array, ct_dtype_name(dtype));
 }
 
+static bool
+can_be_compact(ct_rule rule)
+{
+    switch (rule) {
+#define CT_COMPACT(rule, n_states) case CT_RULE_##rule:
+#include "math/compact.def"
+#undef CT_COMPACT
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* State of I8, and a correction, which needs that. */
+static ct_status
+check_compact(const ct_update *update, size_t i, ct_error *err)
+{
+    const ct_update_span *span = &update->spans[i];
+    const char *rule = rules[update->rule].name;
+    if (!can_be_compact(update->rule) || span->dtype == CT_F64 || span->row != NULL) {
+        return ct_fail(err, CT_EINVAL,
+                       "%s: span %zu has compact state, which this rule cannot have "
+                       "beside parameters of %s",
+                       rule, i, ct_dtype_name(span->dtype));
+    }
+    if (span->correction != NULL &&
+        (span->dtype != CT_BF16 || span->rounding != NULL)) {
+        return ct_fail(err, CT_EINVAL,
+                       "%s: span %zu has corrections, which need parameters of "
+                       "bfloat16, rounded to nearest",
+                       rule, i);
+    }
+    if (span->state_dtype != CT_I8) {
+        return ct_fail(err, CT_EINVAL,
+                       "%s: span %zu has corrections, which need compact state", rule,
+                       i);
+    }
+    for (size_t k = 0; span->n != 0 && k < ct_rule_n_states(update->rule); k++) {
+        if (span->quant[k].scales == NULL) {
+            return ct_fail(err, CT_EINVAL,
+                           "%s: span %zu lacks the scales of state array %zu, which is "
+                           "compact",
+                           rule, i, k);
+        }
+    }
+    return CT_OK;
+}
+
 /* A float dtype; or quantized, of rules that look at one element after the other. */
 static ct_status
 check_state(const ct_update *update, size_t i, ct_error *err)
 {
     const ct_update_span *span = &update->spans[i];
     const char *rule = rules[update->rule].name;
+    if (span->state_dtype == CT_I8 || span->correction != NULL) {
+        return check_compact(update, i, err);
+    }
     if (span->state_dtype != CT_U8) {
         return check_dtype(update, i, "state", span->state_dtype, err);
     }

@@ -3,8 +3,9 @@
  *
  * The rule computes in fp64 for F64 parameters and in fp32 for all others. The arrays
  * may differ in dtype: fp16 gradients beside an fp32 master copy, bf16 parameters
- * with fp32 state; the state may also be quantized to 8 bits. The same pass writes the
- * new parameter to a copy of lower precision and into an exponential moving average. */
+ * with fp32 state; the state may also be quantized to 8 bits, in one of two formats.
+ * The same pass writes the new parameter to a copy of lower precision and into an
+ * exponential moving average. */
 #ifndef CT_UPDATE_H
 #define CT_UPDATE_H
 
@@ -26,10 +27,16 @@ typedef struct ct_rounding {
     uint64_t seed, step;
 } ct_rounding;
 
-/* Element i of state that is U8 is map[state[i]] * absmax[i / CT_QUANT_BLOCK]. */
+/* Element i of state that is U8 is map[state[i]] * absmax[i / CT_QUANT_BLOCK]. A
+ * state_dtype of I8 stands for compact state (math/compact.h): state[0] is int8, of
+ * momenta, state[1] uint8, and the scale of element i is scales[i / CT_COMPACT_GROUP].
+ */
 typedef struct ct_quant {
     const float *map; /* CT_QUANT_MAP_SIZE values, ascending */
-    float *absmax;
+    union {
+        float *absmax;
+        uint16_t *scales; /* float16 */
+    };
 } ct_quant;
 
 /* Parallel arrays of n elements in the memory of a device, without overlap. Borrowed:
@@ -39,8 +46,11 @@ typedef struct ct_update_span {
     void *grad; /* read; zeroed when the update asks for it */
     void *param;
     void *state[CT_RULE_MAX_STATES];    /* as many as the rule has */
-    ct_quant quant[CT_RULE_MAX_STATES]; /* of the state, where state_dtype is U8 */
-    void *copy;                         /* gets the new parameter; or NULL */
+    ct_quant quant[CT_RULE_MAX_STATES]; /* of state that is U8 or I8 */
+    /* Unless NULL, `param` is BF16, the state is I8 and the rule reads and writes
+     * master weights, param[i] and correction[i] together. */
+    int8_t *correction;
+    void *copy; /* gets the new parameter; or NULL */
     /* becomes ema * ema_decay + x * (1 - ema_decay), x being the new copy, or without a
      * copy the new parameter; or NULL */
     void *ema;

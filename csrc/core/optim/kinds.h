@@ -52,7 +52,10 @@ typedef enum ct_state_shape {
     CT_STATE_PRODUCT,   /* one float32 or float64: the parameter's product */
     CT_STATE_QUANTIZED, /* as the parameter, of a float dtype or quantized to 8 bits */
     CT_STATE_SCALES,    /* of quantized state: a float32 for each block */
-    CT_STATE_MAP        /* of quantized state: the 256 numbers behind the bytes */
+    CT_STATE_MAP,       /* of quantized state: the 256 numbers behind the bytes */
+    CT_STATE_COMPACT,   /* as the parameter, int8 for array 0 and uint8 for array 1 */
+    CT_STATE_GROUPS,    /* of compact state: a float16 scale for each group */
+    CT_STATE_CORRECTION /* as the parameter, int8: of bfloat16 with 24-bit masters */
 } ct_state_shape;
 
 /* ---- Adam and its variants ------------------------------------------------------- */
@@ -415,6 +418,21 @@ typedef struct ct_muon_config {
 #define CT_ADEMAMIX_8BIT_STATE(S)                                                      \
     S(step, ONE, -1, 0) CT_8BIT(S, 1, 0, 2) CT_8BIT(S, 2, 2, 1)
 
+/* ---- compact state --------------------------------------------------------------- */
+
+/* NOLINTBEGIN(bugprone-macro-parentheses): config is the name of a member */
+#define CT_MASTER_BITS(O)                                                              \
+    O(master_weight_bits, master_weight_bits, OPTIONAL, 24.0, 25.0)
+/* NOLINTEND(bugprone-macro-parentheses) */
+#define CT_ADAMW_COMPACT_OPTIONS(O) CT_ADAMW_8BIT_OPTIONS(O) CT_MASTER_BITS(O)
+#define CT_LION_COMPACT_OPTIONS(O) CT_LION_OPTIONS(O) CT_MASTER_BITS(O)
+#define CT_COMPACT_ARRAY(S, key, array)                                                \
+    S(key, COMPACT, array, 1) S(key##_scale, GROUPS, array, 1)
+#define CT_LION_COMPACT_STATE(S)                                                       \
+    S(step, ONE, -1, 0) CT_COMPACT_ARRAY(S, exp_avg, 0) S(error_bits, CORRECTION, -1, 0)
+#define CT_ADAMW_COMPACT_STATE(S)                                                      \
+    CT_LION_COMPACT_STATE(S) CT_COMPACT_ARRAY(S, exp_avg_sq, 1)
+
 /* ---- all kinds ------------------------------------------------------------------- */
 
 /* KIND(id, name, options, state, traits): traits are a sum of ct_optim_trait. */
@@ -450,7 +468,9 @@ typedef enum ct_optim_trait {
     KIND(MUON, muon, MUON, SGD, CT_TRAIT_SHAPED)                                       \
     KIND(ADAMW_8BIT, adamw_8bit, ADAMW_8BIT, TWO_8BIT, 0)                              \
     KIND(ADEMAMIX_8BIT, ademamix_8bit, ADEMAMIX, ADEMAMIX_8BIT, 0)                     \
-    KIND(LION_8BIT, lion_8bit, LION, ONE_8BIT, 0)
+    KIND(LION_8BIT, lion_8bit, LION, ONE_8BIT, 0)                                      \
+    KIND(ADAMW_COMPACT, adamw_compact, ADAMW_COMPACT, ADAMW_COMPACT, 0)                \
+    KIND(LION_COMPACT, lion_compact, LION_COMPACT, LION_COMPACT, 0)
 
 typedef enum ct_optim_kind {
 #define KIND(id, name, options, state, traits) CT_OPTIM_##id,
@@ -465,9 +485,9 @@ typedef struct ct_optim_group {
         ct_adadelta_config adadelta;
         ct_adagrad_config adagrad;
         ct_adamax_config adamax; /* and of fairseq_adamax */
-        ct_adamw_config adamw;   /* and of adam, fairseq_adam, radam and adamw_8bit */
+        ct_adamw_config adamw;   /* and of adam, fairseq_adam, radam and adamw_... */
         ct_ademamix_config ademamix; /* and of ademamix_8bit */
-        ct_lion_config lion;         /* and of lion_8bit */
+        ct_lion_config lion;         /* and of lion_... */
         ct_nadam_config nadam;
         ct_nag_config nag;
         ct_rmsprop_config rmsprop;
@@ -485,6 +505,7 @@ typedef struct ct_optim_group {
     /* Of bf16 and fp16 parameters, for the caller that fills in ct_optim_param: an fp32
      * copy is updated; the state is fp32. */
     bool master_weights, fp32_state;
+    double master_weight_bits; /* of compact state: 24, or NaN for no corrections */
 } ct_optim_group;
 
 struct ct_optim_param; /* core/optim/optim.h */

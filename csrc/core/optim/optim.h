@@ -86,7 +86,8 @@ typedef struct ct_optim_param {
     void *param; /* of dtype; the master copy where the model computes with a copy */
     void *grad;  /* NULL: no gradient this time, the parameter is skipped */
     void *state[CT_OPTIM_MAX_STATES];
-    ct_quant quant[CT_OPTIM_MAX_STATES]; /* of the state, where state_dtype is U8 */
+    ct_quant quant[CT_OPTIM_MAX_STATES]; /* of state that is U8, or I8: compact */
+    int8_t *correction; /* of a BF16 param with compact state, or NULL */
     void *copy;    /* the model's parameter where param is its master copy, or NULL */
     void *ema;     /* the average of the parameter, or NULL */
     void *product; /* NAdam's, of all momenta so far, in [0, 1], in host memory */

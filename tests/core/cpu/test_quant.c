@@ -161,7 +161,7 @@ span_of(const fixture *f, arrays *a, size_t s, bool quantized)
     };
     for (size_t k = 0; k < CT_RULE_MAX_STATES; k++) {
         span.state[k] = quantized ? (void *)a->quantized[k] : (void *)a->state[k];
-        span.quant[k] = (ct_quant){map_of(f, s, k), a->absmax[k]};
+        span.quant[k] = (ct_quant){.map = map_of(f, s, k), .absmax = a->absmax[k]};
     }
     return span;
 }

@@ -50,16 +50,41 @@ __stwb(T *to, T value)
 #define gridDim (emul::here.grid_dim)
 #define __syncthreads() emul::barrier()
 
+namespace emul {
+
 template <typename T>
 static inline T
-__shfl_down_sync(unsigned mask, T value, unsigned delta)
+shuffled(unsigned mask, T value, unsigned from)
 {
     uint64_t bits = 0;
     static_assert(sizeof value <= sizeof bits, "at most eight bytes");
     memcpy(&bits, &value, sizeof value);
-    bits = emul::shuffle_down(mask, bits, delta);
+    bits = shuffle(mask, bits, from);
     memcpy(&value, &bits, sizeof value);
     return value;
+}
+
+} // namespace emul
+
+template <typename T>
+static inline T
+__shfl_down_sync(unsigned mask, T value, unsigned delta)
+{
+    return emul::shuffled(mask, value, threadIdx.x % 32 + delta);
+}
+
+template <typename T>
+static inline T
+__shfl_sync(unsigned mask, T value, unsigned lane)
+{
+    return emul::shuffled(mask, value, lane);
+}
+
+template <typename T>
+static inline T
+__shfl_xor_sync(unsigned mask, T value, unsigned lanes)
+{
+    return emul::shuffled(mask, value, threadIdx.x % 32 ^ lanes);
 }
 
 /* Arguments are evaluated now and used when the stream comes to it. */

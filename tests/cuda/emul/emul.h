@@ -67,7 +67,7 @@ void reset();
 void launch(const char *name, unsigned grid, unsigned block, cudaStream_t stream,
             std::function<void()> kernel);
 void barrier();
-uint64_t shuffle_down(unsigned mask, uint64_t bits, unsigned delta);
+uint64_t shuffle(unsigned mask, uint64_t bits, unsigned from);
 
 /* ---- streams --------------------------------------------------------------------- */
 

@@ -33,7 +33,7 @@ struct fibre {
     std::unique_ptr<char[]> stack;
     state at;
     uint64_t bits;
-    unsigned delta;
+    unsigned from; /* the lane; beyond the warp: itself */
     void *fake_stack;
 };
 
@@ -136,8 +136,8 @@ exchange(unsigned first, unsigned end)
         sent[i - first] = fibres[i].bits;
     }
     for (unsigned i = first; i < end; i++) {
-        const unsigned from = i + fibres[i].delta;
-        fibres[i].bits = sent[from < end ? from - first : i - first];
+        const unsigned from = fibres[i].from;
+        fibres[i].bits = sent[from < end - first ? from : i - first];
         fibres[i].at = state::ready;
     }
     return true;
@@ -262,14 +262,14 @@ barrier()
 }
 
 uint64_t
-shuffle_down(unsigned mask, uint64_t bits, unsigned delta)
+shuffle(unsigned mask, uint64_t bits, unsigned from)
 {
     if (mask != 0xffffffffu) {
         die("a shuffle of part of a warp (block %u)", here.block.x);
     }
     fibre &me = fibres[running];
     me.bits = bits;
-    me.delta = delta;
+    me.from = from;
     leave(state::at_shuffle);
     return me.bits;
 }

@@ -67,7 +67,7 @@ struct access {
 };
 
 struct cell {
-    access written, read[2]; /* the reads since, of two streams */
+    access written, read[word]; /* the reads since, of bytes or of streams */
 };
 
 struct told {
@@ -187,16 +187,19 @@ read_word(cell *it, access mine, const void *data)
     if (overlap(it->written, mine) && !is_ordered(it->written, mine)) {
         report(it->written, "writes", "reads", data);
     }
-    access &first = it->read[0];
-    if (first.operation == mine.operation && first.interval == mine.interval) {
-        first.bytes |= mine.bytes;
-        first.thread = first.thread == mine.thread ? mine.thread : many;
-        return;
+    access *kept = NULL;
+    for (access &read : it->read) {
+        if (read.operation == mine.operation && read.interval == mine.interval &&
+            (read.thread == mine.thread || overlap(read, mine))) {
+            read.bytes |= mine.bytes;
+            read.thread = read.thread == mine.thread ? mine.thread : many;
+            return;
+        }
+        if (kept == NULL && (read.is_none() || is_ordered(read, mine))) {
+            kept = &read;
+        }
     }
-    if (!first.is_none() && !is_ordered(first, mine)) {
-        it->read[1] = first;
-    }
-    first = mine;
+    *(kept == NULL ? &it->read[word - 1] : kept) = mine;
 }
 
 inline void
@@ -327,7 +330,9 @@ check_release(const void *data, size_t bytes, const char *name, const clock *at)
     const uintptr_t first = ((uintptr_t)data - arena.begin) / word;
     for (size_t i = 0; i < (bytes + word - 1) / word; i++) {
         const cell &it = cells[first + i];
-        for (access one : {it.written, it.read[0], it.read[1]}) {
+        static_assert(word == 4, "every read");
+        for (access one :
+             {it.written, it.read[0], it.read[1], it.read[2], it.read[3]}) {
             if (!one.is_none() && !is_behind(one)) {
                 die("%s of memory that %s on stream %u uses, and nothing orders them",
                     name, name_of(one), operations[one.operation].stream);

@@ -56,6 +56,26 @@ def test_updates_are_those_of_one_process(name: str, layout: str) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compact_state_is_of_shards_and_stays_with_them(layout: str) -> None:
+    """Groups begin with a rank's elements, and values round another way than in one
+    process: losses stay within a hundredth."""
+    plain = tree()
+    whole = copy.deepcopy(plain)
+    expected = train(whole, optim.AdamWCompact(whole.parameters(), lr=1e-2))
+
+    def work(group: _C.Communicator) -> list[float]:
+        sharded = nested(group, copy.deepcopy(plain), **LAYOUTS[layout])
+        optimizer = optim.AdamWCompact(sharded.parameters(), lr=1e-2)
+        losses = train(sharded, optimizer)
+        with pytest.raises(ValueError, match=r"'exp_avg_scale' has shape .* together"):
+            sharded.full_optim_state_dict(sharded, optimizer)
+        return losses
+
+    for losses in on_ranks(2, work):
+        assert losses == pytest.approx(expected, rel=1e-2)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     """All ranks have all of the batch, so that gradients are those of one process."""
     losses = []
