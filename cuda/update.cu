@@ -503,10 +503,19 @@ each_chunk(const update_batch &batch, update_options &options, F f)
 
 /* For one type of computation, with 8-bit state or not, as a kernel has the registers
  * of the path that needs most. Where four blocks leave too few: in double the constants
- * alone take up to 22, each array 4; Adafactor finds a row and a column besides. */
+ * alone take up to 22, each array 4; Adafactor finds a row and a column besides. From
+ * compute capability 12.0 on, addresses take more of them. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+static constexpr int most_resident = 3;
+#else
+static constexpr int most_resident = 4;
+#endif
+
 template <typename Rule, typename Real>
-static constexpr int resident =
-    sizeof(Real) == 8 ? (Rule::n_states == 3 ? 2 : 3) : (Rule::is_factored ? 3 : 4);
+static constexpr int resident = Rule::n_states == 0 ? 4
+                                : sizeof(Real) == 8 ? (Rule::n_states == 3 ? 2 : 3)
+                                : Rule::is_factored ? 3
+                                                    : most_resident;
 
 template <typename Rule, typename Real, bool Quantized>
 CT_KERNEL_BY((resident<Rule, Real>))

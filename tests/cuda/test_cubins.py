@@ -22,8 +22,11 @@ pytestmark = pytest.mark.skipif(
 MOST_THREADS = {"75": 1024, "86": 1536, "89": 1536, "120": 1536}
 BLOCK = 256
 ENOUGH = 32 * 1024
-THREE_STATES = re.findall(
-    r"CT_RULE\((\w+), \w+, 3\)", (ROOT / "csrc/math/rules.def").read_text()
+STATELESS, THREE_STATES = (
+    re.findall(
+        rf"CT_RULE\((\w+), \w+, {n}\)", (ROOT / "csrc/math/rules.def").read_text()
+    )
+    for n in (0, 3)
 )
 
 
@@ -78,9 +81,10 @@ def kernels(source: Path, arch: str) -> dict[str, Kernel]:
     }
 
 
-def most_registers(name: str) -> int:
+def most_registers(name: str, arch: str) -> int:
     """64; where these do not hold the constants, sums and arrays, for sums of measured
-    rules, Adafactor, compact state of Adam and rules in double, 80 or 128."""
+    rules, Adafactor, compact state of Adam and rules in double, 80 or 128. From compute
+    capability 12.0 on a kernel takes more, and 80 for every rule with state."""
     if re.match(r"_Z\d+compact_kernelI\d+ct_rule_adam", name):
         return 80
     kernel = re.match(
@@ -93,7 +97,8 @@ def most_registers(name: str) -> int:
         return 128 if in_double else 80
     if in_double:
         return 128 if kernel[3] in THREE_STATES else 80
-    return 80 if kernel[3].startswith("adafactor") else 64
+    more = arch == "120" and kernel[3] not in STATELESS
+    return 80 if more or kernel[3].startswith("adafactor") else 64
 
 
 def resident(kernel: Kernel, arch: str) -> int:
@@ -115,7 +120,9 @@ def test_no_kernel_has_a_stack_spills_or_takes_more_registers(
     bad = {
         name: kernel
         for name, kernel in found.items()
-        if kernel.stack or kernel.spilled or kernel.registers > most_registers(name)
+        if kernel.stack
+        or kernel.spilled
+        or kernel.registers > most_registers(name, arch)
     }
     assert not bad
 

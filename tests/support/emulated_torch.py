@@ -10,6 +10,7 @@ import functools
 import sys
 import time
 import types
+from typing import Any
 
 import emulated_cuda
 import torch
@@ -31,6 +32,22 @@ class Module(types.ModuleType):
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
 
+def _apply(
+    module: torch.nn.Module, *args: Any, apply: Any = torch.nn.Module._apply, **k: Any
+) -> torch.nn.Module:
+    """As with CUDA, module.to(device) keeps the parameters that an optimizer has, and
+    the attributes that they have."""
+    parameters = list(module.parameters())
+    attributes = [dict(vars(parameter)) for parameter in parameters]
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return apply(module, *args, **k)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        for parameter, its in zip(parameters, attributes, strict=True):
+            vars(parameter).update(its)
+
+
 @functools.cache
 def device() -> torch.device:
     """The first of two devices, made once a process; `ctrainer._cuda` is their plugin
@@ -44,8 +61,7 @@ def device() -> torch.device:
     torch.utils.rename_privateuse1_backend("emul")
     torch._register_device_module("emul", Module("torch.emul"))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
-    # As with CUDA, module.to(device) keeps the parameters that an optimizer has.
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.nn.Module._apply = _apply
     # Torch's thread of a device's backward passes gives Python's objects back after the
     # pass. A process that ends in between is aborted; on the host no thread does this.
     atexit.register(time.sleep, 0.1)
