@@ -14,6 +14,7 @@ from torch import nn
 from ctrainer import _C, comm
 from ctrainer.comm import nccl
 from ctrainer.fsdp.layout import FLOAT_DTYPES
+from ctrainer.runtime.torch_process import accelerator
 
 
 def check_module(module: nn.Module, wrapper: type) -> None:
@@ -189,18 +190,19 @@ def _of_inner_units(module: nn.Module) -> Home:
 
 
 def _usable(device: torch.device) -> torch.device:
-    if device.type != "cuda":
+    there = accelerator()
+    if there is None or device.type != there.type:
         raise ValueError(
             f"the module is on {device}; parameters can be sharded on the CPU and on "
             "CUDA devices"
         )
-    current = torch.cuda.current_device()
-    if device.index not in (None, current):
+    current = torch.device(there.type, torch.accelerator.current_device_index())
+    if device.index not in (None, current.index):
         raise ValueError(
-            f"the module is on {device} and the current device is cuda:{current}: call "
-            f"torch.cuda.set_device({device.index}) first"
+            f"the module is on {device} and the current device is {current}: call "
+            f"torch.{there.type}.set_device({device.index}) first"
         )
-    return torch.device("cuda", current)
+    return current
 
 
 @functools.cache
@@ -208,7 +210,7 @@ def _on_gpu(over: _C.Communicator) -> _C.Communicator:
     """NCCL's group of the same ranks, on a stream beside that of the computation."""
     if over.backend == "nccl":
         return over
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.get_device_module().Stream()
     _streams.append(stream)
     return nccl.communicator(over, stream=int(stream.cuda_stream))
 

@@ -18,9 +18,18 @@ import torch
 FOLDER = emulated_cuda.FOLDER / "torch"
 
 
+class Stream:
+    """torch.emul.Stream; its address has the name that CUDA's has."""
+
+    def __init__(self) -> None:
+        self._stream = torch.Stream(torch.device("emul", 0))
+        self.cuda_stream = self._stream.native_handle
+
+
 class Module(types.ModuleType):
     """torch.emul, of what torch asks a device's module for."""
 
+    Stream = Stream
     device = staticmethod(lambda device: contextlib.nullcontext())
     is_available = staticmethod(lambda: True)
     is_initialized = staticmethod(lambda: True)
@@ -79,7 +88,7 @@ def _library() -> ctypes.CDLL:
         ctypes.c_void_p
     )
     library.emul_allocations_of_ours.restype = ctypes.c_size_t
-    library.emul_waits.restype = ctypes.c_size_t
+    library.emul_waits.restype = library.emul_launches.restype = ctypes.c_size_t
     return library
 
 
@@ -91,6 +100,11 @@ def allocations() -> int:
 def waits() -> int:
     """How often the host has waited for the device so far."""
     return int(_library().emul_waits())
+
+
+def launches() -> int:
+    """How many of the plugin's kernels were launched so far."""
+    return int(_library().emul_launches())
 
 
 def torchs_stream() -> int:

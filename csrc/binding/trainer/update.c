@@ -29,6 +29,7 @@ typedef struct ctpy_update {
     double loss_scale;
     bool logs_layers; /* the norms of layers, too */
     bool overridden;  /* somebody else's _clip_grad_norm clips by norm */
+    bool begun;       /* on_pre_optimizer_step has been called */
     bool clip_first;  /* somebody looks at the gradients between clipping and update */
     ctpy_grads grads; /* those clipped in place */
     ct_step_config config;
@@ -547,7 +548,7 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
         return -1;
     }
     ((Trainer *)op)->last_grad_norm = u->result.grad_norm;
-    if (ctpy_trainer_fire(op, names->str_on_pre_optimizer_step) < 0) {
+    if (!u->begun && ctpy_trainer_fire(op, names->str_on_pre_optimizer_step) < 0) {
         return -1;
     }
     if (u->engine == NULL) {
@@ -614,22 +615,28 @@ steps_back(PyObject *op)
 static int
 update_enqueue(PyObject *op, ctpy_update *u)
 {
+    ctpy_state *names = ctpy_state_borrow(op);
     const bool others = u->scaler != NULL || u->average != NULL || u->blocks != NULL ||
                         u->shards != NULL || !ctpy_trainer_is_alone(op);
     if (u->engine == NULL || u->clip_first || u->logs_layers || others) {
         return 0;
     }
     const int can = steps_back(op);
-    const int done = can <= 0 ? can
-                              : ctpy_engine_enqueue(u->engine, u->optimizer, &u->config,
-                                                    u->loss_scale);
+    if (can <= 0) {
+        return can;
+    }
+    u->begun = true;
+    if (ctpy_trainer_fire(op, names->str_on_pre_optimizer_step) < 0) {
+        return -1;
+    }
+    const int done =
+        ctpy_engine_enqueue(u->engine, u->optimizer, &u->config, u->loss_scale);
     if (done <= 0) {
         return done;
     }
     u->result.finite = u->result.updated = true; /* for all that is known */
     Py_XSETREF(((Trainer *)op)->enqueued_engine, Py_NewRef(u->engine));
-    return ctpy_trainer_fire(op, ctpy_state_borrow(op)->str_on_optimizer_step) < 0 ? -1
-                                                                                   : 1;
+    return ctpy_trainer_fire(op, names->str_on_optimizer_step) < 0 ? -1 : 1;
 }
 
 static int

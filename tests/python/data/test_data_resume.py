@@ -86,7 +86,7 @@ def losses(trainer: Any) -> list[float]:
 
 def weights(trainer: Any) -> bytes:
     parameters = trainer.model.state_dict().values()
-    return b"".join(p.numpy().tobytes() for p in parameters)
+    return b"".join(p.cpu().numpy().tobytes() for p in parameters)
 
 
 def generator_states() -> tuple[Any, ...]:

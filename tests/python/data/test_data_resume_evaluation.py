@@ -58,7 +58,7 @@ def logged(trainer: Any, name: str) -> list[tuple[int, float]]:
 
 def weights(trainer: Any) -> bytes:
     parameters = trainer.model.state_dict().values()
-    return b"".join(p.numpy().tobytes() for p in parameters)
+    return b"".join(p.cpu().numpy().tobytes() for p in parameters)
 
 
 def same(resumed: Any, whole: Any) -> bool:

@@ -329,6 +329,7 @@ def parameters_of(trainer: Any) -> Any:
     return (
         torch.nn.utils.parameters_to_vector(trainer.get_model().parameters())
         .detach()
+        .cpu()
         .numpy()
         .astype(np.float64)
     )

@@ -165,7 +165,7 @@ def run(folder: Path, *options: str, valid: str = "valid") -> tuple[bytes, Heard
 
 
 def weights(model: nn.Module) -> bytes:
-    return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
 
 
 class Expected:

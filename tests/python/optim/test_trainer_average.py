@@ -35,7 +35,7 @@ class Snapshots(ctrainer.TrainerCallback):
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> None:
         model = kwargs["model"]
-        self.states.append({k: v.clone() for k, v in model.state_dict().items()})
+        self.states.append({k: v.cpu().clone() for k, v in model.state_dict().items()})
 
 
 def run(

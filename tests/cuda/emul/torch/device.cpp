@@ -204,6 +204,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     {
         return (c10::DeviceIndex)emul::current_device;
     }
+    at::Allocator *getPinnedMemoryAllocator() const override
+    {
+        return c10::GetCPUAllocator();
+    }
     void
     resizePrivateUse1Bytes(const c10::Storage &storage, size_t bytes) const override
     {
@@ -511,6 +515,13 @@ extern "C" size_t
 emul_waits()
 {
     return emul::seen.waits;
+}
+
+/* Launches of our kernels: torch's run on the host. */
+extern "C" size_t
+emul_launches()
+{
+    return emul::seen.launches;
 }
 
 extern "C" void *

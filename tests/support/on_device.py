@@ -1,0 +1,83 @@
+"""A plugin of pytest, `-p on_device`: tests of the host run on the emulated device.
+
+`use_cpu` and `--cpu` mean nothing there: Trainers choose the device. transformers'
+Trainer does not know the device and stays on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import emulated_torch
+import pytest
+import torch
+import transformers
+
+import ctrainer
+from ctrainer.adapters import torch_fairseq as tools
+
+# Why tests cannot run there, by the beginning of their names.
+PEERS_BITS = "transformers on the host has other bits than torch's operators one by one"
+TORCH_ALONE = "torch sets .data across devices for its own alone"
+LEFT_OUT = {
+    "optim/test_optimizer_in_trainer.py::test_engine_and_step_agree": "host's batches",
+    "checkpoint/test_trainer_checkpoints.py::test_an_override_that_does": "it forks",
+    "evaluate/test_full_eval.py": TORCH_ALONE,
+    "evaluate/test_seq2seq.py::test_predictions_are_transformers": PEERS_BITS,
+    "evaluate/test_ranks_evaluation.py": "its metrics are NumPy's",
+    "evaluate/test_trainer_eval.py::test_model_is_evaluated": "host's batches",
+    "evaluate/test_trainer_eval.py::test_memory": "the device's memory is the host's",
+    "trainer/test_trainer_failures.py::test_a_hook_may_replace": "a model on the host",
+    "fairseq/test_fairseq_facts.py::TestConstruction": "says that there is no device",
+    "fairseq/test_fairseq_program.py::test_a_killed_run": "it is killed on the host",
+    "parity/test_evaluation.py": PEERS_BITS,
+    "parity/test_generation.py": PEERS_BITS,
+    "parity/test_saved_weights.py": TORCH_ALONE,
+    "parity/test_training.py::test_fifty_updates_in_bf16": "transformers refuses",
+}
+launched: list[str] = []
+
+
+def pytest_configure() -> None:
+    emulated_torch.device()
+    for arguments in (ctrainer.TrainingArguments, transformers.TrainingArguments):
+        arguments.use_cpu = property(lambda _: False, lambda *_: None)
+
+    def choose_device(use_cpu: bool, choose: Any = tools.choose_device) -> torch.device:
+        return choose(False)
+
+    tools.choose_device = choose_device
+    torch.testing.assert_close = functools.partial(
+        torch.testing.assert_close, check_device=False
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for name, reason in LEFT_OUT.items():
+            if f"/{name}" in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    before = emulated_torch.launches()
+    try:
+        return (yield)
+    finally:
+        if emulated_torch.launches() != before:
+            launched.append(item.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(
+        f"kernels were launched in {len(launched)} of {terminalreporter._numcollected}"
+        " tests"
+    )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not launched and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
