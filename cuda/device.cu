@@ -13,6 +13,8 @@
 #define CT_CUDA_DLPACK 2
 #endif
 
+bool (*ct_cuda_free_kept)(void) = NULL;
+
 /* Waits: cudaFree, when a block is outgrown, until the device is idle. Doubling makes
  * that a handful of times in a process. */
 ct_status
@@ -22,13 +24,18 @@ ct_cuda_scratch_grow(ct_scratch *scratch, size_t bytes, ct_error *err)
         return CT_OK;
     }
     const size_t doubled = 2 * scratch->bytes;
-    const size_t wanted = bytes > doubled ? bytes : doubled;
+    size_t wanted = bytes > doubled ? bytes : doubled;
     void *data = NULL;
-    ct_status status = ct_cuda_check(cudaMalloc(&data, wanted),
-                                     "get scratch memory on the device", err);
-    if (status != CT_OK) {
+    cudaError_t result = cudaMalloc(&data, wanted);
+    if (result == cudaErrorMemoryAllocation && ct_cuda_free_kept != NULL &&
+        ct_cuda_free_kept()) {
+        (void)cudaGetLastError();
+        wanted = bytes;
+        result = cudaMalloc(&data, wanted);
+    }
+    if (result != cudaSuccess) {
         (void)cudaGetLastError(); /* or the next launch would report the error */
-        return status;
+        return ct_cuda_check(result, "get scratch memory on the device", err);
     }
     (void)cudaFree(scratch->data);
     *scratch = {data, wanted};

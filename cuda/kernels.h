@@ -33,6 +33,11 @@ ct_scratch_grow_fn ct_cuda_scratch_grow;
 ct_scratch_release_fn ct_cuda_scratch_release;
 ct_use_fn ct_cuda_use;
 
+/* Asks the framework of the process for the memory that it keeps for later; returns
+ * whether there may be more now. NULL: nobody is asked. Called where memory has run
+ * out, with no lock held; another attempt follows. */
+extern bool (*ct_cuda_free_kept)(void); /* device.cu */
+
 extern const ct_mapping_ops ct_cuda_mapping_ops; /* mapping.c */
 extern const ct_device ct_device_cuda;
 

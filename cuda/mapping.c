@@ -180,8 +180,8 @@ cuda_discard(ct_block_cache *cache)
     }
 }
 
-/* A released block, or a new block, for which released blocks are freed if necessary.
- */
+/* A released block, or a new block, for which released blocks are freed if necessary,
+ * and what the framework keeps. */
 static ct_status
 get_block(const ct_driver *driver, const ct_mapping *map, size_t bytes,
           ct_block_cache *cache, ct_cached_block **block, ct_error *err)
@@ -193,12 +193,15 @@ get_block(const ct_driver *driver, const ct_mapping *map, size_t bytes,
         unmap(driver, *block);
         return CT_OK;
     }
-    const ct_status status = create(driver, map, bytes, block, err);
-    if (status != CT_ENOMEM || cache == NULL || cache->first == NULL) {
-        return status;
+    ct_status status = create(driver, map, bytes, block, err);
+    if (status == CT_ENOMEM && cache != NULL && cache->first != NULL) {
+        cuda_discard(cache);
+        status = create(driver, map, bytes, block, err);
     }
-    cuda_discard(cache);
-    return create(driver, map, bytes, block, err);
+    if (status == CT_ENOMEM && ct_cuda_free_kept != NULL && ct_cuda_free_kept()) {
+        status = create(driver, map, bytes, block, err);
+    }
+    return status;
 }
 
 /* ---- entries --------------------------------------------------------------------- */

@@ -224,6 +224,35 @@ has_old_driver(void)
                : 1;
 }
 
+/* Asks torch to empty its cache. The calling thread may have the GIL or not. */
+static bool
+free_torchs_cache(void)
+{
+    const PyGILState_STATE held = PyGILState_Ensure();
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *name = PyUnicode_FromString("torch");
+    PyObject *torch = name == NULL ? NULL : PyImport_GetModule(name);
+    PyObject *allocator =
+        torch == NULL ? NULL : PyObject_GetAttrString(torch, "accelerator");
+    PyObject *done = NULL;
+    if (allocator != NULL && !PyObject_HasAttrString(allocator, "empty_cache")) {
+        Py_DECREF(allocator); /* before torch 2.9 */
+        allocator = PyObject_GetAttrString(torch, "cuda");
+    }
+    if (allocator != NULL) {
+        done = PyObject_CallMethod(allocator, "empty_cache", NULL);
+    }
+    const bool freed = done != NULL;
+    Py_XDECREF(done);
+    Py_XDECREF(allocator);
+    Py_XDECREF(torch);
+    Py_XDECREF(name);
+    PyErr_Restore(type, value, traceback); /* the caller says what was to be stored */
+    PyGILState_Release(held);
+    return freed;
+}
+
 /* sys.path is Python's, so the folders are passed on here: the rest of cuda/ has no
  * Python. */
 static int
@@ -243,6 +272,7 @@ module_exec(PyObject *module)
     if (capsule == NULL) {
         return -1;
     }
+    ct_cuda_free_kept = free_torchs_cache;
     const int result = PyModule_AddObjectRef(module, "plugin", capsule);
     Py_DECREF(capsule);
     return result;

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+logger = logging.getLogger("ctrainer.trainer")
 
 
 def named_parameters(model: Any) -> Iterator[tuple[str, Any]]:
@@ -32,9 +35,17 @@ def optimizer_groups(
 
 
 def stray_parameters(model: Any, optimizer: Any) -> bool:
-    """Has the model a parameter that trains and is not the optimizer's?"""
+    """Has the model a parameter that trains and is not the optimizer's? Warns where
+    none is."""
     known = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    return any(p.requires_grad and id(p) not in known for p in model.parameters())
+    training = {id(p) for p in model.parameters() if p.requires_grad}
+    if training and known.isdisjoint(training):
+        logger.warning(
+            "the optimizer has none of the model's parameters: the run will change "
+            "nothing. Make the optimizer of model.parameters() of the model that is "
+            "trained, where that is wrapped or copied after wrapping or copying it."
+        )
+    return not training <= known
 
 
 def grads_of(group: dict[str, Any]) -> list[Any]:

@@ -214,6 +214,18 @@ test_scratch_grows_by_doubling_and_survives_a_rejection()
     CHECK(strstr(err.message, "cudaErrorMemoryAllocation") != NULL);
     CHECK(scratch.data == data && scratch.bytes == 200);
     CHECK(cudaGetLastError() == cudaSuccess);
+
+    static int asked, answer;
+    ct_cuda_free_kept = [] { return asked++, answer != 0; };
+    emul::fail_malloc = 1;
+    CHECK(ct_device_cuda.scratch_grow(&scratch, 201, &err) == CT_EDEVICE);
+    CHECK(asked == 1 && scratch.data == data && scratch.bytes == 200);
+    answer = 1;
+    emul::fail_malloc = 1;
+    CHECK(ct_device_cuda.scratch_grow(&scratch, 201, &err) == CT_OK);
+    CHECK(asked == 2 && scratch.bytes == 201); /* no more than is needed */
+    CHECK(ct_device_cuda.scratch_grow(&scratch, 202, &err) == CT_OK && asked == 2);
+    ct_cuda_free_kept = NULL;
     ct_device_cuda.scratch_release(&scratch);
     CHECK(scratch.data == NULL && scratch.bytes == 0);
     ct_device_cuda.scratch_release(&scratch);

@@ -124,11 +124,16 @@ test_memory_that_is_short()
     emul::fail_create = 1;
     CHECK(ct_mapping_obtain(&maps[0], bytes[0], &spares, &err) == CT_ENOMEM);
     CHECK(strstr(err.message, "the GPU's memory is used up") != NULL);
+    static int asked;
+    ct_cuda_free_kept = [] { return asked++ == 0; };
+    emul::fail_create = 1;
     obtain(&maps[0], &spares);
+    CHECK(asked == 1);
     ct_mapping_release(&maps[0], &spares);
     emul::fail_create = 1;
     obtain(&maps[1], &spares);
-    CHECK(emul::vm.blocks == 1);
+    CHECK(emul::vm.blocks == 1 && asked == 1);
+    ct_cuda_free_kept = NULL;
     ct_mapping_close(&maps[0]);
     ct_mapping_close(&maps[1]);
     ct_block_cache_close(&spares);

@@ -294,3 +294,31 @@ def test_a_driver_that_is_too_old_is_told_and_torch_works_alone() -> None:
     assert "RuntimeWarning: NVIDIA's driver is for CUDA 12.8, and" in done.stderr
     assert "update the driver to 580" in done.stderr
     assert done.stdout == "kernels: False\n", done.stderr
+
+
+@pytest.mark.skipif(any_gpu.REAL, reason="memory runs out by the emulation's order")
+@pytest.mark.parametrize("frees", [True, False])
+def test_torch_is_asked_for_memory_that_it_keeps(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, frees: bool
+) -> None:
+    asked = []
+
+    def empty_cache() -> None:
+        asked.append(True)
+        if not frees:
+            emulated_torch.fail_allocation()
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", empty_cache)
+    pair = [torch.ones(300, device=d, requires_grad=True) for d in ("cpu", gpu)]
+    for x in pair:
+        x.grad = torch.full_like(x, 0.5)
+    host, there = (optim.AdamW([x], lr=0.1) for x in pair)
+    host.step()
+    emulated_torch.fail_allocation()
+    if not frees:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            there.step()
+    else:
+        there.step()
+        any_gpu.assert_same(pair[1].detach(), pair[0].detach())
+    assert asked == [True]

@@ -107,6 +107,11 @@ def launches() -> int:
     return int(_library().emul_launches())
 
 
+def fail_allocation() -> None:
+    """The plugin's next allocation finds no memory."""
+    _library().emul_fail_malloc()
+
+
 def torchs_stream() -> int:
     """The address of torch's stream."""
     return int(_library().emul_torchs_stream())

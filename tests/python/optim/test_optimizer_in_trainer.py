@@ -175,3 +175,17 @@ def test_what_a_trainer_tells_of_its_optimizer_is_what_transformers_tells() -> N
         for parameter in group["params"]:
             assert made.get_optimizer_group(parameter) is group
     assert made.get_optimizer_group(nn.Parameter(torch.zeros(1))) is None
+
+
+@pytest.mark.parametrize("of_the_model", [True, False])
+def test_an_optimizer_of_another_model_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, of_the_model: bool
+) -> None:
+    optimizer = make(torch.optim.SGD)
+    if not of_the_model:
+        optimizer.model = Regression()
+    before = [p.detach().clone() for p in optimizer.model.parameters()]
+    after = run(tmp_path, optimizer)
+    changed = not all(map(torch.equal, before, after))
+    warned = "has none of the model's parameters" in caplog.text
+    assert (changed, warned) == (of_the_model, not of_the_model)

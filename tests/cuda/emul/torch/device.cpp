@@ -20,6 +20,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <utility>
+
 namespace {
 
 constexpr c10::DeviceType TYPE = c10::DeviceType::PrivateUse1;
@@ -66,7 +68,9 @@ struct Allocator final : c10::Allocator {
         auto made = std::make_unique<Memory>();
         made->stream = current_stream(device);
         by_torch++;
+        const size_t fails = std::exchange(emul::fail_malloc, 0); /* the plugin's */
         TORCH_CHECK(cudaMalloc(&made->data, bytes) == cudaSuccess, "out of memory");
+        emul::fail_malloc = fails;
         void *data = made->data;
         return {data, made.release(), &release, c10::Device(TYPE, device)};
     }
@@ -515,6 +519,13 @@ extern "C" size_t
 emul_waits()
 {
     return emul::seen.waits;
+}
+
+/* The plugin's next cudaMalloc finds no memory. */
+extern "C" void
+emul_fail_malloc()
+{
+    emul::fail_malloc = 1;
 }
 
 /* Launches of our kernels: torch's run on the host. */
