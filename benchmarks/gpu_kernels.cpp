@@ -7,6 +7,7 @@
  * what is printed, a line of JSON each, are medians. Goals are shares of the copy's. */
 #include "../tests/core/ct_rule_examples.h"
 #include "../cuda/kernels.h"
+#include "math/compact.h"
 
 #include <algorithm>
 #include <cuda_runtime_api.h>
@@ -188,6 +189,34 @@ report_update(const std::string &name, ct_rule rule, bool master, double goal)
     ct_device_cuda.table_release(&table);
 }
 
+/* Parameters and gradients in bf16, of 8 bits the states and what the parameters lack.
+ */
+static void
+report_compact_update(const std::string &name, ct_rule rule)
+{
+    const ct_rule_coef coef = ct_rule_example(rule, 0);
+    const size_t n_states = ct_rule_n_states(rule);
+    ct_update_span it = {};
+    it.n = n;
+    it.grad = arrays[GRAD];
+    it.param = arrays[PARAM];
+    it.correction = (int8_t *)arrays[EMA];
+    for (size_t k = 0; k < n_states; k++) {
+        it.state[k] = arrays[STATE + k];
+        it.quant[k].scales = (uint16_t *)((char *)arrays[STATE + k] + n);
+    }
+    it.dtype = it.grad_dtype = it.copy_dtype = it.ema_dtype = CT_BF16;
+    it.state_dtype = CT_I8;
+    const ct_update update = {rule, &coef, &it, 1, false, 0.0, NULL};
+    ct_update_table table = {};
+    const double scales = 2.0 * sizeof(uint16_t) / CT_COMPACT_GROUP;
+    const double bytes = 2 + 2 * (2 + 1) + (double)n_states * (2 + scales);
+    report(name, bytes, 0.88, [&](ct_error *err) {
+        return ct_device_cuda.update(NULL, &table, &update, err);
+    });
+    ct_device_cuda.table_release(&table);
+}
+
 static void
 report_updates()
 {
@@ -201,6 +230,8 @@ report_updates()
                       false, 0.90);
     }
     report_update("update, adamw, bf16 with a float32 copy", CT_RULE_adamw, true, 0.88);
+    report_compact_update("update, adamw, compact state, bf16", CT_RULE_adamw);
+    report_compact_update("update, lion, compact state, bf16", CT_RULE_lion);
 }
 
 int
