@@ -62,6 +62,7 @@ def run(
     folder: Path, cls: type[ctrainer.Trainer], bad: set[int], **options: Any
 ) -> tuple[Any, Notes]:
     resume, callbacks = options.pop("resume", None), options.pop("callbacks", [])
+    model = options.pop("model", Net)
     args = arguments(
         output_dir=str(folder), use_cpu=False, seed=5, learning_rate=1e-2,
         per_device_train_batch_size=5,
@@ -69,7 +70,7 @@ def run(
     )  # fmt: skip
     notes = Notes()
     trainer = cls(
-        Net().to(args.device), args, train_dataset=data(bad),
+        model().to(args.device), args, train_dataset=data(bad),
         callbacks=[notes, *callbacks],
     )  # fmt: skip
     trainer.remove_callback(ctrainer.PrinterCallback)
@@ -102,6 +103,12 @@ def assert_same_runs(one: Any, other: Any) -> None:
         for t in (one, other)
     ]
     assert logs[0] == logs[1]
+    if one.weight_average is not None:
+        a, b = (t.weight_average.state_dict() for t in (one, other))
+        for name, value in a.pop("averages").items():
+            found = b["averages"][name]
+            torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
+        assert all(b[name] == value for name, value in a.items())
 
 
 RUNS = st.fixed_dictionaries(
@@ -116,8 +123,14 @@ RUNS = st.fixed_dictionaries(
         "optim": st.sampled_from(
             ["adamw_torch", "sgd", "rmsprop", "adagrad", "adamw_compact"]
         ),
+        "average": st.sampled_from(
+            [
+                {}, {"ema_decay": 0.9}, {"ema_decay": 0.5, "ema_start_update": 3},
+                {"ema_decay": 0.9, "ema_update_freq": 2}, {"swa_start_update": 2},
+            ]
+        ),
     }
-)
+)  # fmt: skip
 
 
 @settings(max_examples=draws(12, 150), deadline=None)
@@ -126,6 +139,7 @@ def test_a_run_is_the_one_in_which_the_host_measures_first(
     tmp_path_factory: Any, options: dict[str, Any], bad: set[int]
 ) -> None:
     folder = tmp_path_factory.mktemp("runs")
+    options = {k: v for k, v in options.items() if k != "average"} | options["average"]
     enqueued, notes = run(folder / "a", ctrainer.Trainer, bad, **options)
     measured, others = run(folder / "b", Measured, bad, **options)
     assert any(notes.enqueued[1:])
@@ -133,16 +147,36 @@ def test_a_run_is_the_one_in_which_the_host_measures_first(
     assert_same_runs(enqueued, measured)
 
 
+class Buffered(Net):
+    """Its average has more than parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, torch.nn.BatchNorm1d(16))
+
+
+@pytest.mark.parametrize("freq", [1, 3])
+def test_averages_of_buffers_know_whether_the_update_was_made(
+    tmp_path: Path, freq: int
+) -> None:
+    options = {"model": Buffered, "ema_decay": 0.5, "ema_update_freq": freq}
+    enqueued, notes = run(tmp_path, ctrainer.Trainer, {3, 17, 33, 46}, **options)
+    measured, _ = run(tmp_path, Measured, {3, 17, 33, 46}, **options)
+    assert_same_runs(enqueued, measured)
+    assert any(notes.enqueued) == (freq == 3)
+
+
 def test_a_checkpoint_behind_a_skipped_update_resumes_to_the_bit(
     tmp_path: Path,
 ) -> None:
     bad = {3, 17, 33, 46}
     save: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    save["ema_decay"] = 0.75
     whole, _ = run(tmp_path, ctrainer.Trainer, bad, logging_steps=4, **save)
     folder = tmp_path / "again"
     for step in (3, 7, 8):
         again, _ = run(
-            folder, ctrainer.Trainer, bad, logging_steps=4,
+            folder, ctrainer.Trainer, bad, logging_steps=4, ema_decay=0.75,
             resume=str(tmp_path / f"checkpoint-{step}"),
         )  # fmt: skip
         assert_same_runs(whole, again)

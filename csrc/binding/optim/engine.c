@@ -780,7 +780,7 @@ ctpy_engine_enqueue(PyObject *engine, PyObject *op, const ct_step_config *config
     if (begin(self, op) < 0) {
         return -1;
     }
-    int result = self->target.device != &ct_device_cpu && !self->averages &&
+    int result = self->target.device != &ct_device_cpu &&
                  ct_step_can_enqueue(self->core, config);
     if (result > 0 &&
         (plan_operands(self, op) < 0 || enqueue(self, config, loss_scale) < 0 ||

@@ -205,6 +205,19 @@ ctpy_average_drop(PyObject *average)
            (size_t)PyTuple_GET_SIZE(self->values) * sizeof *self->marked);
 }
 
+bool
+ctpy_average_has_rest(PyObject *average)
+{
+    const WeightAverage *self = (WeightAverage *)average;
+    return memchr(self->marked, false, (size_t)PyTuple_GET_SIZE(self->values)) != NULL;
+}
+
+void
+ctpy_average_take_back(PyObject *average, bool due)
+{
+    ct_average_take_back(&((WeightAverage *)average)->core, due);
+}
+
 /* ---- averaging ------------------------------------------------------------------- */
 
 /* The pairs without a mark: floats from the front of the object's lists, other dtypes,

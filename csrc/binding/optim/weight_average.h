@@ -2,7 +2,8 @@
  *
  * An update writes an average in three steps: ask whether an average is due; let the
  * engine average and mark the parameters in its own pass; finish, which averages the
- * rest and counts, or drop the marks of a skipped update. */
+ * rest and counts, or drop the marks of a skipped update. An update that turns out not
+ * to have been made after that is taken back. */
 #ifndef CTPY_AVERAGE_H
 #define CTPY_AVERAGE_H
 
@@ -25,5 +26,11 @@ int ctpy_average_take(PyObject *average, Py_ssize_t place, const ctpy_view *valu
 /* Averages the values without a mark, if an average was due, and counts the update. */
 int ctpy_average_finish(PyObject *average, bool due, double decay);
 void ctpy_average_drop(PyObject *average);
+
+/* Is a value left that the engine has not averaged? */
+bool ctpy_average_has_rest(PyObject *average);
+
+/* As if ctpy_average_finish() had not been called, for averages without a rest. */
+void ctpy_average_take_back(PyObject *average, bool due);
 
 #endif

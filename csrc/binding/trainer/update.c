@@ -611,13 +611,33 @@ steps_back(PyObject *op)
     return result;
 }
 
+/* The update counts as made, for all that is known. An average of more than the update
+ * has averaged, such as buffers, has to know. */
+static int
+leave_pending(PyObject *op, ctpy_update *u)
+{
+    Trainer *self = (Trainer *)op;
+    if (u->average_due && ctpy_average_has_rest(u->average)) {
+        if (ctpy_engine_await(u->engine, &u->result) < 0) {
+            return -1;
+        }
+        self->last_grad_norm = u->result.grad_norm;
+        return report_if_nonfinite(op, u);
+    }
+    u->result.finite = u->result.updated = true;
+    self->enqueued_due = u->average_due;
+    Py_XSETREF(self->enqueued_average, Py_XNewRef(u->average));
+    Py_XSETREF(self->enqueued_engine, Py_NewRef(u->engine));
+    return 0;
+}
+
 /* 1: the update was enqueued; 0: the host has to measure first; or -1. */
 static int
 update_enqueue(PyObject *op, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    const bool others = u->scaler != NULL || u->average != NULL || u->blocks != NULL ||
-                        u->shards != NULL || !ctpy_trainer_is_alone(op);
+    const bool others = u->scaler != NULL || u->blocks != NULL || u->shards != NULL ||
+                        !ctpy_trainer_is_alone(op);
     if (u->engine == NULL || u->clip_first || u->logs_layers || others) {
         return 0;
     }
@@ -629,14 +649,18 @@ update_enqueue(PyObject *op, ctpy_update *u)
     if (ctpy_trainer_fire(op, names->str_on_pre_optimizer_step) < 0) {
         return -1;
     }
+    if (ctpy_engine_attach(u->engine, u->average_due ? u->average : NULL) < 0) {
+        return -1;
+    }
     const int done =
         ctpy_engine_enqueue(u->engine, u->optimizer, &u->config, u->loss_scale);
     if (done <= 0) {
         return done;
     }
-    u->result.finite = u->result.updated = true; /* for all that is known */
-    Py_XSETREF(((Trainer *)op)->enqueued_engine, Py_NewRef(u->engine));
-    return ctpy_trainer_fire(op, names->str_on_optimizer_step) < 0 ? -1 : 1;
+    return leave_pending(op, u) < 0 || finish_average(u) < 0 ||
+                   ctpy_trainer_fire(op, names->str_on_optimizer_step) < 0
+               ? -1
+               : 1;
 }
 
 static int
@@ -671,6 +695,10 @@ ctpy_await_update(PyObject *op)
         return -1;
     }
     self->last_grad_norm = result.grad_norm;
+    if (!result.updated && self->enqueued_average != NULL) {
+        ctpy_average_take_back(self->enqueued_average, self->enqueued_due);
+    }
+    Py_CLEAR(self->enqueued_average);
     if (result.finite) {
         return 0;
     }

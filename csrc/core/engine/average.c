@@ -45,3 +45,10 @@ ct_average_count(ct_average *average, bool averaged)
     average->num_updates++;
     average->n_averaged += averaged;
 }
+
+void
+ct_average_take_back(ct_average *average, bool averaged)
+{
+    average->num_updates--;
+    average->n_averaged -= averaged;
+}

@@ -40,4 +40,7 @@ bool ct_average_due(const ct_average *average, double *decay);
 /* Counts an update, and the average if there was one. */
 void ct_average_count(ct_average *average, bool averaged);
 
+/* Takes the last count back: that update was not made. */
+void ct_average_take_back(ct_average *average, bool averaged);
+
 #endif
