@@ -9,6 +9,8 @@
  * Where a stream waits in place of the host, a thread of the process looks after the
  * collective: after an error or the time-out that thread aborts the communicator, which
  * lets the stream continue, and the group's next call says why. */
+#define _POSIX_C_SOURCE 200809L /* clock_gettime */
+
 #include "comm_nccl.h"
 
 #include "core/base/alloc.h"
@@ -20,6 +22,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <string.h>
+#include <time.h>
 
 struct ct_work {
     cudaEvent_t done;

@@ -558,8 +558,7 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
             return -1;
         }
     }
-    else if (ctpy_engine_attach(u->engine, u->average_due ? u->average : NULL) < 0 ||
-             ctpy_engine_apply(u->engine, u->optimizer, &u->config, u->loss_scale,
+    else if (ctpy_engine_apply(u->engine, u->optimizer, &u->config, u->loss_scale,
                                &u->result) < 0) {
         return -1;
     }
@@ -647,9 +646,6 @@ update_enqueue(PyObject *op, ctpy_update *u)
     }
     u->begun = true;
     if (ctpy_trainer_fire(op, names->str_on_pre_optimizer_step) < 0) {
-        return -1;
-    }
-    if (ctpy_engine_attach(u->engine, u->average_due ? u->average : NULL) < 0) {
         return -1;
     }
     const int done =
@@ -755,6 +751,10 @@ advance_counters(PyObject *op, ctpy_run *run)
 static int
 update_make(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
+    PyObject *average = u->average_due ? u->average : NULL;
+    if (u->engine != NULL && ctpy_engine_attach(u->engine, average) < 0) {
+        return -1;
+    }
     const int enqueued = update_enqueue(op, u);
     return enqueued < 0 ? -1 : enqueued ? 0 : update_apply(op, run, u);
 }

@@ -97,7 +97,7 @@ typedef struct ct_bmuf {
     bool is_under_way; /* and the collectives have begun */
     bool alike;        /* the global model is known to be the same on all ranks */
     ct_update_table table;
-    ct_scratch terms;  /* of a batch: this rank's terms of a sum over the ranks */
+    ct_scratch terms; /* of a batch: this rank's terms of a sum over the ranks */
     struct ct_bmuf_piece *pieces; /* of a batch; these arrays have room for a list */
     ct_update_span *spans;
     ct_span *to, *from;

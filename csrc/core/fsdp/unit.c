@@ -768,11 +768,11 @@ exchange_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *whole,
     const bool blank = residual == NULL || !is_complete(presence);
     buffers b;
     unsigned char *bits = ct_alloc(marks + 1);
+    if (bits == NULL) {
+        return ct_fail(err, CT_ENOMEM, "no memory for the bits of %zu bytes", marks);
+    }
     ct_status status =
         open_buffers(&b, unit, bytes * ranks, bytes * ranks, blank ? n : 0, err);
-    if (status == CT_OK && bits == NULL) {
-        status = ct_fail(err, CT_ENOMEM, "no memory for the bits of %zu bytes", marks);
-    }
     for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
         const ct_span own = ct_span_part(*whole, rank * n, n);
         const part_residual r = {

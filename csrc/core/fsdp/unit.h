@@ -75,7 +75,7 @@ typedef struct ct_fsdp {
     bool gathered;
     bool begun; /* a prefetch is in progress: full belongs to the communicator */
     bool holds_grads;
-    bool reducing; /* gradients are reduced beside the work on the stream */
+    bool reducing;       /* gradients are reduced beside the work on the stream */
     ct_dtype grad_dtype; /* of the gradients in grads */
     ct_label label; /* the unit's name for other ranks; counts collectives, forwards */
 } ct_fsdp;

@@ -461,7 +461,8 @@ test_sums_of_other_dtypes_and_with_a_factor_are_added_to_the_last(void)
 static void
 test_an_empty_list_is_no_work(void)
 {
-    CHECK(ct_device_cpu.update(NULL, NULL, &(ct_update){.rule = CT_RULE_sgd}, NULL) == CT_OK);
+    CHECK(ct_device_cpu.update(NULL, NULL, &(ct_update){.rule = CT_RULE_sgd}, NULL) ==
+          CT_OK);
     CHECK(ct_device_cpu.average(NULL, NULL, NULL, 0, 0.5, NULL) == CT_OK);
     CHECK(ct_device_cpu.scale(NULL, 2.0, INFINITY, NULL, 0, NULL) == CT_OK);
     CHECK(ct_device_cpu.zero(NULL, NULL, 0, NULL) == CT_OK);
