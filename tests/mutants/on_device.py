@@ -161,6 +161,22 @@ DEVICE = (
         ENQUEUED,
     ),
     Fixed(
+        "csrc/binding/trainer/update.c",
+        "delete a call",
+        "if (!result.updated && self->enqueued_average != NULL) {",
+        "if (0) {",
+        "an average counts an update that the device skipped",
+        ENQUEUED,
+    ),
+    Fixed(
+        "csrc/binding/trainer/update.c",
+        "drop a synchronisation",
+        "if (u->average_due && ctpy_average_has_rest(u->average)) {",
+        "if (0) {",
+        "buffers are averaged behind an update that the device skipped",
+        ENQUEUED,
+    ),
+    Fixed(
         "csrc/binding/trainer/loop.c",
         "drop a synchronisation",
         "(wanted && (ctpy_await_update(op) < 0 ||",
