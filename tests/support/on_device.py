@@ -24,6 +24,7 @@ TORCH_ALONE = "torch sets .data across devices for its own alone"
 LEFT_OUT = {
     "optim/test_optimizer_in_trainer.py::test_engine_and_step_agree": "host's batches",
     "checkpoint/test_trainer_checkpoints.py::test_an_override_that_does": "it forks",
+    "callbacks/test_profiler.py::test_so_many_updates": "50 operators take longer",
     "evaluate/test_full_eval.py": TORCH_ALONE,
     "evaluate/test_seq2seq.py::test_predictions_are_transformers": PEERS_BITS,
     "evaluate/test_ranks_evaluation.py": "its metrics are NumPy's",
