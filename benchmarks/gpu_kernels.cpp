@@ -166,9 +166,21 @@ report_norms()
 }
 
 static void
-report_update(const std::string &name, ct_rule rule, bool master, double goal)
+report_span(const std::string &name, ct_rule rule, const ct_update_span &span,
+            double bytes, double goal)
 {
     const ct_rule_coef coef = ct_rule_example(rule, 0);
+    const ct_update update = {rule, &coef, &span, 1, false, 0.0, NULL};
+    ct_update_table table = {};
+    report(name, bytes, goal, [&](ct_error *err) {
+        return ct_device_cuda.update(NULL, &table, &update, err);
+    });
+    ct_device_cuda.table_release(&table);
+}
+
+static void
+report_update(const std::string &name, ct_rule rule, bool master, double goal)
+{
     const size_t n_states = ct_rule_n_states(rule);
     ct_update_span it = {};
     it.n = n;
@@ -180,13 +192,8 @@ report_update(const std::string &name, ct_rule rule, bool master, double goal)
     }
     it.dtype = it.state_dtype = it.ema_dtype = CT_F32;
     it.grad_dtype = it.copy_dtype = master ? CT_BF16 : CT_F32;
-    const ct_update update = {rule, &coef, &it, 1, false, 0.0, NULL};
-    ct_update_table table = {};
-    const double bytes = 8 + (master ? 2 + 2 : 4) + 8.0 * (double)n_states;
-    report(name, bytes, goal, [&](ct_error *err) {
-        return ct_device_cuda.update(NULL, &table, &update, err);
-    });
-    ct_device_cuda.table_release(&table);
+    report_span(name, rule, it, 8 + (master ? 2 + 2 : 4) + 8.0 * (double)n_states,
+                goal);
 }
 
 /* Parameters and gradients in bf16, of 8 bits the states and what the parameters lack.
@@ -194,7 +201,6 @@ report_update(const std::string &name, ct_rule rule, bool master, double goal)
 static void
 report_compact_update(const std::string &name, ct_rule rule)
 {
-    const ct_rule_coef coef = ct_rule_example(rule, 0);
     const size_t n_states = ct_rule_n_states(rule);
     ct_update_span it = {};
     it.n = n;
@@ -207,14 +213,9 @@ report_compact_update(const std::string &name, ct_rule rule)
     }
     it.dtype = it.grad_dtype = it.copy_dtype = it.ema_dtype = CT_BF16;
     it.state_dtype = CT_I8;
-    const ct_update update = {rule, &coef, &it, 1, false, 0.0, NULL};
-    ct_update_table table = {};
     const double scales = 2.0 * sizeof(uint16_t) / CT_COMPACT_GROUP;
-    const double bytes = 2 + 2 * (2 + 1) + (double)n_states * (2 + scales);
-    report(name, bytes, 0.88, [&](ct_error *err) {
-        return ct_device_cuda.update(NULL, &table, &update, err);
-    });
-    ct_device_cuda.table_release(&table);
+    report_span(name, rule, it, 2 + 2 * (2 + 1) + (double)n_states * (2 + scales),
+                0.88);
 }
 
 static void

@@ -23,6 +23,7 @@ PEERS_BITS = "transformers on the host has other bits than torch's operators one
 TORCH_ALONE = "torch sets .data across devices for its own alone"
 LEFT_OUT = {
     "optim/test_optimizer_in_trainer.py::test_engine_and_step_agree": "host's batches",
+    "optim/test_optimizer_in_trainer.py::test_the_norm_is_known": "it comes later",
     "checkpoint/test_trainer_checkpoints.py::test_an_override_that_does": "it forks",
     "callbacks/test_profiler.py::test_so_many_updates": "50 operators take longer",
     "evaluate/test_full_eval.py": TORCH_ALONE,

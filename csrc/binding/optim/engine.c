@@ -772,6 +772,20 @@ ctpy_engine_apply(PyObject *engine, PyObject *op, const ct_step_config *config,
     return failed;
 }
 
+/* Before the first update the device is not known. */
+static bool
+can_enqueue(const OptimEngine *self, const ct_step_config *config)
+{
+    return self->target.device != NULL && self->target.device != &ct_device_cpu &&
+           ct_step_can_enqueue(self->core, config);
+}
+
+bool
+ctpy_engine_can_enqueue(PyObject *engine, const ct_step_config *config)
+{
+    return can_enqueue((OptimEngine *)engine, config);
+}
+
 int
 ctpy_engine_enqueue(PyObject *engine, PyObject *op, const ct_step_config *config,
                     double loss_scale)
@@ -780,8 +794,7 @@ ctpy_engine_enqueue(PyObject *engine, PyObject *op, const ct_step_config *config
     if (begin(self, op) < 0) {
         return -1;
     }
-    int result = self->target.device != &ct_device_cpu &&
-                 ct_step_can_enqueue(self->core, config);
+    int result = can_enqueue(self, config);
     if (result > 0 &&
         (plan_operands(self, op) < 0 || enqueue(self, config, loss_scale) < 0 ||
          note_step(self, op) < 0)) {

@@ -28,6 +28,9 @@ int ctpy_engine_measure(PyObject *engine, PyObject *op, const ct_step_config *co
 int ctpy_engine_apply(PyObject *engine, PyObject *op, const ct_step_config *config,
                       double loss_scale, ct_step_result *result);
 
+/* As far as the last update shows, can ctpy_engine_enqueue() enqueue the next one? */
+bool ctpy_engine_can_enqueue(PyObject *engine, const ct_step_config *config);
+
 /* Both phases without a wait for the device: 1, or 0 and nothing done for an update
  * that needs the host (ct_step_can_enqueue), or -1. The update counts as made until
  * ctpy_engine_await, the properties of the engine or the next update read the result.

@@ -637,7 +637,8 @@ update_enqueue(PyObject *op, ctpy_update *u)
     ctpy_state *names = ctpy_state_borrow(op);
     const bool others = u->scaler != NULL || u->blocks != NULL || u->shards != NULL ||
                         !ctpy_trainer_is_alone(op);
-    if (u->engine == NULL || u->clip_first || u->logs_layers || others) {
+    if (u->engine == NULL || u->clip_first || u->logs_layers || others ||
+        !ctpy_engine_can_enqueue(u->engine, &u->config)) {
         return 0;
     }
     const int can = steps_back(op);

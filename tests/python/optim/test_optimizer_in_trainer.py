@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import ctrainer
 from ctrainer import Trainer, TrainingArguments, optim
 
 UPDATES = 6
@@ -189,3 +190,29 @@ def test_an_optimizer_of_another_model_is_warned_of(
     changed = not all(map(torch.equal, before, after))
     warned = "has none of the model's parameters" in caplog.text
     assert (changed, warned) == (of_the_model, not of_the_model)
+
+
+class Listens(ctrainer.TrainerCallback):
+    """As one of ctrainer's own, which do not keep the engine from clipping."""
+
+    __module__ = "ctrainer.listens"
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.trainer: Any = None
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.norms.append(self.trainer._last_grad_norm)
+
+
+def test_the_norm_is_known_before_the_update(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path), max_steps=3, max_grad_norm=0.5, save_strategy="no",
+        report_to="none", disable_tqdm=True, logging_steps=1, use_cpu=True,
+    )  # fmt: skip
+    listens = Listens()
+    trainer = Trainer(Regression(), args, train_dataset=DATA, callbacks=[listens])
+    listens.trainer = trainer
+    trainer.train()
+    logged = [entry["grad_norm"] for entry in trainer.state.log_history[:-1]]
+    assert listens.norms == pytest.approx(logged)
