@@ -641,15 +641,36 @@ nccl_precede(ct_comm *op, void *stream, ct_error *err)
 
 /* ---- joining, splitting and leaving ---------------------------------------------- */
 
+static const double LEAVE_SECONDS = 5.0;
+
+/* Collectives that streams wait for may end in a while; then the communicator is
+ * aborted, or freeing memory would wait for a rank that has gone. */
+static void
+let_end(member *comm)
+{
+    const ct_deadline deadline = ct_deadline_after(LEAVE_SECONDS);
+    ct_error unused;
+    bool ended = true;
+    while (comm->first != NULL && comm->handle != NULL) {
+        if (look_in_time(comm, &comm->first->done, "leave the group", deadline, &ended,
+                         &unused) == CT_OK &&
+            ended) {
+            drop_first(comm);
+        }
+        (void)sched_yield();
+    }
+    while (comm->first != NULL) {
+        drop_first(comm);
+    }
+}
+
 static void
 nccl_free(ct_comm *op)
 {
     member *comm = (member *)op;
     if (ct_comm_is_here(op)) { /* a forked child has neither NCCL's threads nor CUDA */
         watch_end(comm);
-        while (comm->first != NULL) {
-            drop_first(comm);
-        }
+        let_end(comm);
         (void)pthread_mutex_destroy(&comm->lock);
         if (comm->handle != NULL) {
             (void)comm->nccl->destroy(comm->handle);

@@ -157,6 +157,7 @@ const ct_device ct_device_cuda = {
     ct_cuda_norm,
     ct_cuda_norms,
     ct_cuda_clip,
+    ct_cuda_decide,
     ct_cuda_update,
     ct_cuda_table_reserve,
     ct_cuda_table_release,

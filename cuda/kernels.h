@@ -9,6 +9,7 @@ CT_BEGIN_DECLS
 ct_norm_fn ct_cuda_norm;
 ct_norms_fn ct_cuda_norms;
 ct_clip_fn ct_cuda_clip;
+ct_decide_fn ct_cuda_decide;
 ct_update_fn ct_cuda_update;
 ct_table_reserve_fn ct_cuda_table_reserve;
 ct_table_release_fn ct_cuda_table_release;

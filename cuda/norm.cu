@@ -183,8 +183,15 @@ clip_kernel(const ct_clip_request request, ct_norm_kind kind, const double *part
 {
     const double sum = ct_list_sum(kind, partials, n, 1);
     if (threadIdx.x == 0) {
-        *outcome = ct_clip_outcome_of(&request, kind, sum);
+        *outcome = ct_clip_outcome_of(&request, kind, sum, sum);
     }
+}
+
+CT_KERNEL
+decide_kernel(const ct_clip_request request, ct_norm_kind kind, const double *sum,
+              const double *all, ct_clip_outcome *outcome)
+{
+    *outcome = ct_clip_outcome_of(&request, kind, *sum, *all);
 }
 
 /* Folds each operand's partial sums, a block for each operand. */
@@ -326,6 +333,15 @@ ct_cuda_clip(void *stream, ct_scratch *scratch, const ct_clip_request *request,
     }
     CT_LAUNCH(clip_kernel, 1, ct_cuda_block_size, stream, *request, ct_norm_kind_of(p),
               (const double *)scratch->data, n_chunks, outcome);
+    return ct_cuda_launched("launch the factor of clipping", err);
+}
+
+ct_status
+ct_cuda_decide(void *stream, const ct_clip_request *request, const double *sum,
+               const double *all, ct_clip_outcome *outcome, ct_error *err)
+{
+    CT_LAUNCH(decide_kernel, 1, 1, stream, *request,
+              ct_norm_kind_of(request->norm_type), sum, all, outcome);
     return ct_cuda_launched("launch the factor of clipping", err);
 }
 

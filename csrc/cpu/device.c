@@ -6,6 +6,7 @@ const ct_device ct_device_cpu = {
     .norm = ct_cpu_norm,
     .norms = ct_cpu_norms,
     .clip = ct_cpu_clip,
+    .decide = ct_cpu_decide,
     .update = ct_cpu_update,
     .table_reserve = ct_cpu_table_reserve,
     .table_release = ct_cpu_table_release,

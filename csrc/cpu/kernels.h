@@ -126,6 +126,7 @@ void ct_partition_fold(const ct_partition *partition, const double *partial,
 ct_norm_fn ct_cpu_norm;
 ct_norms_fn ct_cpu_norms;
 ct_clip_fn ct_cpu_clip;
+ct_decide_fn ct_cpu_decide;
 ct_update_fn ct_cpu_update;
 ct_table_reserve_fn ct_cpu_table_reserve;
 ct_table_release_fn ct_cpu_table_release;

@@ -106,10 +106,20 @@ ct_cpu_clip(void *stream, ct_scratch *scratch, const ct_clip_request *request,
     ct_status status =
         ct_cpu_norm(stream, scratch, request->norm_type, spans, n_spans, &sum, err);
     if (status == CT_OK) {
-        *outcome =
-            ct_clip_outcome_of(request, ct_norm_kind_of(request->norm_type), sum);
+        status = ct_cpu_decide(stream, request, &sum, &sum, outcome, err);
     }
     return status;
+}
+
+ct_status
+ct_cpu_decide(void *stream, const ct_clip_request *request, const double *sum,
+              const double *all, ct_clip_outcome *outcome, ct_error *err)
+{
+    const ct_norm_kind kind = ct_norm_kind_of(request->norm_type);
+    (void)stream;
+    (void)err;
+    *outcome = ct_clip_outcome_of(request, kind, *sum, *all);
+    return CT_OK;
 }
 
 /* ---- each span by itself --------------------------------------------------------- */

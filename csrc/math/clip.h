@@ -19,8 +19,8 @@ typedef struct ct_clip_request {
 typedef struct ct_clip_outcome {
     double grad_norm; /* of all gradients, after unscaling, before clipping */
     double coef;      /* a factor of every gradient */
-    int finite;
-    int skip; /* the update writes nothing */
+    int finite;       /* on all ranks */
+    int skip;         /* the update writes nothing */
 } ct_clip_outcome;
 
 /* max_norm / (norm + 1e-6) clamped to 1, as in torch.nn.utils.clip_grad_norm_; 1 when
@@ -35,15 +35,17 @@ ct_clip_coef(double max_norm, double norm)
     return coef > 1.0 ? 1.0 : coef;
 }
 
-/* From the sum of a norm of kind CT_NORM_ONE, _TWO or _MAX. */
+/* From the sum of a norm of kind CT_NORM_ONE, _TWO or _MAX. all: a number that is
+ * finite where the sums of all ranks are. */
 CT_HD static inline ct_clip_outcome
-ct_clip_outcome_of(const ct_clip_request *request, ct_norm_kind kind, double sum)
+ct_clip_outcome_of(const ct_clip_request *request, ct_norm_kind kind, double sum,
+                   double all)
 {
     const double norm = kind == CT_NORM_TWO ? sqrt(sum) : sum;
     ct_clip_outcome outcome;
     outcome.grad_norm = norm / request->loss_scale;
     outcome.coef = ct_clip_coef(request->max_norm, outcome.grad_norm);
-    outcome.finite = norm < (double)INFINITY;
+    outcome.finite = norm < (double)INFINITY && all < (double)INFINITY;
     outcome.skip = !outcome.finite && !request->keep;
     return outcome;
 }

@@ -273,7 +273,7 @@ def data_parallel(model: Model, args: Args, group: _C.Communicator) -> Model:
     options = ddp_options(model, args)
     if inputs_stay(args):
         return wrappers.DataParallel(model, group, **options)
-    return wrappers.torch_data_parallel(model, args, **options)
+    return wrappers.on_gpu(model, group, args, **options)
 
 
 def ddp_options(model: Model, args: Args) -> dict[str, Any]:

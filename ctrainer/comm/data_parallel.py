@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ctrainer import _C
-from ctrainer.comm import parallel, processes, run
+from ctrainer.comm import nccl, parallel, processes, run
 from ctrainer.comm.run import world
+
+logger = logging.getLogger("ctrainer.comm")
 
 
 def is_wrapped(module: Any) -> bool:
@@ -67,8 +71,9 @@ class DataParallel(ModuleShown):
         ValueError: the ranks' modules differ, nothing is to be trained, or parameters
             are on several devices, or on a GPU without the plugin ctrainer._cuda.
         TypeError: a parameter is not of floating point.
-        RuntimeError: another rank fails, or stays away; in backward(): parameters got
-            no gradient, or got a second one.
+        RuntimeError: another rank fails, or stays away, or NCCL, which averages on
+            GPUs, cannot be found; in backward(): parameters got no gradient, or got a
+            second one.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
     Training", 2020.
@@ -101,6 +106,9 @@ class DataParallel(ModuleShown):
         _check(module)
         self.module = module
         self.communicator = world() if communicator is None else communicator
+        device = next(iter(parallel.trainable(module).values())).device
+        if device.type != "cpu":
+            nccl.serve(self.communicator, device)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -239,16 +247,34 @@ class DataParallel(ModuleShown):
         return parallel.shared_buffers(self.module) if self.broadcast_buffers else []
 
 
-def torch_data_parallel(module: nn.Module, args: Any, **options: Any) -> nn.Module:
-    """torch's wrapper, for a module on a GPU; joins torch.distributed's default group,
-    by args.ddp_backend or nccl, unless this process has."""
+def on_gpu(
+    module: nn.Module, communicator: _C.Communicator, args: Any, **options: Any
+) -> nn.Module:
+    """The wrapper of a module on a GPU: ours over NCCL, or torch's, with a warning that
+    says why, where the plugin or NCCL is missing. Scripts find torch.distributed's
+    default group joined, by args.ddp_backend or nccl, where torch has that."""
+    try:
+        nccl.serve(communicator, args.device, args.ddp_timeout)
+    except RuntimeError as error:
+        logger.warning(
+            "torch's DistributedDataParallel averages the gradients, and the host "
+            "waits for the GPU in each update: %s",
+            error,
+        )
+        _join_torch(args)
+        return DistributedDataParallel(module, device_ids=[args.device], **options)
+    if dist.is_nccl_available():
+        _join_torch(args)
+    return DataParallel(module, communicator, **options)
+
+
+def _join_torch(args: Any) -> None:
     place = run.place()
     if not processes.is_initialized():
         backend = args.ddp_backend or "nccl"
         processes.join(
             backend, "env://", place.rank, place.world_size, args.ddp_timeout
         )
-    return DistributedDataParallel(module, device_ids=[args.device], **options)
 
 
 def synchronize(module: nn.Module, communicator: _C.Communicator) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ctrainer import _C
 from ctrainer.comm.environment import DEFAULT_TIMEOUT_SECONDS
 from ctrainer.comm.run import place, world
@@ -31,10 +33,68 @@ def communicator(
     cuda = plugin()
     group = world() if over is None else over
     mine = _current_stream() if stream is None else stream
-    id = group.broadcast_bytes(cuda.comm_id() if group.rank == 0 else None, 0)
+    id = group.broadcast_bytes(_id_or_reason(cuda) if group.rank == 0 else None, 0)
+    if len(id) != _ID_BYTES:
+        raise RuntimeError(id.decode())
     return _C.plugin_communicator(
         cuda.plugin, id, group.rank, group.world_size, mine, timeout_seconds
     )
+
+
+def serve(
+    over: _C.Communicator,
+    device: torch.device,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> None:
+    """Have `over` use NCCL for tensors in the memory of the GPU `device`, on a stream
+    beside that of the computation. Every rank calls it; nothing is to be done for one
+    rank, a group over NCCL, or a second time.
+
+    Raises RuntimeError as communicator(), on all ranks.
+    """
+    if over.world_size == 1 or over.backend == "nccl" or over.gpu is not None:
+        return
+    for rank, reason in enumerate(over.gather_bytes(_why_not().encode())):
+        if reason:
+            raise RuntimeError(f"rank {rank}: {reason.decode()}")
+    over.serve_gpu(beside(over, device, timeout_seconds), ordinal(device))
+
+
+def ordinal(device: torch.device) -> int:
+    """The number of a GPU: the current one's for a device without."""
+    current = torch.accelerator.current_device_index()
+    return current if device.index is None else device.index
+
+
+def beside(
+    over: _C.Communicator,
+    device: torch.device,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> _C.Communicator:
+    """communicator() on a new stream of `device`, beside that of the computation."""
+    stream = torch.get_device_module(device).Stream()
+    _streams.append(stream)
+    return communicator(over, timeout_seconds, stream=int(stream.cuda_stream))
+
+
+_streams: list[Any] = []  # as long as the groups, which is as long as the process
+_ID_BYTES = 128
+
+
+def _why_not() -> str:
+    try:
+        plugin()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _id_or_reason(cuda: Any) -> bytes:
+    """A new group's id; where NCCL cannot make one, why, for all ranks to raise."""
+    try:
+        return bytes(cuda.comm_id())
+    except RuntimeError as error:
+        return str(error).encode().ljust(_ID_BYTES + 1)
 
 
 def plugin() -> Any:
@@ -51,7 +111,5 @@ def plugin() -> Any:
 
 def _current_stream() -> int:
     """torch's, on the GPU that has this rank's number on its machine."""
-    import torch
-
     torch.cuda.set_device(place().local_rank % torch.cuda.device_count())
     return int(torch.cuda.current_stream().cuda_stream)

@@ -210,12 +210,9 @@ def _on_gpu(over: _C.Communicator) -> _C.Communicator:
     """NCCL's group of the same ranks, on a stream beside that of the computation."""
     if over.backend == "nccl":
         return over
-    stream = torch.get_device_module().Stream()
-    _streams.append(stream)
-    return nccl.communicator(over, stream=int(stream.cuda_stream))
-
-
-_streams: list[Any] = []  # as long as the groups, which is as long as the process
+    there = torch.accelerator.current_accelerator()
+    assert there is not None  # where the parameters are
+    return nccl.beside(over, there)
 
 
 # The sharding group and the replicate group.

@@ -27,6 +27,10 @@ STREAMED(clip,
          (void *stream, ct_scratch *scratch, const ct_clip_request *request,
           const ct_span *spans, size_t n, ct_clip_outcome *outcome, ct_error *err),
          (NULL, scratch, request, spans, n, outcome, err))
+STREAMED(decide,
+         (void *stream, const ct_clip_request *request, const double *sum,
+          const double *all, ct_clip_outcome *outcome, ct_error *err),
+         (NULL, request, sum, all, outcome, err))
 STREAMED(update,
          (void *stream, ct_update_table *table, const ct_update *update, ct_error *err),
          (NULL, table, update, err))
@@ -120,6 +124,7 @@ static const ct_device ct_device_streamed = {
     .norm = streamed_norm,
     .norms = streamed_norms,
     .clip = streamed_clip,
+    .decide = streamed_decide,
     .update = streamed_update,
     .table_reserve = streamed_table_reserve,
     .table_release = streamed_table_release,

@@ -223,6 +223,24 @@ test_clip_reads_back_later()
     CHECK(outcome.grad_norm == sqrt(sum) / 2.0);
     CHECK(outcome.coef == 0.25 / (sqrt(sum) / 2.0 + 1e-6));
     CHECK(outcome.finite && !outcome.skip);
+    for (double all : {sum, (double)INFINITY, (double)NAN}) {
+        ct_clip_outcome there, here;
+        twin sums(CT_F64, 2, 0);
+        put(CT_F64, sums.host.data(), 0, sum);
+        put(CT_F64, sums.host.data(), 1, all);
+        sums.upload();
+        const double *on_device = (const double *)sums.on_device().data;
+        check_ok(ct_device_cuda.decide(stream(), &request, on_device, on_device + 1,
+                                       (ct_clip_outcome *)place.data, &err),
+                 err);
+        check_ok(
+            ct_device_cuda.transfer(stream(), &there, place.data, sizeof there, &err),
+            err);
+        check_ok(ct_device_cpu.decide(NULL, &request, &sum, &all, &here, &err), err);
+        CHECK(there.grad_norm == here.grad_norm && there.coef == here.coef);
+        CHECK(there.finite == here.finite && there.skip == here.skip);
+        CHECK(here.finite == (all == sum) && here.coef == outcome.coef);
+    }
     ct_device_cuda.read_release(&read);
     ct_device_cuda.scratch_release(&place);
     ct_device_cuda.scratch_release(&scratch);

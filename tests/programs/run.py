@@ -7,6 +7,11 @@ import os
 import sys
 from typing import Any
 
+if os.environ.get("CTRAINER_TEST_ON_DEVICE") == "1":
+    import on_device
+
+    on_device.emulate()
+
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 folder: str = sys.argv[1]
 options: dict[str, Any] = json.loads(sys.argv[2])

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 import time
 import types
@@ -22,7 +23,7 @@ class Stream:
     """torch.emul.Stream; its address has the name that CUDA's has."""
 
     def __init__(self) -> None:
-        self._stream = torch.Stream(torch.device("emul", 0))
+        self._stream = torch.Stream(torch.device("emul", Module.current_device()))
         self.cuda_stream = self._stream.native_handle
 
 
@@ -33,9 +34,10 @@ class Module(types.ModuleType):
     device = staticmethod(lambda device: contextlib.nullcontext())
     is_available = staticmethod(lambda: True)
     is_initialized = staticmethod(lambda: True)
-    device_count = staticmethod(lambda: 1)
-    current_device = staticmethod(lambda: 0)
-    set_device = staticmethod(lambda device: None)
+    # A rank's process has a device for each rank.
+    device_count = staticmethod(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    current_device = staticmethod(lambda: torch.accelerator.current_device_index())
+    set_device = staticmethod(torch.accelerator.set_device_index)
     manual_seed = manual_seed_all = staticmethod(lambda seed: None)
     _is_in_bad_fork = staticmethod(lambda: False)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
@@ -59,14 +61,14 @@ def _apply(
 
 @functools.cache
 def device() -> torch.device:
-    """The first of two devices, made once a process; `ctrainer._cuda` is their plugin
+    """The first of four devices, made once a process; `ctrainer._cuda` is their plugin
     from then on, and a Trainer trains there. Needs a process without the other
     emulation."""
     assert "_cuda" not in emulated_cuda.LOADED, "run pytest tests/device by itself"
     module = emulated_cuda.load("cuda-emul-torch", FOLDER / "_cuda.so")
     sys.modules["ctrainer._cuda"] = module
     _library()
-    ctypes.CDLL(str(FOLDER / "_cuda.so")).emul_set_devices(2)
+    ctypes.CDLL(str(FOLDER / "_cuda.so")).emul_set_devices(4)
     torch.utils.rename_privateuse1_backend("emul")
     torch._register_device_module("emul", Module("torch.emul"))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)

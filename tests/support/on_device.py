@@ -7,6 +7,7 @@ Trainer does not know the device and stays on the host.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,12 @@ launched: list[str] = []
 
 
 def pytest_configure() -> None:
+    os.environ["CTRAINER_TEST_ON_DEVICE"] = "1"  # for the ranks that tests start
+    emulate()
+
+
+def emulate() -> None:
+    """Trainers of this process choose the emulated device."""
     emulated_torch.device()
     for arguments in (ctrainer.TrainingArguments, transformers.TrainingArguments):
         arguments.use_cpu = property(lambda _: False, lambda *_: None)

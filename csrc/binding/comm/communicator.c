@@ -92,7 +92,54 @@ Communicator_close(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
+static const char Communicator_serve_gpu_doc[] =
+    "serve_gpu($self, group, ordinal, /)\n--\n\n"
+    "Use a group over NCCL of the same ranks for tensors in the memory of a GPU.\n\n"
+    "group: closed by this call, as it belongs to this one. ordinal: the GPU's.\n\n"
+    "Raises ValueError for a group of other ranks, one for the host's memory, or "
+    "where\n"
+    "there is one already.";
+
+static PyObject *
+Communicator_serve_gpu(PyObject *op, PyObject *args)
+{
+    ctpy_state *state = ctpy_state_borrow(op);
+    ct_comm *comm = ctpy_comm_borrow(state, op), *on_gpu;
+    PyObject *group;
+    int ordinal;
+    if (comm == NULL ||
+        !PyArg_ParseTuple(args, "O!i:serve_gpu", state->Communicator, &group,
+                          &ordinal) ||
+        (on_gpu = ctpy_comm_borrow(state, group)) == NULL) {
+        return NULL;
+    }
+    if (comm->ops->takes_device_memory || !on_gpu->ops->takes_device_memory ||
+        comm->on_gpu != NULL || ((Communicator *)group)->busy > 0 ||
+        comm->rank != on_gpu->rank || comm->world_size != on_gpu->world_size) {
+        return PyErr_Format(
+            PyExc_ValueError,
+            "rank %d of %d, by %s, cannot serve a GPU through rank %d of %d, by %s: "
+            "expected an idle group over NCCL of the same ranks, and only one",
+            comm->rank, comm->world_size, comm->ops->name, on_gpu->rank,
+            on_gpu->world_size, on_gpu->ops->name);
+    }
+    ((Communicator *)group)->comm = NULL;
+    on_gpu->owned_by = comm;
+    on_gpu->gpu = ordinal;
+    comm->on_gpu = on_gpu;
+    Py_RETURN_NONE;
+}
+
 /* ---- attributes ------------------------------------------------------------------ */
+
+static PyObject *
+Communicator_gpu(PyObject *op, void *Py_UNUSED(closure))
+{
+    const ct_comm *comm = ctpy_comm_borrow(ctpy_state_borrow(op), op);
+    return comm == NULL           ? NULL
+           : comm->on_gpu == NULL ? Py_NewRef(Py_None)
+                                  : PyLong_FromLong(comm->on_gpu->gpu);
+}
 
 static PyObject *
 Communicator_rank(PyObject *op, void *Py_UNUSED(closure))
@@ -654,6 +701,7 @@ Communicator_all_gather_padded(PyObject *op, PyObject *args, PyObject *kwargs)
 static PyGetSetDef Communicator_getset[] = {
     {"backend",    Communicator_backend,    NULL, "What carries it: 'self', 'python', ...",
      NULL                                                                                       },
+    {"gpu",        Communicator_gpu,        NULL, "The GPU of serve_gpu(), or None.",       NULL},
     {"rank",       Communicator_rank,       NULL, "This rank, in [0, world_size).",         NULL},
     {"world_size", Communicator_world_size, NULL, "How many ranks there are.",              NULL},
     {NULL,         NULL,                    NULL, NULL,                                     NULL},
@@ -674,6 +722,7 @@ static PyMethodDef Communicator_methods[] = {
     METHOD(gather_bytes, METH_O),
     METHOD(reduce, METH_VARARGS | METH_KEYWORDS),
     METHOD(reduce_scatter, METH_VARARGS | METH_KEYWORDS),
+    METHOD(serve_gpu, METH_VARARGS),
     METHOD(split, METH_VARARGS | METH_KEYWORDS),
     {NULL, NULL, 0, NULL},
 };
@@ -765,10 +814,8 @@ broadcast_on_device(ct_comm *comm, const ct_span *span, const ctpy_target *targe
     if (status != CT_OK) {
         return status;
     }
-    status = ct_comm_follow(comm, target->stream, err);
-    if (status == CT_OK) {
-        status = ct_comm_broadcast(there, &bytes, root, err);
-    }
+    const ct_request request = {.what = CT_BROADCAST, .root = root, .in = bytes};
+    status = ct_comm_enqueue(there, &request, target->stream, err);
     (void)ct_device_switch(target->device, &ordinal, &unused);
     ct_staged_fini(&staged);
     return status;

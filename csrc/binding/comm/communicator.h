@@ -63,8 +63,18 @@ ctpy_comm_takes(const ct_comm *comm, const ctpy_target *target)
     return target->device == &ct_device_cpu || comm->ops->takes_device_memory;
 }
 
-/* The group for spans in the target's memory: comm, or *staged over comm; the
- * caller ends *staged. */
+/* The group for spans in the target's memory: comm, or the group for a GPU's memory
+ * that comm owns; NULL where neither takes them. */
+static inline ct_comm *
+ctpy_comm_for(ct_comm *comm, const ctpy_target *target)
+{
+    ct_comm *on_gpu = comm->on_gpu;
+    return ctpy_comm_takes(comm, target)                      ? comm
+           : on_gpu != NULL && on_gpu->gpu == target->ordinal ? on_gpu
+                                                              : NULL;
+}
+
+/* ctpy_comm_for(), or *staged over comm; the caller ends *staged. */
 ct_comm *ctpy_comm_at(ct_comm *comm, const ctpy_target *target, ct_staged *staged);
 
 /* A group over a Python object with rank, world_size and

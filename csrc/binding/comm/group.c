@@ -127,8 +127,9 @@ ctpy_comm_span(ctpy_state *state, const ct_comm *comm, PyObject *op, const char 
 ct_comm *
 ctpy_comm_at(ct_comm *comm, const ctpy_target *target, ct_staged *staged)
 {
+    ct_comm *found = ctpy_comm_for(comm, target);
     ct_staged_init(staged, comm, target->device, target->stream);
-    return ctpy_comm_takes(comm, target) ? comm : &staged->base;
+    return found != NULL ? found : &staged->base;
 }
 
 /* ---- the beginning and the end of a group ---------------------------------------- */
@@ -184,6 +185,7 @@ void
 ctpy_comm_free(ct_comm *comm)
 {
     if (comm != NULL) {
+        ctpy_comm_free(comm->on_gpu);
         ct_history_free(comm->history);
         comm->ops->free(comm);
     }

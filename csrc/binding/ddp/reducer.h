@@ -65,11 +65,13 @@ grad_reducer_name(const GradReducer *self, Py_ssize_t param)
     return PyUnicode_AsUTF8(PyTuple_GET_ITEM(self->names, param));
 }
 
-/* The group that the core calls: the communicator's, or a staged group over that. */
+/* The group that the core calls: the communicator's for the memory of the gradients, or
+ * a staged group. */
 static inline ct_comm *
 grad_reducer_group(GradReducer *self, ct_comm *comm)
 {
-    return ctpy_comm_takes(comm, &self->target) ? comm : &self->staged.base;
+    ct_comm *found = ctpy_comm_for(comm, &self->target);
+    return found != NULL ? found : &self->staged.base;
 }
 
 /* The memory of the tensor `text`, on the parameters' device. 0, or -1 with an

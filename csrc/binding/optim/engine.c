@@ -776,8 +776,10 @@ ctpy_engine_apply(PyObject *engine, PyObject *op, const ct_step_config *config,
 static bool
 can_enqueue(const OptimEngine *self, const ct_step_config *config)
 {
+    const bool reached =
+        config->comm == NULL || config->comm->gpu == self->target.ordinal;
     return self->target.device != NULL && self->target.device != &ct_device_cpu &&
-           ct_step_can_enqueue(self->core, config);
+           reached && ct_step_can_enqueue(self->core, config);
 }
 
 bool

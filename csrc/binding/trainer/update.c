@@ -590,11 +590,11 @@ step_schedule(PyObject *op)
 
 /* ---- an update that a GPU is still busy with --------------------------------------
  *
- * A single rank, with nobody who looks at the norm or the gradients in between,
- * enqueues the update and counts the update as made. The result is awaited before a
- * log, an evaluation or a checkpoint, at the latest in the next update, after the GPU
- * has got the next forward and backward pass. Schedules other than ours cannot step
- * back. */
+ * With nobody who looks at the norm or the gradients in between, and one rank or a
+ * group over NCCL, the host enqueues the update and counts the update as made. The
+ * result is awaited before a log, an evaluation or a checkpoint, at the latest in the
+ * next update, after the GPU has got the next forward and backward pass. Schedules
+ * other than ours cannot step back. */
 
 static int
 steps_back(PyObject *op)
@@ -630,27 +630,57 @@ leave_pending(PyObject *op, ctpy_update *u)
     return 0;
 }
 
-/* 1: the update was enqueued; 0: the host has to measure first; or -1. */
+/* The ranks that have to agree, where their gradients are averages by now. *comm: their
+ * group for a GPU's memory; NULL: this rank is alone. 1; 0: the host has to see to it;
+ * or -1. */
+static int
+ranks_on_gpu(PyObject *op, const ctpy_update *u, ct_comm **comm)
+{
+    Trainer *self = (Trainer *)op;
+    *comm = NULL;
+    if (u->shards != NULL || ctpy_trainer_is_alone(op)) {
+        return u->shards == NULL;
+    }
+    ct_comm *group = ctpy_comm_borrow(ctpy_state_borrow(op), self->rank_group);
+    *comm = group == NULL ? NULL : group->on_gpu;
+    return group == NULL ? -1 : *comm == NULL ? 0 : averages_itself(op);
+}
+
+/* Whether the update can be enqueued, as far as this rank knows: then *config is the
+ * update's. 1, 0 or -1. */
+static int
+can_enqueue(PyObject *op, const ctpy_update *u, ct_step_config *config)
+{
+    *config = u->config;
+    if (u->engine == NULL || u->clip_first || u->logs_layers || u->scaler != NULL ||
+        u->blocks != NULL) {
+        return 0;
+    }
+    const int found = ranks_on_gpu(op, u, &config->comm);
+    return found <= 0                                    ? found
+           : !ctpy_engine_can_enqueue(u->engine, config) ? 0
+                                                         : steps_back(op);
+}
+
+/* 1: the update was enqueued; 0: the host has to measure first; or -1. All of several
+ * ranks do the same: what each can do was agreed on after the last update. */
 static int
 update_enqueue(PyObject *op, ctpy_update *u)
 {
+    Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
-    const bool others = u->scaler != NULL || u->blocks != NULL || u->shards != NULL ||
-                        !ctpy_trainer_is_alone(op);
-    if (u->engine == NULL || u->clip_first || u->logs_layers || others ||
-        !ctpy_engine_can_enqueue(u->engine, &u->config)) {
-        return 0;
-    }
-    const int can = steps_back(op);
-    if (can <= 0) {
-        return can;
+    ct_step_config config;
+    const int can = can_enqueue(op, u, &config);
+    self->can_enqueue = can > 0;
+    if (can <= 0 || !(self->agreed_enqueue || config.comm == NULL)) {
+        return can < 0 ? -1 : 0;
     }
     u->begun = true;
     if (ctpy_trainer_fire(op, names->str_on_pre_optimizer_step) < 0) {
         return -1;
     }
     const int done =
-        ctpy_engine_enqueue(u->engine, u->optimizer, &u->config, u->loss_scale);
+        ctpy_engine_enqueue(u->engine, u->optimizer, &config, u->loss_scale);
     if (done <= 0) {
         return done;
     }

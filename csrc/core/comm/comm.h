@@ -138,6 +138,10 @@ struct ct_comm {
     int world_size;
     unsigned splits; /* so far */
     void *stream;    /* of the device, for a backend that enqueues its work; or NULL */
+    /* For the memory of a GPU: a group of the same ranks, owned; or NULL. */
+    struct ct_comm *on_gpu;
+    struct ct_comm *owned_by; /* of such a group: the group for the host's memory */
+    int gpu;                  /* of such a group: the GPU's ordinal */
     ct_owner owner;
     ct_rank_names names;   /* of the ranks in messages */
     const ct_label *label; /* of the next collectives; the caller's; NULL: none */

@@ -77,5 +77,7 @@ ct_staged_fini(ct_staged *staged)
 ct_comm *
 ct_comm_of_host(ct_comm *comm)
 {
-    return comm->ops == &ops ? ((ct_staged *)comm)->inner : comm;
+    return comm->ops == &ops        ? ((ct_staged *)comm)->inner
+           : comm->owned_by != NULL ? comm->owned_by
+                                    : comm;
 }

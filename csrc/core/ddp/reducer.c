@@ -365,13 +365,16 @@ unpack(ct_reducer *r, const ct_comm *comm, size_t b, ct_error *err)
     return status;
 }
 
-/* Waits for the first turn that has not ended. */
+/* Orders what follows on the stream behind the first turn that is not settled; the host
+ * waits where the backend does not enqueue. */
 static ct_status
 settle_one(ct_reducer *r, ct_comm *comm, ct_error *err)
 {
     const size_t b = (size_t)r->turns[r->settled++];
+    ct_work *work = r->buckets[b].work;
     r->under_way -= bytes_of(r, b);
-    ct_status status = wait_for(r, comm, b, err);
+    r->buckets[b].work = NULL;
+    ct_status status = ct_comm_order(comm, work, r->stream, err);
     return status == CT_OK ? unpack(r, comm, b, err) : status;
 }
 

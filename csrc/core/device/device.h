@@ -19,7 +19,7 @@ CT_BEGIN_DECLS
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 25
+#define CT_DEVICE_VERSION 26
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -48,6 +48,12 @@ ct_norms_fn(void *stream, ct_scratch *scratch, double p, const ct_span *spans,
 typedef ct_status ct_clip_fn(void *stream, ct_scratch *scratch,
                              const ct_clip_request *request, const ct_span *spans,
                              size_t n_spans, ct_clip_outcome *outcome, ct_error *err);
+
+/* The same from sums that ct_norm_fn has computed and that ranks have added since: *sum
+ * is the norm's, and *all is finite where the sums of all ranks are. */
+typedef ct_status
+ct_decide_fn(void *stream, const ct_clip_request *request, const double *sum,
+             const double *all, ct_clip_outcome *outcome, ct_error *err);
 
 /* What is the same in consecutive updates, in the memory of a GPU. Starts as {0}. */
 typedef struct ct_update_table {
@@ -179,6 +185,7 @@ typedef struct ct_device {
     ct_norm_fn *norm;
     ct_norms_fn *norms;
     ct_clip_fn *clip;
+    ct_decide_fn *decide;
     ct_update_fn *update;
     ct_table_reserve_fn *table_reserve;
     ct_table_release_fn *table_release;

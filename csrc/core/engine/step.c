@@ -280,9 +280,13 @@ ct_step_can_enqueue(const ct_optim *optim, const ct_step_config *config)
     const ct_norm_kind kind = ct_norm_kind_of(norm_type(&config->clip));
     const bool exact_root =
         kind == CT_NORM_ONE || kind == CT_NORM_TWO || kind == CT_NORM_MAX;
-    return config->comm == NULL && config->nonfinite != CT_NONFINITE_STOP &&
-           !config->zero_grads && exact_root && !config->clip.by_group &&
-           !ct_clip_by_value(&config->clip) && ct_optim_can_defer(optim);
+    /* A sum of powers can be added up over ranks; NCCL's largest number is not NaN. */
+    const bool can_agree =
+        config->comm == NULL || (config->comm->ops->takes_device_memory &&
+                                 !(config->global_norm && kind == CT_NORM_MAX));
+    return can_agree && config->nonfinite != CT_NONFINITE_STOP && !config->zero_grads &&
+           exact_root && !config->clip.by_group && !ct_clip_by_value(&config->clip) &&
+           ct_optim_can_defer(optim);
 }
 
 ct_status
@@ -301,7 +305,8 @@ ct_step_enqueue(ct_optim *optim, void *stream, const ct_step_config *config,
     };
     ct_status status = check(config, loss_scale, err);
     if (status == CT_OK) {
-        status = ct_optim_clip(optim, stream, &request, &pass.outcome, err);
+        const ct_optim_ranks ranks = {config->comm, config->global_norm};
+        status = ct_optim_clip(optim, stream, &request, &ranks, &pass.outcome, err);
     }
     return status == CT_OK ? ct_optim_update(optim, stream, &pass, err) : status;
 }

@@ -65,7 +65,8 @@ typedef struct ct_step_config {
     ct_nonfinite nonfinite;
     bool zero_grads;
     ct_comm *comm;    /* ranks that step together, or NULL for a single rank;
-                         collectives take host memory */
+                         collectives take host memory, those of ct_step_enqueue the
+                         device's */
     bool global_norm; /* norms are over all ranks' gradients, for gradients in
                          shards; else each rank has norms of its own */
     double ema_decay; /* of parameters that have an average */
@@ -99,9 +100,10 @@ CT_NODISCARD ct_status ct_step_apply(ct_optim *optim, void *stream,
 
 /* ---- without a wait -------------------------------------------------------------- */
 
-/* Whether ct_step_enqueue can do the update: one rank, a norm of p = 1, 2 or Inf over
- * all gradients, no other clipping, and a policy other than CT_NONFINITE_STOP; and
- * ct_optim_can_defer of the optimizer. */
+/* Whether ct_step_enqueue can do the update: one rank, or a group for the device's
+ * memory; a norm of p = 1, 2 or Inf (not over ranks) over all gradients, no other
+ * clipping, and a policy other than CT_NONFINITE_STOP; and ct_optim_can_defer of the
+ * optimizer. */
 bool ct_step_can_enqueue(const ct_optim *optim, const ct_step_config *config);
 
 /* Measures and updates without waiting: the device decides whether anything is written.

@@ -588,19 +588,53 @@ ct_optim_can_defer(const ct_optim *optim)
     return can;
 }
 
+/* What optim->outcome holds. */
+typedef struct agreed_outcome {
+    ct_clip_outcome outcome;
+    double sum, all; /* of this rank, and of all ranks */
+} agreed_outcome;
+
+/* Without a global norm each rank's own is clipped, and a sum over the ranks shows
+ * whether all are finite. */
+static ct_status
+clip_on_ranks(ct_optim *optim, void *stream, const ct_clip_request *request,
+              const ct_optim_ranks *ranks, ct_error *err)
+{
+    const ct_device *device = optim->device;
+    agreed_outcome *const there = optim->outcome.data;
+    ct_grads *const grads = &optim->grads;
+    const ct_span own = {&there->sum, 1, CT_F64}, all = {&there->all, 1, CT_F64};
+    const ct_span *const added = ranks->global_norm ? &own : &all;
+    const ct_request add = {.what = CT_ALL_REDUCE, .op = CT_REDUCE_SUM, .in = *added};
+    ct_status status = device->norm(stream, &grads->scratch, request->norm_type,
+                                    grads->spans, grads->n, own.data, err);
+    if (status == CT_OK && !ranks->global_norm) {
+        status = device->copy(stream, &all, &own, 1, err);
+    }
+    if (status == CT_OK) {
+        status = ct_comm_enqueue(ranks->comm, &add, stream, err);
+    }
+    return status == CT_OK ? device->decide(stream, request, own.data, added->data,
+                                            &there->outcome, err)
+                           : status;
+}
+
 ct_status
 ct_optim_clip(ct_optim *optim, void *stream, const ct_clip_request *request,
-              const ct_clip_outcome **outcome, ct_error *err)
+              const ct_optim_ranks *ranks, const ct_clip_outcome **outcome,
+              ct_error *err)
 {
     const ct_device *device = optim->device;
     ct_grads *grads;
     ct_status status = ct_optim_grads(optim, &grads, err);
     if (status == CT_OK) {
-        status = device->scratch_grow(&optim->outcome, sizeof **outcome, err);
+        status = device->scratch_grow(&optim->outcome, sizeof(agreed_outcome), err);
     }
     if (status == CT_OK) {
-        status = device->clip(stream, &grads->scratch, request, grads->spans, grads->n,
-                              optim->outcome.data, err);
+        status = ranks->comm != NULL
+                     ? clip_on_ranks(optim, stream, request, ranks, err)
+                     : device->clip(stream, &grads->scratch, request, grads->spans,
+                                    grads->n, optim->outcome.data, err);
     }
     *outcome = optim->outcome.data;
     return status == CT_OK ? device->read_begin(stream, &optim->read, *outcome,

@@ -158,10 +158,18 @@ CT_NODISCARD ct_status ct_optim_update(ct_optim *optim, void *stream,
  */
 bool ct_optim_can_defer(const ct_optim *optim);
 
+/* The ranks of an update that is enqueued: all update, or none. */
+typedef struct ct_optim_ranks {
+    ct_comm *comm;    /* for the device's memory; NULL: a single rank */
+    bool global_norm; /* of p = 1 or 2, over the gradients of all ranks */
+} ct_optim_ranks;
+
 /* Enqueues the clipping of all gradients present, and the way of the outcome to the
- * host, for a ct_optim_update after that. *outcome is in the device's memory. */
+ * host, for a ct_optim_update after that. *outcome is in the device's memory. A
+ * collective of the ranks. */
 CT_NODISCARD ct_status ct_optim_clip(ct_optim *optim, void *stream,
                                      const ct_clip_request *request,
+                                     const ct_optim_ranks *ranks,
                                      const ct_clip_outcome **outcome, ct_error *err);
 
 /* Waits for the outcome of the last ct_optim_clip, and takes the counts of a skipped

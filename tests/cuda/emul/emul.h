@@ -85,12 +85,18 @@ void
 work_at_once(cudaStream_t stream, const char *name, const std::function<void()> &work);
 
 /* A collective: every rank's part is reached before `work` is done for all of them.
- * touch() says which memory is the rank's. */
+ * touch() says which memory is the rank's. Where the other ranks are processes, this
+ * one's part is the only one: when it is reached, send() is called once, and `work` is
+ * done when arrived() says that the others have sent theirs. A thread sees to that, as
+ * the host may be busy elsewhere. */
 struct meeting {
     size_t ranks;
     std::function<void()> work;
     std::vector<std::shared_ptr<struct operation>> parts; /* of those who have come */
     bool aborted;
+    std::function<void()> send; /* or empty: the ranks are threads of this process */
+    std::function<bool()> arrived;
+    bool sent;
 };
 void
 enqueue_part(cudaStream_t stream, const char *name, const std::shared_ptr<meeting> &all,

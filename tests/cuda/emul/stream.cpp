@@ -4,6 +4,7 @@
  * those that nobody made, as torch's. */
 #include "emul.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -11,6 +12,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <thread>
 
 namespace emul {
 
@@ -150,7 +152,7 @@ struct runner {
             return until(after);
         }
         if (it->all && !it->all->aborted) {
-            return meet(it);
+            return it->all->send ? meet_processes(it) : meet(it);
         }
         if (it->work && !it->all) {
             begin(*it);
@@ -171,6 +173,28 @@ struct runner {
         }
         depth--;
         return can;
+    }
+
+    bool meet_processes(const work_ptr &it)
+    {
+        const std::shared_ptr<meeting> all = it->all;
+        begin(*it);
+        it->work();
+        if (!all->sent) {
+            all->send();
+            all->sent = true;
+        }
+        if (!all->arrived()) {
+            close_memory();
+            if (may_wait) {
+                changed.wait_for(held, std::chrono::milliseconds(1));
+            }
+            return may_wait;
+        }
+        all->work();
+        end(it);
+        all->work = nullptr;
+        return true;
     }
 
     bool meet(const work_ptr &it)
@@ -207,6 +231,24 @@ run_until(held_lock &held, const work_ptr &target, bool may_wait)
 {
     runner it = {held, may_wait, 0};
     return it.until(target);
+}
+
+std::deque<work_ptr> &with_processes = *new std::deque<work_ptr>();
+
+void
+see_to_processes()
+{
+    for (;;) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        held_lock held(device_lock);
+        while (!with_processes.empty() && with_processes.front()->ended) {
+            with_processes.pop_front();
+        }
+        for (size_t i = 0; i < with_processes.size(); i++) {
+            const work_ptr it = with_processes[i];
+            (void)(it->ended || run_until(held, it, false));
+        }
+    }
 }
 
 bool
@@ -357,6 +399,11 @@ enqueue_part(cudaStream_t stream, const char *name, const std::shared_ptr<meetin
     made->all = all;
     all->parts.push_back(made);
     all->work = std::move(work);
+    if (all->send) {
+        static std::thread *const sees = new std::thread(see_to_processes);
+        (void)sees;
+        with_processes.push_back(made);
+    }
     changed.notify_all();
     finish_append(held, made);
 }

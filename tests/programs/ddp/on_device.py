@@ -112,6 +112,7 @@ def largest_difference(work: Callable[..., Values], options: dict[str, Any]) -> 
 told: dict[str, Any] = {
     name: largest_difference(replicated, options) for name, options in WAYS.items()
 }
+told["over NCCL"] = 0.0 if group.gpu == 0 else -1.0
 told["uneven"] = largest_difference(uneven, {})
 told["owned"] = largest_difference(owned, {})
 told["owned, fp16"] = largest_difference(owned, {"reduce_fp16": True})

@@ -1,17 +1,23 @@
-/* A libnccl.so.2 for the emulation: ranks are threads of one process, a collective is
- * worked out when the streams of all have come to it. It is opened as the real one is.
- */
+/* A libnccl.so.2 for the emulation: ranks are threads of one process, or processes of
+ * one machine, which send each other files in a folder that is the group's id. A
+ * collective is worked out when the streams of all have come to it, by each process for
+ * itself. It is opened as the real one is. */
 #include "../emul.h"
 #include "math/half.h"
 
 #include <atomic>
 #include <condition_variable>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <string>
+#include <unistd.h>
 #include <vector>
 
 namespace {
@@ -67,7 +73,8 @@ struct collective {
 };
 
 struct group {
-    std::map<size_t, std::shared_ptr<collective>> begun; /* by their number */
+    std::map<size_t, std::shared_ptr<collective>> begun;   /* by their number */
+    std::vector<std::shared_ptr<emul::meeting>> under_way; /* of processes */
     std::vector<wish> wishes;
     size_t joined = 0, arrived = 0, round = 0;
 };
@@ -79,7 +86,78 @@ std::map<std::string, group> groups;
 struct rank {
     group *of;
     size_t number, world_size, called;
+    std::string folder; /* of ranks that are processes; else empty */
+    std::string id;     /* of a group that is no split: a folder, too */
 };
+
+/* ---- ranks that are processes ---------------------------------------------------- */
+
+typedef std::vector<char> bytes;
+
+std::string
+file_of(const std::string &folder, const std::string &what, size_t rank)
+{
+    return folder + "/" + what + "." + std::to_string(rank);
+}
+
+void
+send(const std::string &folder, const std::string &what, size_t rank, const bytes &sent)
+{
+    const std::string file = file_of(folder, what, rank), part = file + ".part";
+    std::filesystem::create_directories(folder);
+    std::ofstream(part, std::ios::binary).write(sent.data(), (long)sent.size());
+    std::filesystem::rename(part, file);
+}
+
+bool
+all_sent(const std::string &folder, const std::string &what, size_t world_size)
+{
+    for (size_t r = 0; r < world_size; r++) {
+        if (access(file_of(folder, what, r).c_str(), F_OK) != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bytes
+received(const std::string &folder, const std::string &what, size_t rank)
+{
+    std::ifstream file(file_of(folder, what, rank), std::ios::binary);
+    return bytes(std::istreambuf_iterator<char>(file), {});
+}
+
+/* What each rank sends, as the host: every rank has to call it. */
+std::vector<bytes>
+exchange(const std::string &folder, const std::string &what, size_t rank,
+         size_t world_size, const bytes &sent)
+{
+    std::vector<bytes> all;
+    send(folder, what, rank, sent);
+    while (!all_sent(folder, what, world_size)) {
+        usleep(1000);
+    }
+    for (size_t r = 0; r < world_size; r++) {
+        all.push_back(received(folder, what, r));
+    }
+    return all;
+}
+
+template <typename T>
+bytes
+bytes_of(const T &value)
+{
+    return bytes((const char *)&value, (const char *)&value + sizeof value);
+}
+
+template <typename T>
+T
+value_of(const bytes &from)
+{
+    T value;
+    memcpy(&value, from.data(), sizeof value);
+    return value;
+}
 
 size_t
 size_of(int dtype)
@@ -180,6 +258,71 @@ collective_of(rank *me, size_t number)
     return it;
 }
 
+/* A rank's operands as another process has sent them: its results are thrown away. */
+struct remote {
+    bytes in, out;
+
+    remote(const bytes &from, const call &mine)
+    {
+        const size_t out_bytes = value_of<size_t>(from);
+        in = bytes(from.begin() + sizeof out_bytes, from.end());
+        out.resize(out_bytes * std::max<size_t>(mine.received.size(), 1));
+    }
+
+    call as_call(const call &mine)
+    {
+        call made = {in.data(), out.data(), in.size(), out.size(), {}, {}};
+        for (size_t r = 0; r < mine.sent.size(); r++) {
+            made.sent.push_back(in.data() + r * mine.in_bytes);
+            made.received.push_back(out.data() + r * mine.out_bytes);
+        }
+        return made;
+    }
+};
+
+bytes
+sent_by(const call &mine)
+{
+    bytes sent = bytes_of(mine.out_bytes);
+    for (const char *part : mine.sent) {
+        sent.insert(sent.end(), part, part + mine.in_bytes);
+    }
+    if (mine.sent.empty()) {
+        sent.insert(sent.end(), mine.in, mine.in + mine.in_bytes);
+    }
+    return sent;
+}
+
+template <typename Work>
+void
+enqueue_for_processes(rank *me, cudaStream_t stream, const char *name, const call &mine,
+                      Work work)
+{
+    const auto all = std::make_shared<emul::meeting>();
+    const rank self = *me;
+    const std::string number = std::to_string(me->called);
+    const std::string before = std::to_string(me->called - 1);
+    me->called++;
+    all->ranks = 1;
+    all->send = [=] { send(self.folder, number, self.number, sent_by(mine)); };
+    all->arrived = [=] { return all_sent(self.folder, number, self.world_size); };
+    me->of->under_way.push_back(all);
+    emul::enqueue_part(
+        stream, name, all, [mine] { touch(mine); },
+        [=] {
+            std::vector<remote> others;
+            std::vector<call> calls;
+            others.reserve(self.world_size);
+            for (size_t r = 0; r < self.world_size; r++) {
+                others.emplace_back(received(self.folder, number, r), mine);
+                calls.push_back(r == self.number ? mine : others.back().as_call(mine));
+            }
+            work(calls);
+            /* All have come here, and so are done with the one before. */
+            std::filesystem::remove(file_of(self.folder, before, self.number));
+        });
+}
+
 /* work(calls): once, on the operands of all ranks. */
 template <typename Work>
 int
@@ -188,6 +331,10 @@ enqueue(rank *me, cudaStream_t stream, const char *name, const call &mine, int d
 {
     if (size_of(dtype) == 0) {
         return INVALID_ARGUMENT;
+    }
+    if (!me->folder.empty()) {
+        enqueue_for_processes(me, stream, name, mine, work);
+        return SUCCESS;
     }
     const std::shared_ptr<collective> it = collective_of(me, me->called++);
     it->calls[me->number] = mine;
@@ -225,9 +372,10 @@ int
 ncclGetUniqueId(id *made)
 {
     static std::atomic<uint64_t> count;
-    const uint64_t number = ++count;
     memset(made, 0, sizeof *made);
-    memcpy(made->bytes, &number, sizeof number);
+    snprintf(made->bytes, sizeof made->bytes, "%s/emulated-nccl-%d-%d",
+             std::filesystem::temp_directory_path().c_str(), (int)getpid(),
+             (int)++count);
     return SUCCESS;
 }
 
@@ -240,7 +388,19 @@ join(const std::string &name, size_t world_size, size_t number)
     it.joined++;
     changed.notify_all();
     changed.wait(held, [&] { return it.joined == world_size; });
-    return new rank{&it, number, world_size, 0};
+    return new rank{&it, number, world_size, 0, "", ""};
+}
+
+/* Every rank says which process it is. */
+static bool
+are_threads(const std::string &folder, size_t world_size, size_t number)
+{
+    bool same = true;
+    for (const bytes &it :
+         exchange(folder, "process", number, world_size, bytes_of(getpid()))) {
+        same = same && value_of<pid_t>(it) == getpid();
+    }
+    return same;
 }
 
 int
@@ -251,8 +411,11 @@ ncclCommInitRankConfig(rank **comm, int world_size, id of, int number,
         chosen->version != 21800 || chosen->blocking != 0) {
         return INVALID_ARGUMENT;
     }
-    *comm = join(std::string(of.bytes, sizeof of.bytes), (size_t)world_size,
-                 (size_t)number);
+    const auto ranks = (size_t)world_size, own = (size_t)number;
+    *comm = are_threads(of.bytes, ranks, own)
+                ? join(of.bytes, ranks, own)
+                : new rank{new group(), own, ranks, 0, of.bytes, ""};
+    (*comm)->id = of.bytes;
     return IN_PROGRESS;
 }
 
@@ -262,32 +425,59 @@ ncclCommSplit(rank *comm, int color, int key, rank **made, const config *)
     std::string name;
     size_t size = 0, number = 0;
     std::vector<wish> wishes;
-    {
-        const std::lock_guard<std::mutex> held(mutex);
-        comm->of->wishes[comm->number] = {color, key};
+    if (!comm->folder.empty()) {
+        const std::string what = "split" + std::to_string(comm->of->round++);
+        for (const bytes &it : exchange(comm->folder, what, comm->number,
+                                        comm->world_size, bytes_of(wish{color, key}))) {
+            wishes.push_back(value_of<wish>(it));
+        }
+        name = comm->folder + "-" + what + "-" + std::to_string(color);
     }
-    meet(comm);
-    {
-        const std::lock_guard<std::mutex> held(mutex);
-        wishes = comm->of->wishes;
-        name = "split " + std::to_string(comm->of->round) + " of " +
-               std::to_string((uintptr_t)comm->of) + " " + std::to_string(color);
+    else {
+        {
+            const std::lock_guard<std::mutex> held(mutex);
+            comm->of->wishes[comm->number] = {color, key};
+        }
+        meet(comm);
+        {
+            const std::lock_guard<std::mutex> held(mutex);
+            wishes = comm->of->wishes;
+            name = "split " + std::to_string(comm->of->round) + " of " +
+                   std::to_string((uintptr_t)comm->of) + " " + std::to_string(color);
+        }
+        meet(comm); /* before anybody asks for the next one */
     }
-    meet(comm); /* before anybody asks for the next one */
     for (size_t r = 0; r < wishes.size(); r++) {
         const bool before =
             wishes[r].key < key || (wishes[r].key == key && r < comm->number);
         size += wishes[r].color == color;
         number += wishes[r].color == color && before;
     }
-    *made = color == NO_COLOR ? nullptr : join(name, size, number);
+    *made = color == NO_COLOR      ? nullptr
+            : comm->folder.empty() ? join(name, size, number)
+                                   : new rank{new group(), number, size, 0, name, ""};
     return SUCCESS;
+}
+
+/* The last one clears up. */
+static void
+leave(const rank *comm)
+{
+    const std::string &folder = comm->folder.empty() ? comm->id : comm->folder;
+    if (!folder.empty()) {
+        std::error_code unused;
+        send(folder, "left", comm->number, {});
+        if (all_sent(folder, "left", comm->world_size)) {
+            std::filesystem::remove_all(folder, unused);
+        }
+    }
+    delete comm;
 }
 
 int
 ncclCommDestroy(rank *comm)
 {
-    delete comm;
+    leave(comm);
     return SUCCESS;
 }
 
@@ -296,9 +486,10 @@ ncclCommAbort(rank *comm)
 {
     fake_nccl_aborted++;
     for (size_t i = 0; i < comm->called; i++) {
-        emul::abort(collective_of(comm, i)->all);
+        emul::abort(comm->folder.empty() ? collective_of(comm, i)->all
+                                         : comm->of->under_way[i]);
     }
-    delete comm;
+    leave(comm);
     return SUCCESS;
 }
 

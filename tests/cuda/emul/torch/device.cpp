@@ -26,7 +26,7 @@ namespace {
 
 constexpr c10::DeviceType TYPE = c10::DeviceType::PrivateUse1;
 enum {
-    DEVICES = 2 /* at most */
+    DEVICES = 4 /* at most */
 };
 char default_streams[DEVICES]; /* no other call has their addresses by chance */
 thread_local c10::StreamId current_streams[DEVICES]; /* 0: the default one */
