@@ -183,7 +183,7 @@ clip_kernel(const ct_clip_request request, ct_norm_kind kind, const double *part
 {
     const double sum = ct_list_sum(kind, partials, n, 1);
     if (threadIdx.x == 0) {
-        *outcome = ct_clip_outcome_of(&request, kind, sum, sum);
+        ct_clip_decide_outcome(&request, kind, sum, sum, outcome);
     }
 }
 
@@ -191,7 +191,7 @@ CT_KERNEL
 decide_kernel(const ct_clip_request request, ct_norm_kind kind, const double *sum,
               const double *all, ct_clip_outcome *outcome)
 {
-    *outcome = ct_clip_outcome_of(&request, kind, *sum, *all);
+    ct_clip_decide_outcome(&request, kind, *sum, *all, outcome);
 }
 
 /* Folds each operand's partial sums, a block for each operand. */

@@ -118,7 +118,7 @@ ct_cpu_decide(void *stream, const ct_clip_request *request, const double *sum,
     const ct_norm_kind kind = ct_norm_kind_of(request->norm_type);
     (void)stream;
     (void)err;
-    *outcome = ct_clip_outcome_of(request, kind, *sum, *all);
+    ct_clip_decide_outcome(request, kind, *sum, *all, outcome);
     return CT_OK;
 }
 

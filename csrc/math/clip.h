@@ -14,6 +14,10 @@ typedef struct ct_clip_request {
     double max_norm;   /* 0 or Inf: no clipping */
     double loss_scale; /* > 0: the factor of the loss, and of the gradients */
     int keep;          /* gradients that are not finite update all the same */
+    /* Unless NULL, in the device's memory: becomes the factor of the next loss, which
+     * is scales[0], or scales[1] after gradients that are not finite. */
+    float *next_scale;
+    float scales[2];
 } ct_clip_request;
 
 typedef struct ct_clip_outcome {
@@ -37,9 +41,9 @@ ct_clip_coef(double max_norm, double norm)
 
 /* From the sum of a norm of kind CT_NORM_ONE, _TWO or _MAX. all: a number that is
  * finite where the sums of all ranks are. */
-CT_HD static inline ct_clip_outcome
-ct_clip_outcome_of(const ct_clip_request *request, ct_norm_kind kind, double sum,
-                   double all)
+CT_HD static inline void
+ct_clip_decide_outcome(const ct_clip_request *request, ct_norm_kind kind, double sum,
+                       double all, ct_clip_outcome *to)
 {
     const double norm = kind == CT_NORM_TWO ? sqrt(sum) : sum;
     ct_clip_outcome outcome;
@@ -47,7 +51,10 @@ ct_clip_outcome_of(const ct_clip_request *request, ct_norm_kind kind, double sum
     outcome.coef = ct_clip_coef(request->max_norm, outcome.grad_norm);
     outcome.finite = norm < (double)INFINITY && all < (double)INFINITY;
     outcome.skip = !outcome.finite && !request->keep;
-    return outcome;
+    *to = outcome;
+    if (request->next_scale != NULL) {
+        *request->next_scale = request->scales[!outcome.finite];
+    }
 }
 
 #endif

@@ -189,6 +189,11 @@ def add_device_loss(total: torch.Tensor | None, loss: torch.Tensor) -> torch.Ten
     return pair if total is None else total + pair
 
 
+def device_scale(total: torch.Tensor) -> torch.Tensor:
+    """A factor of losses, 1, where their sum lies."""
+    return torch.ones((), dtype=torch.float32, device=total.device)
+
+
 def read_device_loss(total: torch.Tensor, accumulation: int) -> tuple[float, int]:
     """The sum, and how many updates at least had a loss that is not finite."""
     value, bad = total.tolist()

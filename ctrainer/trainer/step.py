@@ -56,9 +56,21 @@ def training_step(
             weight = 1.0 / max(trainer.current_gradient_accumulation_steps, 1)
         if weight != 1.0 and not weighted:
             loss = loss * weight
-        scaler = trainer._loss_scaler
-        (loss if scaler is None else loss * scaler.scale).backward()
+        scale = _scale_of(trainer, loss)
+        (loss if scale is None else loss * scale).backward()
     return trainer._adapter.no_loss(loss) if empty else loss.detach()
+
+
+def _scale_of(trainer: TrainerRun, loss: Any) -> Any:
+    """The loss scale, None without: on the device where it depends on an update there,
+    of which the host does not know yet."""
+    if trainer._enqueued_scaler is not None:
+        scale = trainer._device_scale
+        if (loss.dtype, loss.device) == (scale.dtype, scale.device):
+            return scale
+        trainer._await_update()
+    scaler = trainer._loss_scaler
+    return None if scaler is None else scaler.scale
 
 
 def _is_weighted(trainer: TrainerRun, count: Any) -> bool:

@@ -132,15 +132,19 @@ enqueue(ct_optim *optim, const ct_step_config &config)
 {
     ct_step_result result;
     ct_error err;
+    twin next(CT_F32, 1, 0);
+    const ct_step_scale scale = {4.0, (float *)next.on_device().data, 8.0, 0.25};
     CHECK(ct_step_can_enqueue(optim, &config));
 #ifdef CT_EMUL
     const size_t waits = emul::seen.waits;
 #endif
-    check_ok(ct_step_enqueue(optim, stream(), &config, 4.0, &err), err);
+    check_ok(ct_step_enqueue(optim, stream(), &config, &scale, &err), err);
 #ifdef CT_EMUL
     CHECK(emul::seen.waits == waits);
 #endif
     check_ok(ct_step_await(optim, &result, &err), err);
+    put(CT_F32, next.host.data(), 0, result.finite ? 8.0 : 0.25);
+    CHECK(next.agree());
     return result;
 }
 
@@ -200,7 +204,9 @@ test_clip_reads_back_later()
     ct_scratch scratch = {}, place = {};
     ct_pending_read read = {};
     std::vector<ct_span> spans;
-    const ct_clip_request request = {2.0, 0.25, 2.0, 0};
+    const ct_clip_request request = {
+        2.0, 0.25, 2.0, 0, NULL, {0, 0}
+    };
     ct_clip_outcome outcome;
     double sum, *total;
     both.new_grads(1.0);

@@ -43,6 +43,15 @@ RUNS = st.fixed_dictionaries(
                 {"ema_decay": 0.9, "ema_update_freq": 2}, {"swa_start_update": 2},
             ]
         ),
+        "half": st.sampled_from(
+            [
+                {}, {}, {"fp16": True},
+                {"fp16": True, "loss_scaler": {
+                    "preset": "torch", "init_scale": 2.0**20, "growth_interval": 2}},
+                {"fp16": True, "loss_scaler": {
+                    "preset": "fairseq", "init_scale": 2.0**18, "scale_window": 3}},
+            ]
+        ),
     }
 )  # fmt: skip
 
@@ -53,7 +62,7 @@ def test_a_run_is_the_one_in_which_the_host_measures_first(
     tmp_path_factory: Any, options: dict[str, Any], bad: set[int]
 ) -> None:
     folder = tmp_path_factory.mktemp("runs")
-    options = {k: v for k, v in options.items() if k != "average"} | options["average"]
+    options |= options.pop("average") | options.pop("half")
     enqueued, notes = run(folder / "a", ctrainer.Trainer, bad, **options)
     measured, others = run(folder / "b", Measured, bad, **options)
     assert any(notes.enqueued[1:])
@@ -124,7 +133,29 @@ def test_whoever_asks_for_the_result_waits_for_it(tmp_path: Path) -> None:
     assert {"True", "False", "nan"} <= {x for x in found[0] if isinstance(x, str)}
 
 
-def test_a_hundred_updates_wait_for_nothing(tmp_path: Path) -> None:
+class Remembers(ctrainer.TrainerCallback):
+    step = -1
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **k: Any) -> None:
+        self.step = state.global_step
+
+
+def test_a_scale_without_room_to_fall_ends_the_run_where_it_would(
+    tmp_path: Path,
+) -> None:
+    scaler = {"preset": "fairseq", "init_scale": 64.0, "min_loss_scale": 8.0}
+    for cls in (ctrainer.Trainer, Measured):
+        remembers = Remembers()
+        with pytest.raises(FloatingPointError, match=r"Minimum loss scale reached"):
+            run(
+                tmp_path, cls, set(range(60)), fp16=True, loss_scaler=scaler,
+                max_steps=10, callbacks=[remembers],
+            )  # fmt: skip
+        assert remembers.step == 2
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_a_hundred_updates_wait_for_nothing(tmp_path: Path, fp16: bool) -> None:
     """The pass of the next update is on the device before the host asks for the last
     one's result."""
     if any_gpu.REAL:
@@ -132,7 +163,9 @@ def test_a_hundred_updates_wait_for_nothing(tmp_path: Path) -> None:
     gc.collect()  # releasing an engine waits for its last result
     waits = []
     for cls in (ctrainer.Trainer, Measured):
-        _, notes = run(tmp_path, cls, set(), max_steps=103, logging_strategy="no")
+        _, notes = run(
+            tmp_path, cls, set(), max_steps=103, logging_strategy="no", fp16=fp16
+        )
         waits.append(notes.waits[-1] - notes.waits[2])
     assert waits == [0, 100]  # those of measuring are counted
 
@@ -143,6 +176,6 @@ def test_ranks_enqueue_the_updates_that_they_would_measure(tmp_path: Path) -> No
         assert found["gpu"] == found["rank"]
         assert found["enqueued"] == {
             "plain": True, "clipped": True, "kept": True, "accumulated": True,
-            "averaged": True, "unused": True, "heard": False, "alone": True,
+            "averaged": True, "fp16": True, "unused": True, "heard": False, "alone": True,
         }  # fmt: skip
         assert found["waits"] == [0, 20]

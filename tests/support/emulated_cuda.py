@@ -18,13 +18,14 @@ LOADED: set[str] = set()  # what this process has
 
 
 def load(target: str = "cuda-emul-python", library: Path = LIBRARY) -> Any:
-    """ctrainer._cuda of the emulation, which make builds if need be; its NCCL, and a
-    device of torch, need its symbols."""
-    made = subprocess.run(
-        ["make", "-s", f"PY={sys.executable}", target], cwd=ROOT, capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
+    """ctrainer._cuda of the emulation, which make builds if need be, unless this is a
+    rank, whose test has; its NCCL, and a device of torch, need its symbols."""
+    if "RANK" not in os.environ:
+        made = subprocess.run(
+            ["make", "-s", f"PY={sys.executable}", target], cwd=ROOT,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert made.returncode == 0, made.stderr
     spec = importlib.util.spec_from_file_location("_cuda", library)
     assert spec is not None
     flags = sys.getdlopenflags()

@@ -92,6 +92,8 @@ def assert_same_runs(one: Any, other: Any) -> None:
         for t in (one, other)
     ]
     assert logs[0] == logs[1]
+    scalers = [t._loss_scaler and t._loss_scaler.state_dict() for t in (one, other)]
+    assert scalers[0] == scalers[1]
     if one.weight_average is not None:
         a, b = (t.weight_average.state_dict() for t in (one, other))
         for name, value in a.pop("averages").items():

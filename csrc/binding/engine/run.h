@@ -55,6 +55,13 @@ PyObject *ctpy_call_adapted(PyObject *op, PyObject *name, PyObject *const *args,
 PyObject *
 ctpy_ask_adapter(PyObject *op, PyObject *name, PyObject *const *args, size_t n);
 
+/* ---- loss_scaler.c ---- */
+
+/* The scale after an update without and with an overflow. 1; 0 where an overflow would
+ * raise, or for an object that is not exactly a LossScaler. */
+bool ctpy_scaler_foresee(ctpy_state *state, PyObject *scaler, double *clean,
+                         double *overflow);
+
 /* ---- targets ---- */
 
 /* Targets of a batch: labels that are not -100; -1 for a batch without labels to count,

@@ -625,18 +625,18 @@ typedef enum phase {
 } phase;
 
 static ct_status
-core_run(OptimEngine *self, phase what, const ct_step_config *config, double loss_scale,
-         ct_error *err)
+core_run(OptimEngine *self, phase what, const ct_step_config *config,
+         const ct_step_scale *scale, ct_error *err)
 {
     void *const stream = self->target.stream;
     ct_step_result *const result = &self->result;
     switch (what) {
     case MEASURE:
-        return ct_step_measure(self->core, stream, config, loss_scale, result, err);
+        return ct_step_measure(self->core, stream, config, scale->now, result, err);
     case APPLY:
-        return ct_step_apply(self->core, stream, config, loss_scale, result, err);
+        return ct_step_apply(self->core, stream, config, scale->now, result, err);
     case ENQUEUE:
-        return ct_step_enqueue(self->core, stream, config, loss_scale, err);
+        return ct_step_enqueue(self->core, stream, config, scale, err);
     default:
         return ct_step_await(self->core, result, err);
     }
@@ -644,7 +644,8 @@ core_run(OptimEngine *self, phase what, const ct_step_config *config, double los
 
 /* Runs a phase with the device current and without the GIL. */
 static int
-run(OptimEngine *self, phase what, const ct_step_config *config, double loss_scale)
+run(OptimEngine *self, phase what, const ct_step_config *config,
+    const ct_step_scale *scale)
 {
     ct_error err, unused;
     const ct_device *device = self->target.device;
@@ -653,7 +654,7 @@ run(OptimEngine *self, phase what, const ct_step_config *config, double loss_sca
     if (status == CT_OK) {
         hold_groups(self, true);
         Py_BEGIN_ALLOW_THREADS
-        status = core_run(self, what, config, loss_scale, &err);
+        status = core_run(self, what, config, scale, &err);
         Py_END_ALLOW_THREADS
         hold_groups(self, false);
         (void)ct_device_switch(device, &ordinal, &unused);
@@ -665,7 +666,8 @@ static int
 measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
     self->measured = false;
-    const int failed = run(self, MEASURE, config, loss_scale);
+    const ct_step_scale scale = {.now = loss_scale};
+    const int failed = run(self, MEASURE, config, &scale);
     self->measured = failed == 0;
     return failed;
 }
@@ -673,15 +675,16 @@ measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
 static int
 apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
-    return run(self, APPLY, config, loss_scale) < 0 ? -1
-           : self->result.updated                   ? optim_count_steps(self)
-                                                    : 0;
+    const ct_step_scale scale = {.now = loss_scale};
+    return run(self, APPLY, config, &scale) < 0 ? -1
+           : self->result.updated               ? optim_count_steps(self)
+                                                : 0;
 }
 
 static int
-enqueue(OptimEngine *self, const ct_step_config *config, double loss_scale)
+enqueue(OptimEngine *self, const ct_step_config *config, const ct_step_scale *scale)
 {
-    if (run(self, ENQUEUE, config, loss_scale) < 0) {
+    if (run(self, ENQUEUE, config, scale) < 0) {
         return -1;
     }
     self->enqueued = self->measured = true;
@@ -700,7 +703,7 @@ await(OptimEngine *self)
     }
     self->enqueued = false;
     self->busy++;
-    const int failed = run(self, AWAIT, NULL, 0.0);
+    const int failed = run(self, AWAIT, NULL, NULL);
     self->busy--;
     return failed ? -1 : self->result.updated ? 0 : optim_count_steps(self);
 }
@@ -790,16 +793,23 @@ ctpy_engine_can_enqueue(PyObject *engine, const ct_step_config *config)
 
 int
 ctpy_engine_enqueue(PyObject *engine, PyObject *op, const ct_step_config *config,
-                    double loss_scale)
+                    ct_step_scale *scale, PyObject *next_scale)
 {
     OptimEngine *self = (OptimEngine *)engine;
+    ctpy_view view = {0};
     if (begin(self, op) < 0) {
         return -1;
     }
     int result = can_enqueue(self, config);
-    if (result > 0 &&
-        (plan_operands(self, op) < 0 || enqueue(self, config, loss_scale) < 0 ||
-         note_step(self, op) < 0)) {
+    if (result > 0 && next_scale != NULL) {
+        result = ctpy_view_at(self->state, next_scale, "the loss scale", &self->target,
+                              &view) < 0
+                     ? -1
+                     : result;
+        scale->next = view.span.data;
+    }
+    if (result > 0 && (plan_operands(self, op) < 0 ||
+                       enqueue(self, config, scale) < 0 || note_step(self, op) < 0)) {
         result = -1;
     }
     end(self);

@@ -711,6 +711,7 @@ Trainer__call_loop(PyObject *op, PyObject *loop)
     self->batch_weight = 0.0;
     self->agreed_signal = 0;
     self->can_enqueue = self->agreed_enqueue = false;
+    Py_CLEAR(self->device_scale); /* the next run may be on another device */
     return output == NULL ? NULL : Py_BuildValue("(Ni)", output, number);
 }
 

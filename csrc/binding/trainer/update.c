@@ -621,10 +621,12 @@ leave_pending(PyObject *op, ctpy_update *u)
             return -1;
         }
         self->last_grad_norm = u->result.grad_norm;
-        return report_if_nonfinite(op, u);
+        return scaler_update(u, ctpy_state_borrow(op)) < 0 ? -1
+                                                           : report_if_nonfinite(op, u);
     }
     u->result.finite = u->result.updated = true;
     self->enqueued_due = u->average_due;
+    Py_XSETREF(self->enqueued_scaler, Py_XNewRef(u->scaler));
     Py_XSETREF(self->enqueued_average, Py_XNewRef(u->average));
     Py_XSETREF(self->enqueued_engine, Py_NewRef(u->engine));
     return 0;
@@ -646,20 +648,47 @@ ranks_on_gpu(PyObject *op, const ctpy_update *u, ct_comm **comm)
     return group == NULL ? -1 : *comm == NULL ? 0 : averages_itself(op);
 }
 
-/* Whether the update can be enqueued, as far as this rank knows: then *config is the
- * update's. 1, 0 or -1. */
+/* Has the device choose the factor of the next loss, where this update has one and the
+ * loss is there. 1, 0 or -1. */
 static int
-can_enqueue(PyObject *op, const ctpy_update *u, ct_step_config *config)
+foresee_scale(PyObject *op, const ctpy_update *u, ct_step_scale *scale)
 {
-    *config = u->config;
-    if (u->engine == NULL || u->clip_first || u->logs_layers || u->scaler != NULL ||
-        u->blocks != NULL) {
+    Trainer *self = (Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    *scale = (ct_step_scale){.now = u->loss_scale};
+    if (u->scaler == NULL) {
+        return 1;
+    }
+    if (!ctpy_scaler_foresee(names, u->scaler, &scale->clean, &scale->overflow)) {
         return 0;
     }
-    const int found = ranks_on_gpu(op, u, &config->comm);
-    return found <= 0                                    ? found
-           : !ctpy_engine_can_enqueue(u->engine, config) ? 0
-                                                         : steps_back(op);
+    if (self->device_scale == NULL) {
+        PyObject *total = ctpy_field(self->device_loss);
+        if (total == NULL) {
+            return 0;
+        }
+        PyObject *made = ctpy_ask_adapter(op, names->str_device_scale, &total, 1);
+        Py_DECREF(total);
+        Py_XSETREF(self->device_scale, made);
+    }
+    return self->device_scale == NULL ? -1 : 1;
+}
+
+/* Whether the update can be enqueued, as far as this rank knows: then *config and
+ * *scale are the update's. 1, 0 or -1. */
+static int
+can_enqueue(PyObject *op, const ctpy_update *u, ct_step_config *config,
+            ct_step_scale *scale)
+{
+    *config = u->config;
+    if (u->engine == NULL || u->clip_first || u->logs_layers || u->blocks != NULL) {
+        return 0;
+    }
+    int can = ranks_on_gpu(op, u, &config->comm);
+    if (can > 0) {
+        can = ctpy_engine_can_enqueue(u->engine, config) ? steps_back(op) : 0;
+    }
+    return can > 0 ? foresee_scale(op, u, scale) : can;
 }
 
 /* 1: the update was enqueued; 0: the host has to measure first; or -1. All of several
@@ -670,7 +699,8 @@ update_enqueue(PyObject *op, ctpy_update *u)
     Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
     ct_step_config config;
-    const int can = can_enqueue(op, u, &config);
+    ct_step_scale scale;
+    const int can = can_enqueue(op, u, &config, &scale);
     self->can_enqueue = can > 0;
     if (can <= 0 || !(self->agreed_enqueue || config.comm == NULL)) {
         return can < 0 ? -1 : 0;
@@ -679,8 +709,10 @@ update_enqueue(PyObject *op, ctpy_update *u)
     if (ctpy_trainer_fire(op, names->str_on_pre_optimizer_step) < 0) {
         return -1;
     }
+    PyObject *next = u->scaler == NULL ? NULL : Py_NewRef(self->device_scale);
     const int done =
-        ctpy_engine_enqueue(u->engine, u->optimizer, &config, u->loss_scale);
+        ctpy_engine_enqueue(u->engine, u->optimizer, &config, &scale, next);
+    Py_XDECREF(next);
     if (done <= 0) {
         return done;
     }
@@ -710,14 +742,19 @@ ctpy_await_update(PyObject *op)
     Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *engine = ctpy_field(self->enqueued_engine);
-    ct_step_result result;
+    ctpy_update u = {.scaler = ctpy_field(self->enqueued_scaler)};
     int64_t step;
     if (engine == NULL) {
         return 0;
     }
     Py_CLEAR(self->enqueued_engine);
-    const int failed = ctpy_engine_await(engine, &result);
+    Py_CLEAR(self->enqueued_scaler);
+    const int failed =
+        ctpy_engine_await(engine, &u.result) < 0 || scaler_update(&u, names) < 0;
+    const bool scaled = u.scaler != NULL;
+    const ct_step_result result = u.result;
     Py_DECREF(engine);
+    Py_XDECREF(u.scaler);
     if (failed) {
         return -1;
     }
@@ -733,7 +770,8 @@ ctpy_await_update(PyObject *op)
                    ctpy_field_int64(op, names->str_state, names->str_global_step,
                                     &step) < 0
                ? -1
-               : report_nonfinite(op, step);
+           : scaled ? 0
+                    : report_nonfinite(op, step);
 }
 
 static const char Trainer__await_update_doc[] =

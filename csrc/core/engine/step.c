@@ -291,19 +291,21 @@ ct_step_can_enqueue(const ct_optim *optim, const ct_step_config *config)
 
 ct_status
 ct_step_enqueue(ct_optim *optim, void *stream, const ct_step_config *config,
-                double loss_scale, ct_error *err)
+                const ct_step_scale *scale, ct_error *err)
 {
     const ct_clip_request request = {
         .norm_type = norm_type(&config->clip),
         .max_norm = config->clip.max_norm,
-        .loss_scale = loss_scale,
+        .loss_scale = scale->now,
         .keep = config->nonfinite == CT_NONFINITE_KEEP,
+        .next_scale = scale->next,
+        .scales = {(float)scale->clean, (float)scale->overflow},
     };
     ct_optim_pass pass = {
-        .grad_scale = 1.0 / loss_scale,
+        .grad_scale = 1.0 / scale->now,
         .ema_decay = config->ema_decay,
     };
-    ct_status status = check(config, loss_scale, err);
+    ct_status status = check(config, scale->now, err);
     if (status == CT_OK) {
         const ct_optim_ranks ranks = {config->comm, config->global_norm};
         status = ct_optim_clip(optim, stream, &request, &ranks, &pass.outcome, err);

@@ -106,12 +106,19 @@ CT_NODISCARD ct_status ct_step_apply(ct_optim *optim, void *stream,
  * optimizer. */
 bool ct_step_can_enqueue(const ct_optim *optim, const ct_step_config *config);
 
+/* The factor of the loss, and what it becomes: the host does not know which. */
+typedef struct ct_step_scale {
+    double now;             /* > 0 */
+    float *next;            /* in the device's memory, or NULL: becomes... */
+    double clean, overflow; /* ... this, or that after Inf or NaN; rounded to float */
+} ct_step_scale;
+
 /* Measures and updates without waiting: the device decides whether anything is written.
  * The update is counted as made; ct_step_await waits for the norm and takes the counts
  * of a skipped update back. No other function of the optimizer is called in between. */
 CT_NODISCARD ct_status ct_step_enqueue(ct_optim *optim, void *stream,
-                                       const ct_step_config *config, double loss_scale,
-                                       ct_error *err);
+                                       const ct_step_config *config,
+                                       const ct_step_scale *scale, ct_error *err);
 CT_NODISCARD ct_status ct_step_await(ct_optim *optim, ct_step_result *result,
                                      ct_error *err);
 

@@ -201,10 +201,12 @@ enqueue(fixture *f, ct_step_config config, double loss_scale)
 {
     ct_step_result result;
     CHECK(ct_step_can_enqueue(f->optim, &config));
-    CHECK(ct_step_enqueue(f->optim, &ct_the_stream, &config, loss_scale, NULL) ==
-          CT_OK);
+    float next = 0.0f;
+    const ct_step_scale scale = {loss_scale, &next, 2.0 * loss_scale, 0.5};
+    CHECK(ct_step_enqueue(f->optim, &ct_the_stream, &config, &scale, NULL) == CT_OK);
     CHECK(ct_optim_params_borrow(f->optim)[0].step == 1); /* for all that is known */
     CHECK(ct_step_await(f->optim, &result, NULL) == CT_OK);
+    CHECK(next == (result.finite ? (float)(2.0 * loss_scale) : 0.5f));
     return result;
 }
 

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kept": {"nonfinite_policy": "keep"},
     "accumulated": {"gradient_accumulation_steps": 2},
     "averaged": {"ema_decay": 0.5, "ema_start_update": 3},
+    "fp16": {"fp16": True, "loss_scaler": {"init_scale": 2.0**20}},
     "unused": {"optim": "sgd", "model": Unused},
     "heard": {},
     "alone": {"ddp_find_unused_parameters": False},
