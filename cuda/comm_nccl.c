@@ -45,7 +45,6 @@ typedef struct member {
     staging staging;
     float *token; /* one element of the device's memory, for barrier */
     struct member *next_watched;
-    int ordinal; /* of the device */
     /* What the watching thread uses, too. */
     pthread_mutex_t lock;
     ct_nccl_handle handle;    /* NULL after an error */
@@ -195,7 +194,7 @@ look_after(member *comm)
         return; /* a call of NCCL may take long; the next round comes soon */
     }
     if (comm->first != NULL) {
-        (void)cudaSetDevice(comm->ordinal); /* or device 0 gets a context of its own */
+        (void)cudaSetDevice(comm->base.gpu); /* or device 0 gets a context of its own */
     }
     while (comm->first != NULL && ended) {
         const ct_work *work = comm->first;
@@ -701,7 +700,7 @@ member_new(const ct_comm_ops *ops, const ct_nccl *nccl, int rank, int world_size
                             "get memory", err);
     if (*status == CT_OK) {
         *status =
-            ct_cuda_check(cudaGetDevice(&made->ordinal), "ask for the device", err);
+            ct_cuda_check(cudaGetDevice(&made->base.gpu), "ask for the device", err);
     }
     if (*status == CT_OK) {
         *status = ct_cuda_check(

@@ -57,13 +57,7 @@ def serve(
     for rank, reason in enumerate(over.gather_bytes(_why_not().encode())):
         if reason:
             raise RuntimeError(f"rank {rank}: {reason.decode()}")
-    over.serve_gpu(beside(over, device, timeout_seconds), ordinal(device))
-
-
-def ordinal(device: torch.device) -> int:
-    """The number of a GPU: the current one's for a device without."""
-    current = torch.accelerator.current_device_index()
-    return current if device.index is None else device.index
+    over.serve_gpu(beside(over, device, timeout_seconds))
 
 
 def beside(

@@ -176,6 +176,7 @@ def test_ranks_enqueue_the_updates_that_they_would_measure(tmp_path: Path) -> No
         assert found["gpu"] == found["rank"]
         assert found["enqueued"] == {
             "plain": True, "clipped": True, "kept": True, "accumulated": True,
-            "averaged": True, "fp16": True, "unused": True, "heard": False, "alone": True,
+            "averaged": True, "fp16": True, "sharded": True, "sharded, fp16": True,
+            "unused": True, "heard": False, "alone": True,
         }  # fmt: skip
-        assert found["waits"] == [0, 20]
+        assert found["waits"] == {"": [0, 20], "full_shard": [0, 20]}

@@ -93,24 +93,20 @@ Communicator_close(PyObject *op, PyObject *Py_UNUSED(unused))
 }
 
 static const char Communicator_serve_gpu_doc[] =
-    "serve_gpu($self, group, ordinal, /)\n--\n\n"
-    "Use a group over NCCL of the same ranks for tensors in the memory of a GPU.\n\n"
-    "group: closed by this call, as it belongs to this one. ordinal: the GPU's.\n\n"
+    "serve_gpu($self, group, /)\n--\n\n"
+    "Use a group over NCCL of the same ranks for tensors in the memory of its GPU.\n\n"
+    "group: closed by this call, as it belongs to this one.\n\n"
     "Raises ValueError for a group of other ranks, one for the host's memory, or "
     "where\n"
     "there is one already.";
 
 static PyObject *
-Communicator_serve_gpu(PyObject *op, PyObject *args)
+Communicator_serve_gpu(PyObject *op, PyObject *group)
 {
     ctpy_state *state = ctpy_state_borrow(op);
-    ct_comm *comm = ctpy_comm_borrow(state, op), *on_gpu;
-    PyObject *group;
-    int ordinal;
-    if (comm == NULL ||
-        !PyArg_ParseTuple(args, "O!i:serve_gpu", state->Communicator, &group,
-                          &ordinal) ||
-        (on_gpu = ctpy_comm_borrow(state, group)) == NULL) {
+    ct_comm *comm = ctpy_comm_borrow(state, op);
+    ct_comm *on_gpu = comm == NULL ? NULL : ctpy_comm_borrow(state, group);
+    if (on_gpu == NULL) {
         return NULL;
     }
     if (comm->ops->takes_device_memory || !on_gpu->ops->takes_device_memory ||
@@ -125,7 +121,6 @@ Communicator_serve_gpu(PyObject *op, PyObject *args)
     }
     ((Communicator *)group)->comm = NULL;
     on_gpu->owned_by = comm;
-    on_gpu->gpu = ordinal;
     comm->on_gpu = on_gpu;
     Py_RETURN_NONE;
 }
@@ -722,7 +717,7 @@ static PyMethodDef Communicator_methods[] = {
     METHOD(gather_bytes, METH_O),
     METHOD(reduce, METH_VARARGS | METH_KEYWORDS),
     METHOD(reduce_scatter, METH_VARARGS | METH_KEYWORDS),
-    METHOD(serve_gpu, METH_VARARGS),
+    METHOD(serve_gpu, METH_O),
     METHOD(split, METH_VARARGS | METH_KEYWORDS),
     {NULL, NULL, 0, NULL},
 };

@@ -639,9 +639,12 @@ static int
 ranks_on_gpu(PyObject *op, const ctpy_update *u, ct_comm **comm)
 {
     Trainer *self = (Trainer *)op;
-    *comm = NULL;
-    if (u->shards != NULL || ctpy_trainer_is_alone(op)) {
-        return u->shards == NULL;
+    *comm = u->config.comm;
+    if (u->shards != NULL) { /* groups of shards that are replicas decide alike */
+        return (*comm)->ops->takes_device_memory;
+    }
+    if (ctpy_trainer_is_alone(op)) {
+        return 1;
     }
     ct_comm *group = ctpy_comm_borrow(ctpy_state_borrow(op), self->rank_group);
     *comm = group == NULL ? NULL : group->on_gpu;

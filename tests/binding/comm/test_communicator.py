@@ -300,12 +300,12 @@ def test_a_gpu_is_served_by_a_group_over_nccl_alone() -> None:
     group = _C.Communicator()
     for other in (_C.Communicator(), group):
         with pytest.raises(ValueError, match="rank 0 of 1, by self, cannot serve"):
-            group.serve_gpu(other, 0)
+            group.serve_gpu(other)
         assert group.gpu is None
         assert other.world_size == 1
     with pytest.raises(TypeError, match="Communicator"):
-        group.serve_gpu(None, 0)  # type: ignore[arg-type]
+        group.serve_gpu(None)  # type: ignore[arg-type]
     closed = _C.Communicator()
     closed.close()
     with pytest.raises(ValueError, match="closed"):
-        group.serve_gpu(closed, 0)
+        group.serve_gpu(closed)

@@ -32,6 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"gradient_accumulation_steps": 2},
     "averaged": {"ema_decay": 0.5, "ema_start_update": 3},
     "fp16": {"fp16": True, "loss_scaler": {"init_scale": 2.0**20}},
+    "sharded": {"fsdp": "full_shard", "max_grad_norm": 0.05},
+    "sharded, fp16": {"fsdp": "full_shard", "fp16": True},
     "unused": {"optim": "sgd", "model": Unused},
     "heard": {},
     "alone": {"ddp_find_unused_parameters": False},
@@ -68,8 +70,12 @@ for name, options in CASES.items():
         runs[0].model.parameters(), runs[2].model.parameters(), strict=True
     ):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-7, equal_nan=True)
-waits = []
-for cls in (ctrainer.Trainer, Measured):
-    _, notes = run(f"{folder}/waits", cls, set(), max_steps=24, logging_strategy="no")
-    waits.append(notes.waits[-1] - notes.waits[3])
+waits: dict[str, list[int]] = {"": [], "full_shard": []}
+for fsdp, counted in waits.items():
+    for cls in (ctrainer.Trainer, Measured):
+        _, notes = run(
+            f"{folder}/waits", cls, set(), max_steps=24, logging_strategy="no",
+            fsdp=fsdp,
+        )  # fmt: skip
+        counted.append(notes.waits[-1] - notes.waits[3])
 tell({"rank": rank, "gpu": world().gpu, "enqueued": found, "waits": waits})
