@@ -99,7 +99,7 @@ ON_DEVICE := $(addprefix tests/python/,optim callbacks trainer/test_trainer_prec
     trainer/test_fp16_training.py $(addprefix fairseq/test_fairseq_, \
     optimizers.py sharding.py trainer.py))
 ALL_ON_DEVICE := $(addprefix tests/python/,optim callbacks fairseq trainer checkpoint \
-    evaluate data) tests/binding/trainer tests/binding/evaluate tests/parity
+    evaluate data bmuf ddp) tests/binding/trainer tests/binding/evaluate tests/parity
 test-device: ext $(TESTABLE) test-engine
 	$(PY) -m pytest tests/device
 	PYTHONPATH=tests/support $(PY) -m pytest -p on_device $(ON_DEVICE)

@@ -180,3 +180,15 @@ def test_ranks_enqueue_the_updates_that_they_would_measure(tmp_path: Path) -> No
             "unused": True, "heard": False, "alone": True,
         }  # fmt: skip
         assert found["waits"] == {"": [0, 20], "full_shard": [0, 20]}
+
+
+@pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each rank")
+@pytest.mark.parametrize("fsdp", ["", "full_shard"])
+def test_a_rank_that_dies_behind_its_update_is_named(tmp_path: Path, fsdp: str) -> None:
+    limit = 20
+    options: dict[str, Any] = {"ddp_timeout": limit, "logging_strategy": "no"}
+    first, last = ranks.run(tmp_path, "trainer.dies_on_gpu", fsdp=fsdp, **options)
+    assert (first.code, last.code) == (0, 9), first.output
+    error, seconds = first.told
+    assert "rank 1 (process" in error
+    assert seconds < limit + 10

@@ -33,6 +33,7 @@ LEFT_OUT = {
     "evaluate/test_trainer_eval.py::test_model_is_evaluated": "host's batches",
     "evaluate/test_trainer_eval.py::test_memory": "the device's memory is the host's",
     "trainer/test_trainer_failures.py::test_a_hook_may_replace": "a model on the host",
+    "trainer/test_ranks_training.py": "accelerate asks for torch's own NCCL",
     "fairseq/test_fairseq_facts.py::TestConstruction": "says that there is no device",
     "fairseq/test_fairseq_program.py::test_a_killed_run": "it is killed on the host",
     "parity/test_evaluation.py": PEERS_BITS,

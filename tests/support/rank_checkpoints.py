@@ -60,7 +60,7 @@ OF_BLOCKS: dict[str, Any] = {
 def weights(trainer: Any) -> str:
     digest = hashlib.sha256()
     for parameter in trainer.model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(parameter.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
