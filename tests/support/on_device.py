@@ -22,6 +22,7 @@ from ctrainer.adapters import torch_fairseq as tools
 # Why tests cannot run there, by the beginning of their names.
 PEERS_BITS = "transformers on the host has other bits than torch's operators one by one"
 TORCH_ALONE = "torch sets .data across devices for its own alone"
+NO_BACKEND = "torch.distributed has no backend for the device"
 LEFT_OUT = {
     "optim/test_optimizer_in_trainer.py::test_engine_and_step_agree": "host's batches",
     "optim/test_optimizer_in_trainer.py::test_the_norm_is_known": "it comes later",
@@ -34,6 +35,8 @@ LEFT_OUT = {
     "evaluate/test_trainer_eval.py::test_memory": "the device's memory is the host's",
     "trainer/test_trainer_failures.py::test_a_hook_may_replace": "a model on the host",
     "trainer/test_ranks_training.py": "accelerate asks for torch's own NCCL",
+    "fairseq/test_fairseq_ranks": NO_BACKEND,
+    "fairseq/test_fairseq_program_ranks.py": NO_BACKEND,
     "fairseq/test_fairseq_facts.py::TestConstruction": "says that there is no device",
     "fairseq/test_fairseq_program.py::test_a_killed_run": "it is killed on the host",
     "parity/test_evaluation.py": PEERS_BITS,
