@@ -250,10 +250,13 @@ class DataParallel(ModuleShown):
 def on_gpu(
     module: nn.Module, communicator: _C.Communicator, args: Any, **options: Any
 ) -> nn.Module:
-    """The wrapper of a module on a GPU: ours over NCCL, or torch's, with a warning that
-    says why, where the plugin or NCCL is missing. Scripts find torch.distributed's
-    default group joined, by args.ddp_backend or nccl, where torch has that."""
+    """The wrapper of a module on a GPU: ours over NCCL; torch's for another
+    args.ddp_backend or, with a warning that says why, where the plugin or NCCL is
+    missing. Scripts find torch.distributed's default group joined, by that backend or
+    nccl, where torch has it."""
     try:
+        if args.ddp_backend not in (None, "nccl"):
+            raise RuntimeError(f"ddp_backend is {args.ddp_backend!r}, and not nccl")
         nccl.serve(communicator, args.device, args.ddp_timeout)
     except RuntimeError as error:
         logger.warning(

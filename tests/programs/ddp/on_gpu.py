@@ -1,5 +1,7 @@
-"""A module on a GPU gets torch's own wrapper where the plugin is missing."""
+"""A module on a GPU gets torch's own wrapper for another backend than NCCL, and where
+the plugin is missing."""
 
+import logging
 from types import SimpleNamespace
 
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from ctrainer.comm import data_parallel, world
 
 given = []
+reasons = []
 
 
 def wrapper(module, device_ids, **options):  # this machine may have no GPU
@@ -17,9 +20,15 @@ def wrapper(module, device_ids, **options):  # this machine may have no GPU
     return torch.nn.parallel.DistributedDataParallel(module, **options)
 
 
+class Reasons(logging.Handler):
+    def emit(self, record):
+        reasons.append(str(record.args[0]))
+
+
 data_parallel.DistributedDataParallel = wrapper
-args = SimpleNamespace(device="cuda:7", ddp_backend="gloo", ddp_timeout=30)
-for _ in range(2):  # the second finds the group
+data_parallel.logger.addHandler(Reasons())
+for backend in ("gloo", None):  # the second finds the group
+    args = SimpleNamespace(device="cuda:7", ddp_backend=backend, ddp_timeout=30)
     module = nn.Linear(1, 1)
     wrapped = data_parallel.on_gpu(module, world(), args, bucket_cap_mb=3)
     wrapped(torch.full((1, 1), 2.0 * rank + 1)).sum().backward()
@@ -30,5 +39,6 @@ for _ in range(2):  # the second finds the group
             dist.get_backend(),
             given,
             module.weight.grad.item(),
+            reasons,
         ]
     )

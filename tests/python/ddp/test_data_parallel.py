@@ -128,4 +128,7 @@ def test_a_module_on_a_gpu_gets_torchs_wrapper_in_the_launchers_group(
 ) -> None:
     given = [["cuda:7"], {"bucket_cap_mb": 3}] * 2
     found = ranks.told(ranks.run(tmp_path, "ddp.on_gpu"))
-    assert found == [[rank, 2, "gloo", given, 2.0] for rank in range(2)]
+    for rank, (*facts, reasons) in enumerate(found):
+        assert facts == [rank, 2, "gloo", given, 2.0]
+        assert reasons[0] == "ddp_backend is 'gloo', and not nccl"
+        assert reasons[1].startswith("rank 0: NCCL needs ")
