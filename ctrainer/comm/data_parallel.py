@@ -257,7 +257,7 @@ def on_gpu(
     try:
         if args.ddp_backend not in (None, "nccl"):
             raise RuntimeError(f"ddp_backend is {args.ddp_backend!r}, and not nccl")
-        nccl.serve(communicator, args.device, args.ddp_timeout)
+        nccl.serve(communicator, args.device)
     except RuntimeError as error:
         logger.warning(
             "torch's DistributedDataParallel averages the gradients, and the host "

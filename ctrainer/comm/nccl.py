@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from ctrainer import _C
-from ctrainer.comm.environment import DEFAULT_TIMEOUT_SECONDS
+from ctrainer.comm import run
 from ctrainer.comm.run import place, world
 
 
 def communicator(
     over: _C.Communicator | None = None,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    timeout_seconds: float | None = None,
     *,
     stream: int | None = None,
 ) -> _C.Communicator:
@@ -21,8 +21,9 @@ def communicator(
 
     Every rank calls it. over: through which the ranks find each other; comm.world() by
     default. timeout_seconds: how long a rank waits for the others, here and in each
-    collective; then, or when NCCL reports a failure, the group is aborted, and the
-    RuntimeError names the collective and this rank. stream: the address of a CUDA
+    collective, by default as long as in those of comm.world(); then, or when NCCL
+    reports a failure, the group is aborted, and the RuntimeError names the collective
+    and this rank. stream: the address of a CUDA
     stream of the current device, as torch's `.cuda_stream`. Collectives are enqueued
     behind what is there; by default it is torch's current one on the GPU of this
     rank's number on its machine, which becomes the current device. Tensors and arrays
@@ -36,16 +37,13 @@ def communicator(
     id = group.broadcast_bytes(_id_or_reason(cuda) if group.rank == 0 else None, 0)
     if len(id) != _ID_BYTES:
         raise RuntimeError(id.decode())
+    seconds = run.timeout_seconds() if timeout_seconds is None else timeout_seconds
     return _C.plugin_communicator(
-        cuda.plugin, id, group.rank, group.world_size, mine, timeout_seconds
+        cuda.plugin, id, group.rank, group.world_size, mine, seconds
     )
 
 
-def serve(
-    over: _C.Communicator,
-    device: torch.device,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-) -> None:
+def serve(over: _C.Communicator, device: torch.device) -> None:
     """Have `over` use NCCL for tensors in the memory of the GPU `device`, on a stream
     beside that of the computation. Every rank calls it; nothing is to be done for one
     rank, a group over NCCL, or a second time.
@@ -57,18 +55,14 @@ def serve(
     for rank, reason in enumerate(over.gather_bytes(_why_not().encode())):
         if reason:
             raise RuntimeError(f"rank {rank}: {reason.decode()}")
-    over.serve_gpu(beside(over, device, timeout_seconds))
+    over.serve_gpu(beside(over, device))
 
 
-def beside(
-    over: _C.Communicator,
-    device: torch.device,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-) -> _C.Communicator:
+def beside(over: _C.Communicator, device: torch.device) -> _C.Communicator:
     """communicator() on a new stream of `device`, beside that of the computation."""
     stream = torch.get_device_module(device).Stream()
     _streams.append(stream)
-    return communicator(over, timeout_seconds, stream=int(stream.cuda_stream))
+    return communicator(over, stream=int(stream.cuda_stream))
 
 
 _streams: list[Any] = []  # as long as the groups, which is as long as the process

@@ -18,6 +18,7 @@ from ctrainer.comm.environment import (
 from ctrainer.runtime.fork import keep_torch_groups
 
 _joined: list[_C.Communicator] = []  # the group of the run, or nothing
+_seconds = [DEFAULT_TIMEOUT_SECONDS]  # how long its ranks wait for each other
 _is_child: list[int] = []  # this process, if it was forked off one that had joined
 
 
@@ -90,9 +91,15 @@ def unpickled(message: bytes, rank: int) -> Any:
 
 
 def _join(timeout_seconds: float | None) -> _C.Communicator:
-    return from_environment(
+    _seconds[:] = [
         DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
-    )
+    ]
+    return from_environment(*_seconds)
+
+
+def timeout_seconds() -> float:
+    """How long the ranks of the run wait for each other; 1800 where none has joined."""
+    return _seconds[0]
 
 
 def is_open(group: _C.Communicator) -> bool:

@@ -291,8 +291,8 @@ DEVICE = (
     Fixed(
         "csrc/binding/trainer/update.c",
         "negate a condition",
-        "if (can <= 0 || !(self->agreed_enqueue || config.comm == NULL)) {",
-        "if (can <= 0) {",
+        "if (config->comm == NULL || can < 0) {",
+        "if (config->comm != NULL || can < 0) {",
         "a rank enqueues what another measures",
         ENQUEUED,
     ),

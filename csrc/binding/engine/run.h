@@ -19,9 +19,6 @@ typedef struct Trainer {
 #include "binding/engine/fields.def"
     PyObject *signatures; /* dict: function -> what keywords it accepts; never NULL */
     int agreed_signal;    /* that all ranks know of; 0: none */
-    /* Whether this rank's last update could have been enqueued, and whether that held
-     * for all of several ranks when they agreed last. */
-    bool can_enqueue, agreed_enqueue;
 } Trainer;
 
 /* One train(), made by _inner_training_loop(). */

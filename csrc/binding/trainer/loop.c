@@ -64,8 +64,7 @@ ranks_begin(PyObject *op, ctpy_run *run, PyObject *batches, bool *enough)
 /* ---- agreement after an update, on requests of callbacks and signals --------------
  */
 
-/* What a control requests, a signal, and the way of updates; the first three are done
- * after an update. */
+/* What a control requests, and a signal; the first three are done after an update. */
 enum {
     LOG,
     EVALUATE,
@@ -73,7 +72,6 @@ enum {
     EPOCH_STOP,
     TRAINING_STOP,
     SIGNAL,
-    MEASURE, /* the next update on the host */
     WISHES
 };
 
@@ -140,14 +138,12 @@ ranks_agree(PyObject *op, bool *due)
         return -1;
     }
     had[SIGNAL] = ctpy_signal_requested();
-    had[MEASURE] = ((Trainer *)op)->can_enqueue ? 0.0 : 1.0;
     memcpy(wishes, had, sizeof wishes);
     if (ctpy_trainer_reduce(op, wishes, WISHES, CT_REDUCE_MAX) < 0) {
         return -1;
     }
     ctpy_signal_request((int)wishes[SIGNAL]);
     ((Trainer *)op)->agreed_signal = (int)wishes[SIGNAL];
-    ((Trainer *)op)->agreed_enqueue = wishes[MEASURE] == 0.0;
     *due = is_any_due(wishes);
     return grant_wishes(op, had, wishes);
 }
@@ -710,7 +706,6 @@ Trainer__call_loop(PyObject *op, PyObject *loop)
     self->in_update = false;
     self->batch_weight = 0.0;
     self->agreed_signal = 0;
-    self->can_enqueue = self->agreed_enqueue = false;
     Py_CLEAR(self->device_scale); /* the next run may be on another device */
     return output == NULL ? NULL : Py_BuildValue("(Ni)", output, number);
 }

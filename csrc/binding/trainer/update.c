@@ -632,23 +632,16 @@ leave_pending(PyObject *op, ctpy_update *u)
     return 0;
 }
 
-/* The ranks that have to agree, where their gradients are averages by now. *comm: their
- * group for a GPU's memory; NULL: this rank is alone. 1; 0: the host has to see to it;
- * or -1. */
-static int
-ranks_on_gpu(PyObject *op, const ctpy_update *u, ct_comm **comm)
+/* The group for a GPU's memory of the ranks that have to agree; NULL: there is none. */
+static ct_comm *
+gpu_group(PyObject *op, const ctpy_update *u)
 {
-    Trainer *self = (Trainer *)op;
-    *comm = u->config.comm;
+    const PyObject *group = ((Trainer *)op)->rank_group;
     if (u->shards != NULL) { /* groups of shards that are replicas decide alike */
-        return (*comm)->ops->takes_device_memory;
+        return u->config.comm->ops->takes_device_memory ? u->config.comm : NULL;
     }
-    if (ctpy_trainer_is_alone(op)) {
-        return 1;
-    }
-    ct_comm *group = ctpy_comm_borrow(ctpy_state_borrow(op), self->rank_group);
-    *comm = group == NULL ? NULL : group->on_gpu;
-    return group == NULL ? -1 : *comm == NULL ? 0 : averages_itself(op);
+    return ctpy_trainer_is_alone(op) ? NULL
+                                     : ((const Communicator *)group)->comm->on_gpu;
 }
 
 /* Has the device choose the factor of the next loss, where this update has one and the
@@ -683,36 +676,56 @@ static int
 can_enqueue(PyObject *op, const ctpy_update *u, ct_step_config *config,
             ct_step_scale *scale)
 {
+    const bool alone = u->shards == NULL && ctpy_trainer_is_alone(op);
+    int can = u->engine != NULL && !u->clip_first && !u->logs_layers;
     *config = u->config;
-    if (u->engine == NULL || u->clip_first || u->logs_layers || u->blocks != NULL) {
-        return 0;
+    config->comm = gpu_group(op, u);
+    if (can > 0 && !alone && u->shards == NULL) {
+        can = averages_itself(op);
     }
-    int can = ranks_on_gpu(op, u, &config->comm);
     if (can > 0) {
-        can = ctpy_engine_can_enqueue(u->engine, config) ? steps_back(op) : 0;
+        can = (alone || config->comm != NULL) &&
+              ctpy_engine_can_enqueue(u->engine, config);
+    }
+    if (can > 0) {
+        can = steps_back(op);
     }
     return can > 0 ? foresee_scale(op, u, scale) : can;
 }
 
-/* 1: the update was enqueued; 0: the host has to measure first; or -1. All of several
- * ranks do the same: what each can do was agreed on after the last update. */
+/* All ranks enqueue the update, or none does: a callback may be on one of them alone.
+ */
+static int
+ranks_can(PyObject *op, const ct_step_config *config, int can)
+{
+    double all = can;
+    if (config->comm == NULL || can < 0) {
+        return can;
+    }
+    return ctpy_trainer_reduce(op, &all, 1, CT_REDUCE_MIN) < 0 ? -1 : all > 0.0;
+}
+
+/* 1: the update was enqueued; 0: the host has to measure first; or -1. */
 static int
 update_enqueue(PyObject *op, ctpy_update *u)
 {
-    Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
     ct_step_config config;
     ct_step_scale scale;
-    const int can = can_enqueue(op, u, &config, &scale);
-    self->can_enqueue = can > 0;
-    if (can <= 0 || !(self->agreed_enqueue || config.comm == NULL)) {
-        return can < 0 ? -1 : 0;
+    if (u->blocks != NULL) {
+        return 0;
+    }
+    int can = can_enqueue(op, u, &config, &scale);
+    can = ranks_can(op, &config, can);
+    if (can <= 0) {
+        return can;
     }
     u->begun = true;
     if (ctpy_trainer_fire(op, names->str_on_pre_optimizer_step) < 0) {
         return -1;
     }
-    PyObject *next = u->scaler == NULL ? NULL : Py_NewRef(self->device_scale);
+    PyObject *next =
+        u->scaler == NULL ? NULL : Py_NewRef(((Trainer *)op)->device_scale);
     const int done =
         ctpy_engine_enqueue(u->engine, u->optimizer, &config, &scale, next);
     Py_XDECREF(next);
@@ -745,11 +758,12 @@ ctpy_await_update(PyObject *op)
     Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *engine = ctpy_field(self->enqueued_engine);
-    ctpy_update u = {.scaler = ctpy_field(self->enqueued_scaler)};
+    ctpy_update u = {0};
     int64_t step;
     if (engine == NULL) {
         return 0;
     }
+    u.scaler = ctpy_field(self->enqueued_scaler);
     Py_CLEAR(self->enqueued_engine);
     Py_CLEAR(self->enqueued_scaler);
     const int failed =
