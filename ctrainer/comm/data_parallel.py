@@ -254,15 +254,12 @@ def on_gpu(
     args.ddp_backend or, with a warning that says why, where the plugin or NCCL is
     missing. Scripts find torch.distributed's default group joined, by that backend or
     nccl, where torch has it."""
-    try:
-        if args.ddp_backend not in (None, "nccl"):
-            raise RuntimeError(f"ddp_backend is {args.ddp_backend!r}, and not nccl")
-        nccl.serve(communicator, args.device)
-    except RuntimeError as error:
+    reason = nccl.why_not_served(communicator, args)
+    if reason:
         logger.warning(
             "torch's DistributedDataParallel averages the gradients, and the host "
             "waits for the GPU in each update: %s",
-            error,
+            reason,
         )
         _join_torch(args)
         return DistributedDataParallel(module, device_ids=[args.device], **options)

@@ -58,6 +58,18 @@ def serve(over: _C.Communicator, device: torch.device) -> None:
     over.serve_gpu(beside(over, device))
 
 
+def why_not_served(over: _C.Communicator, args: Any) -> str:
+    """serve() for args.device, unless args.ddp_backend names another backend; "", or on
+    all ranks why not."""
+    if args.ddp_backend not in (None, "nccl"):
+        return f"ddp_backend is {args.ddp_backend!r}, and not nccl"
+    try:
+        serve(over, args.device)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def beside(over: _C.Communicator, device: torch.device) -> _C.Communicator:
     """communicator() on a new stream of `device`, beside that of the computation."""
     stream = torch.get_device_module(device).Stream()

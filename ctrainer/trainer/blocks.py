@@ -3,6 +3,7 @@ at the ends of blocks."""
 
 from __future__ import annotations
 
+import logging
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from ctrainer.trainer.checkpoint import add_object, of_rank, saved_object
 if TYPE_CHECKING:
     from ctrainer.trainer.run import TrainerRun
 
+logger = logging.getLogger("ctrainer.trainer")
 FILE = "blocks.pt"
 
 
@@ -26,6 +28,12 @@ def make_blocks(trainer: TrainerRun) -> None:
         return
     from ctrainer.bmuf import BMUF
 
+    if not trainer._inputs_stay:
+        from ctrainer.comm import nccl
+
+        reason = nccl.why_not_served(group, trainer.args)
+        if reason:
+            logger.warning("the sums of blocks go through the host: %s", reason)
     options = SimpleNamespace(**options_of(trainer.args, way))
     look = "nesterov" if way == "use_diloco" else None
     trainer._blocks = BMUF(options, trainer.optimizer, group, look=look)

@@ -4,11 +4,13 @@ where it is held against the original's formulas."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import any_gpu
 import pytest
+import ranks
 import torch
 from rank_threads import on_ranks
 
@@ -157,3 +159,12 @@ def test_blocks_over_nccl_are_behind_torchs_stream(name: str) -> None:
     for here, there in zip(on_host, any_gpu.on_nccl_ranks(train), strict=True):
         for a, b in zip(here, there, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each rank")
+def test_blocks_of_a_trainer_are_added_over_nccl(tmp_path: Path) -> None:
+    first, second = ranks.told(ranks.run(tmp_path, "bmuf.on_gpus"))
+    for found in (first, second):
+        assert found["gpu"]
+        assert found["same"]
+    assert first["weights"] == second["weights"]
