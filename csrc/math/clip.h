@@ -9,15 +9,17 @@
 #include "math/hd.h"
 #include "math/norm.h"
 
+#include <stddef.h>
+
 typedef struct ct_clip_request {
     double norm_type;  /* p of the norm: 1, 2 or Inf */
     double max_norm;   /* 0 or Inf: no clipping */
     double loss_scale; /* > 0: the factor of the loss, and of the gradients */
     int keep;          /* gradients that are not finite update all the same */
-    /* Unless NULL, in the device's memory: becomes the factor of the next loss, which
-     * is scales[0], or scales[1] after gradients that are not finite. */
+    /* Unless NULL, in the device's memory: becomes the factor of the next loss, clean
+     * or, after gradients that are not finite, overflow. */
     float *next_scale;
-    float scales[2];
+    float clean, overflow;
 } ct_clip_request;
 
 typedef struct ct_clip_outcome {
@@ -40,7 +42,7 @@ ct_clip_coef(double max_norm, double norm)
 }
 
 /* From the sum of a norm of kind CT_NORM_ONE, _TWO or _MAX. all: a number that is
- * finite where the sums of all ranks are. */
+ * finite if the sums of all ranks are. */
 CT_HD static inline void
 ct_clip_decide_outcome(const ct_clip_request *request, ct_norm_kind kind, double sum,
                        double all, ct_clip_outcome *to)
@@ -53,7 +55,7 @@ ct_clip_decide_outcome(const ct_clip_request *request, ct_norm_kind kind, double
     outcome.skip = !outcome.finite && !request->keep;
     *to = outcome;
     if (request->next_scale != NULL) {
-        *request->next_scale = request->scales[!outcome.finite];
+        *request->next_scale = outcome.finite ? request->clean : request->overflow;
     }
 }
 

@@ -94,7 +94,7 @@ def _join(timeout_seconds: float | None) -> _C.Communicator:
     _seconds[:] = [
         DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     ]
-    return from_environment(*_seconds)
+    return from_environment(_seconds[0])
 
 
 def timeout_seconds() -> float:

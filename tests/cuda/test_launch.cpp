@@ -94,9 +94,7 @@ test_a_thousand_tensors_take_three_launches()
     fixture f(CT_F32, 1);
     ct_scratch outcome = {};
     const ct_rule_coef coef = {};
-    const ct_clip_request request = {
-        2.0, 1.0, 1.0, false, NULL, {0, 0}
-    };
+    const ct_clip_request request = {2.0, 1.0, 1.0, false, NULL, 0, 0};
     std::vector<ct_update_span> spans(tensors);
     std::vector<ct_span> list(tensors);
     CHECK(ct_device_cuda.scratch_grow(&outcome, sizeof(ct_clip_outcome), NULL) ==

@@ -204,9 +204,7 @@ test_clip_reads_back_later()
     ct_scratch scratch = {}, place = {};
     ct_pending_read read = {};
     std::vector<ct_span> spans;
-    const ct_clip_request request = {
-        2.0, 0.25, 2.0, 0, NULL, {0, 0}
-    };
+    const ct_clip_request request = {2.0, 0.25, 2.0, 0, NULL, 0, 0};
     ct_clip_outcome outcome;
     double sum, *total;
     both.new_grads(1.0);

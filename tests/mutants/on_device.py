@@ -283,8 +283,8 @@ DEVICE = (
     Fixed(
         "csrc/math/clip.h",
         "swap operands",
-        "request->scales[!outcome.finite];",
-        "request->scales[outcome.finite];",
+        "outcome.finite ? request->clean : request->overflow;",
+        "outcome.finite ? request->overflow : request->clean;",
         "a loss scale grows where it has to fall",
         ENQUEUED,
     ),

@@ -64,7 +64,7 @@ ctpy_comm_takes(const ct_comm *comm, const ctpy_target *target)
 }
 
 /* The group for spans in the target's memory: comm, or the group for a GPU's memory
- * that comm owns; NULL where neither takes them. */
+ * that comm owns; NULL if neither does. */
 static inline ct_comm *
 ctpy_comm_for(ct_comm *comm, const ctpy_target *target)
 {

@@ -34,7 +34,7 @@ bool ctpy_engine_can_enqueue(PyObject *engine, const ct_step_config *config);
 /* Both phases without a wait for the device: 1, or 0 and nothing done for an update
  * that needs the host (ct_step_can_enqueue), or -1. The update counts as made until
  * ctpy_engine_await, the properties of the engine or the next update read the result.
- * next_scale: NULL, or a tensor of a float32, where scale->next will be. */
+ * next_scale: NULL, or a tensor of a float32, the place of scale->next. */
 int ctpy_engine_enqueue(PyObject *engine, PyObject *op, const ct_step_config *config,
                         ct_step_scale *scale, PyObject *next_scale);
 int ctpy_engine_await(PyObject *engine, ct_step_result *result);

@@ -644,8 +644,8 @@ gpu_group(PyObject *op, const ctpy_update *u)
                                      : ((const Communicator *)group)->comm->on_gpu;
 }
 
-/* Has the device choose the factor of the next loss, where this update has one and the
- * loss is there. 1, 0 or -1. */
+/* Has the device choose the factor of the next loss, if the run has a loss scaler and
+ * the loss is on the device. 1, 0 or -1. */
 static int
 foresee_scale(PyObject *op, const ctpy_update *u, ct_step_scale *scale)
 {

@@ -141,7 +141,7 @@ struct ct_comm {
     /* For the memory of a GPU: a group of the same ranks, owned; or NULL. */
     struct ct_comm *on_gpu;
     struct ct_comm *owned_by; /* of such a group: the group for the host's memory */
-    int gpu;                  /* whose memory it takes, where it takes a device's */
+    int gpu;                  /* the ordinal, of a group for a GPU's memory */
     ct_owner owner;
     ct_rank_names names;   /* of the ranks in messages */
     const ct_label *label; /* of the next collectives; the caller's; NULL: none */

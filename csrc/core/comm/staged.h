@@ -22,8 +22,8 @@ void ct_staged_init(ct_staged *staged, ct_comm *inner, const ct_device *device,
                     void *stream);
 void ct_staged_fini(ct_staged *staged);
 
-/* The group for spans in the host's memory: the group below a staged group, the one
- * that owns a group for a GPU's memory, else comm. */
+/* The group for spans in the host's memory: the group below a staged group, the
+ * owner of a group for a GPU's memory, else comm. */
 ct_comm *ct_comm_of_host(ct_comm *comm);
 
 CT_END_DECLS

@@ -365,8 +365,8 @@ unpack(ct_reducer *r, const ct_comm *comm, size_t b, ct_error *err)
     return status;
 }
 
-/* Orders what follows on the stream behind the first turn that is not settled; the host
- * waits where the backend does not enqueue. */
+/* Orders later work on the stream behind the first turn that is not settled; over a
+ * backend that does not enqueue, the host waits. */
 static ct_status
 settle_one(ct_reducer *r, ct_comm *comm, ct_error *err)
 {

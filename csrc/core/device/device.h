@@ -50,7 +50,7 @@ typedef ct_status ct_clip_fn(void *stream, ct_scratch *scratch,
                              size_t n_spans, ct_clip_outcome *outcome, ct_error *err);
 
 /* The same from sums that ct_norm_fn has computed and that ranks have added since: *sum
- * is the norm's, and *all is finite where the sums of all ranks are. */
+ * is the norm's, and *all is finite if the sums of all ranks are. */
 typedef ct_status
 ct_decide_fn(void *stream, const ct_clip_request *request, const double *sum,
              const double *all, ct_clip_outcome *outcome, ct_error *err);

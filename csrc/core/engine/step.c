@@ -299,7 +299,8 @@ ct_step_enqueue(ct_optim *optim, void *stream, const ct_step_config *config,
         .loss_scale = scale->now,
         .keep = config->nonfinite == CT_NONFINITE_KEEP,
         .next_scale = scale->next,
-        .scales = {(float)scale->clean, (float)scale->overflow},
+        .clean = (float)scale->clean,
+        .overflow = (float)scale->overflow,
     };
     ct_optim_pass pass = {
         .grad_scale = 1.0 / scale->now,

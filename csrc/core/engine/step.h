@@ -106,7 +106,7 @@ CT_NODISCARD ct_status ct_step_apply(ct_optim *optim, void *stream,
  * optimizer. */
 bool ct_step_can_enqueue(const ct_optim *optim, const ct_step_config *config);
 
-/* The factor of the loss, and what it becomes: the host does not know which. */
+/* The factor of the loss, and the two values of which the device chooses the next. */
 typedef struct ct_step_scale {
     double now;             /* > 0 */
     float *next;            /* in the device's memory, or NULL: becomes... */

@@ -588,7 +588,7 @@ ct_optim_can_defer(const ct_optim *optim)
     return can;
 }
 
-/* What optim->outcome holds. */
+/* The content of optim->outcome. */
 typedef struct agreed_outcome {
     ct_clip_outcome outcome;
     double sum, all; /* of this rank, and of all ranks */

@@ -85,10 +85,10 @@ void
 work_at_once(cudaStream_t stream, const char *name, const std::function<void()> &work);
 
 /* A collective: every rank's part is reached before `work` is done for all of them.
- * touch() says which memory is the rank's. Where the other ranks are processes, this
- * one's part is the only one: when it is reached, send() is called once, and `work` is
- * done when arrived() says that the others have sent theirs. A thread sees to that, as
- * the host may be busy elsewhere. */
+ * touch() names the rank's memory. If the other ranks are processes, there is one part:
+ * when the stream has reached the part, send() is called once, and `work` is done after
+ * arrived() has said that the other ranks have sent, too. A thread looks after such
+ * parts, as the host may be busy elsewhere. */
 struct meeting {
     size_t ranks;
     std::function<void()> work;
