@@ -160,6 +160,11 @@ def add_device_loss(total: tuple[float, int] | None, loss: Any) -> tuple[float, 
     return (value + loss, bad) if finite else (value, bad + 1)
 
 
+def device_scale(total: tuple[float, int]) -> float:
+    """A factor of losses, 1."""
+    return 1.0
+
+
 def read_device_loss(total: tuple[float, int], accumulation: int) -> tuple[float, int]:
     """The sum, and how many updates at least had a loss that is not finite."""
     return total[0], -(-total[1] // accumulation)
