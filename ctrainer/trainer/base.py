@@ -81,6 +81,18 @@ class TrainerBase(_C.Trainer):
     compute_objective: Callable[[dict[str, float]], Any]
     objective: Any
 
+    @property
+    def _loss_scaler(self) -> _C.LossScaler | None:
+        """The scale of an fp16 run's loss, which has counted the last update."""
+        if self._enqueued_scaler is not None:
+            self._await_update()
+        scaler: _C.LossScaler | None = _C.Trainer._loss_scaler.__get__(self)  # type: ignore[union-attr]
+        return scaler
+
+    @_loss_scaler.setter
+    def _loss_scaler(self, scaler: _C.LossScaler | None) -> None:
+        _C.Trainer._loss_scaler.__set__(self, scaler)  # type: ignore[union-attr]
+
     def is_local_process_zero(self) -> bool:
         """Return whether this is the first process of its machine."""
         return bool(self.args.local_process_index == 0)
@@ -356,6 +368,7 @@ _FIELDS = frozenset(
 _OF_PROCESS = frozenset(
     f"_{name}" for name in (
         "accelerator", "adapter", "batch_weight", "checkpoint_writer", "device_loss",
+        "device_scale", "enqueued_average", "enqueued_engine", "enqueued_scaler",
         "grad_metrics", "in_update", "rank_group", "staged_folder", "syncs_gradients",
         "writes_checkpoint",
     )
