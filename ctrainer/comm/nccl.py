@@ -36,7 +36,7 @@ def communicator(
     mine = _current_stream() if stream is None else stream
     id = group.broadcast_bytes(_id_or_reason(cuda) if group.rank == 0 else None, 0)
     if len(id) != _ID_BYTES:
-        raise RuntimeError(id.decode())
+        raise RuntimeError(id.decode().rstrip())
     seconds = run.timeout_seconds() if timeout_seconds is None else timeout_seconds
     return _C.plugin_communicator(
         cuda.plugin, id, group.rank, group.world_size, mine, seconds

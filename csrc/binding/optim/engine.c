@@ -666,8 +666,7 @@ static int
 measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
     self->measured = false;
-    const ct_step_scale scale = {.now = loss_scale};
-    const int failed = run(self, MEASURE, config, &scale);
+    const int failed = run(self, MEASURE, config, &(ct_step_scale){.now = loss_scale});
     self->measured = failed == 0;
     return failed;
 }
@@ -779,10 +778,10 @@ ctpy_engine_apply(PyObject *engine, PyObject *op, const ct_step_config *config,
 static bool
 can_enqueue(const OptimEngine *self, const ct_step_config *config)
 {
-    const bool reached =
-        config->comm == NULL || config->comm->gpu == self->target.ordinal;
+    const ct_comm *comm = config->comm;
     return self->target.device != NULL && self->target.device != &ct_device_cpu &&
-           reached && ct_step_can_enqueue(self->core, config);
+           (comm == NULL || comm->gpu == self->target.ordinal) &&
+           ct_step_can_enqueue(self->core, config);
 }
 
 bool
@@ -802,10 +801,9 @@ ctpy_engine_enqueue(PyObject *engine, PyObject *op, const ct_step_config *config
     }
     int result = can_enqueue(self, config);
     if (result > 0 && next_scale != NULL) {
-        result = ctpy_view_at(self->state, next_scale, "the loss scale", &self->target,
-                              &view) < 0
-                     ? -1
-                     : result;
+        const int failed = ctpy_view_at(self->state, next_scale, "the loss scale",
+                                        &self->target, &view);
+        result = failed ? -1 : result;
         scale->next = view.span.data;
     }
     if (result > 0 && (plan_operands(self, op) < 0 ||
