@@ -19,7 +19,7 @@ from typing import Any
 
 import bench_optimizers
 import torch
-from bench_update import MINILM, Shapes, of_torch, ours, tuned
+from bench_update import MAX_NORM, MINILM, Shapes, of_torch, ours, tuned
 from gpu_device import device, wait
 from torch.nn import Parameter
 
@@ -64,8 +64,20 @@ def graphed(params: list[Parameter]) -> Step:
     return graph_of(of_torch(params, fused=True, capturable=True))
 
 
+def ours_graphed(params: list[Parameter]) -> Step:
+    opt = optim.AdamW(params, lr=1e-4, capturable=True)
+    replay = graph_of(lambda: opt.step(max_norm=MAX_NORM, zero_grads=True))
+
+    def step() -> None:
+        opt.prepare_replay()
+        replay()
+
+    return step
+
+
 CONTESTANTS: dict[str, Callable[[list[Parameter]], Step]] = {
     "ctrainer": ours,
+    "a graph of ctrainer": ours_graphed,
     "torch fused": lambda params: of_torch(params, fused=True),
     "torch foreach": lambda params: of_torch(params, foreach=True),
     "torch tuned": tuned,

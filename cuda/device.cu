@@ -15,6 +15,21 @@
 
 bool (*ct_cuda_free_kept)(void) = NULL;
 
+/* While the thread's stream is captured, CUDA rejects calls that have nothing to do
+ * with the graph, unless the thread says that it knows. */
+struct outside_of_capture {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+
+    outside_of_capture()
+    {
+        (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    }
+    ~outside_of_capture()
+    {
+        (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    }
+};
+
 /* Waits: cudaFree, when a block is outgrown, until the device is idle. Doubling makes
  * that a handful of times in a process. */
 ct_status
@@ -23,6 +38,7 @@ ct_cuda_scratch_grow(ct_scratch *scratch, size_t bytes, ct_error *err)
     if (bytes <= scratch->bytes) {
         return CT_OK;
     }
+    const outside_of_capture outside;
     const size_t doubled = 2 * scratch->bytes;
     size_t wanted = bytes > doubled ? bytes : doubled;
     void *data = NULL;
@@ -81,6 +97,7 @@ ct_cuda_read(void *stream, const double *device_value, double *host, ct_error *e
 static ct_status
 open_read(ct_pending_read *read, ct_error *err)
 {
+    const outside_of_capture outside;
     ct_status status = CT_OK;
     if (read->host == NULL) {
         status = ct_cuda_check(
@@ -99,6 +116,32 @@ open_read(ct_pending_read *read, ct_error *err)
 }
 
 ct_status
+ct_cuda_capturing(void *stream, bool *capturing, ct_error *err)
+{
+    cudaStreamCaptureStatus answer = cudaStreamCaptureStatusNone;
+    ct_status status =
+        ct_cuda_check(cudaStreamIsCapturing((cudaStream_t)stream, &answer),
+                      "ask whether the stream is captured", err);
+    *capturing = answer != cudaStreamCaptureStatusNone;
+    return status;
+}
+
+/* Of a graph, each replay records the event. */
+static ct_status
+record(cudaStream_t stream, cudaEvent_t event, ct_error *err)
+{
+    bool capturing = false;
+    ct_status status = ct_cuda_capturing(stream, &capturing, err);
+    return status == CT_OK
+               ? ct_cuda_check(cudaEventRecordWithFlags(event, stream,
+                                                        capturing
+                                                            ? cudaEventRecordExternal
+                                                            : cudaEventRecordDefault),
+                               "record an event", err)
+               : status;
+}
+
+ct_status
 ct_cuda_read_begin(void *stream, ct_pending_read *read, const void *device_values,
                    size_t bytes, ct_error *err)
 {
@@ -110,14 +153,13 @@ ct_cuda_read_begin(void *stream, ct_pending_read *read, const void *device_value
                                                cudaMemcpyDeviceToHost, s),
                                "copy to the host", err);
     }
-    return status == CT_OK ? ct_cuda_check(cudaEventRecord((cudaEvent_t)read->event, s),
-                                           "record an event", err)
-                           : status;
+    return status == CT_OK ? record(s, (cudaEvent_t)read->event, err) : status;
 }
 
 ct_status
 ct_cuda_read_end(const ct_pending_read *read, void *values, ct_error *err)
 {
+    const outside_of_capture outside;
     ct_status status = ct_cuda_check(cudaEventSynchronize((cudaEvent_t)read->event),
                                      "wait for a copy to the host", err);
     if (status == CT_OK) {
@@ -178,6 +220,8 @@ const ct_device ct_device_cuda = {
     ct_cuda_read_begin,
     ct_cuda_read_end,
     ct_cuda_read_release,
+    ct_cuda_send,
+    ct_cuda_capturing,
     ct_cuda_scratch_grow,
     ct_cuda_scratch_release,
     ct_cuda_use,

@@ -30,6 +30,8 @@ ct_read_fn ct_cuda_read;
 ct_read_begin_fn ct_cuda_read_begin;
 ct_read_end_fn ct_cuda_read_end;
 ct_read_release_fn ct_cuda_read_release;
+ct_send_fn ct_cuda_send;
+ct_capturing_fn ct_cuda_capturing;
 ct_scratch_grow_fn ct_cuda_scratch_grow;
 ct_scratch_release_fn ct_cuda_scratch_release;
 ct_use_fn ct_cuda_use;

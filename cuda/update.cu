@@ -627,21 +627,20 @@ each_span(const ct_update &u, unsigned kind, F f)
     }
 }
 
-static ct_status
-upload(void *stream, const ct_cuda_update_operand *operands, size_t n, void *to,
-       ct_error *err)
+ct_status
+ct_cuda_send(void *stream, void *to, const void *from, size_t bytes, ct_error *err)
 {
-    const size_t words = n * sizeof *operands / sizeof(uint64_t);
+    const size_t words = bytes / sizeof(uint64_t);
     ct_status status = CT_OK;
     upload_batch batch;
     for (size_t i = 0, end; status == CT_OK && i < words; i = end) {
         const size_t most = sizeof batch.words / sizeof *batch.words;
         end = words - i < most ? words : i + most;
-        memcpy(batch.words, (const uint64_t *)operands + i,
+        memcpy(batch.words, (const uint64_t *)from + i,
                (end - i) * sizeof *batch.words);
         CT_LAUNCH(upload_kernel, 16, ct_cuda_block_size, stream, batch,
                   (uint64_t *)to + i, (uint32_t)(end - i));
-        status = ct_cuda_launched("launch a change of operands", err);
+        status = ct_cuda_launched("launch a copy of numbers to the device", err);
     }
     return status;
 }
@@ -674,8 +673,9 @@ fill_table(void *stream, ct_update_table *table, const ct_update &u, ct_error *e
     ct_status status = CT_OK;
     table->n = n > table->n ? n : table->n;
     if (first < end) {
-        status = upload(stream, &known[first], end - first,
-                        (ct_cuda_update_operand *)table->device.data + first, err);
+        status =
+            ct_cuda_send(stream, (ct_cuda_update_operand *)table->device.data + first,
+                         &known[first], (end - first) * sizeof *known, err);
     }
     if (status != CT_OK) {
         table->n = 0;

@@ -321,6 +321,15 @@ ct_cpu_read_release(ct_pending_read *read)
 }
 
 ct_status
+ct_cpu_capturing(void *stream, bool *capturing, ct_error *err)
+{
+    (void)stream;
+    (void)err;
+    *capturing = false;
+    return CT_OK;
+}
+
+ct_status
 ct_cpu_scratch_grow(ct_scratch *scratch, size_t bytes, ct_error *err)
 {
     return ct_grow(&scratch->data, &scratch->bytes, bytes, 1, err);

@@ -147,6 +147,7 @@ ct_read_fn ct_cpu_read;
 ct_read_begin_fn ct_cpu_read_begin;
 ct_read_end_fn ct_cpu_read_end;
 ct_read_release_fn ct_cpu_read_release;
+ct_capturing_fn ct_cpu_capturing;
 ct_scratch_grow_fn ct_cpu_scratch_grow;
 ct_scratch_release_fn ct_cpu_scratch_release;
 ct_use_fn ct_cpu_use;

@@ -24,7 +24,9 @@ _ARGUMENTS = {
     "instead of adding the decay to the gradient.",
     "foreach": _NO_EFFECT,
     "fused": _NO_EFFECT,
-    "capturable": "True raises ValueError: an update cannot be captured in a graph.",
+    "capturable": "On a GPU, let torch.cuda.graph() capture step(): see "
+    "prepare_replay(). On the CPU, and for optimizers that look at whole parameters or "
+    "keep numbers on the host (NAdam), step() raises ValueError.",
     "differentiable": "True raises ValueError: autograd does not see the update.",
     "precision": "master_weights, fp32_state, stochastic_rounding and rounding_seed "
     "for bf16 and fp16 parameters: see Precision.",

@@ -19,12 +19,11 @@ def given(arguments: dict[str, Any]) -> dict[str, Any]:
     others, without torch's options that are rejected here."""
     options = {k: v for k, v in arguments.items() if k not in ("self", "__class__")}
     options |= options.pop("precision")
-    for name in ("capturable", "differentiable"):
-        if options.pop(name, False):
-            raise ValueError(
-                f"{name}=True: this optimizer does not have it; leave it out, or use "
-                "torch.optim"
-            )
+    if options.pop("differentiable", False):
+        raise ValueError(
+            "differentiable=True: this optimizer does not have it; leave it out, or "
+            "use torch.optim"
+        )
     return options
 
 
@@ -177,6 +176,23 @@ class EngineOptimizer(torch.optim.Optimizer):
             clip_by_group,
         )
         return loss
+
+    def prepare_replay(self) -> None:
+        """Send the GPU the next update's constants, before a graph with step() replays.
+
+        With capturable=True, step() may be called while torch.cuda.graph() captures the
+        current stream, after one step() of the same parameters outside. From then on,
+        call this before each replay, on the stream of the replay: the update takes
+        learning rate, betas, weight decay and step count as they are now, to the bit as
+        step() would. The options of the captured step() stay.
+
+        Raises:
+            RuntimeError: no update was captured.
+            ValueError: gradients, parameters or their state are not in the memory that
+                the graph knows, as after load_state_dict() or zero_grad(); capture an
+                update again.
+        """
+        self._engine.prepare_replay(self)
 
     @property
     def grad_norm(self) -> float | None:

@@ -281,6 +281,63 @@ test_chunks_end_where_their_operand_does()
     CHECK(batch.n_chunks == of_first + 4);
 }
 
+/* More numbers than a launch carries. */
+static void
+test_numbers_are_free_when_they_are_sent()
+{
+    std::vector<double> numbers(9001), back(numbers.size());
+    const size_t bytes = numbers.size() * sizeof numbers[0];
+    void *there;
+    ct_error err;
+    for (size_t i = 0; i < numbers.size(); i++) {
+        numbers[i] = (double)i;
+    }
+    CHECK(cudaMalloc(&there, bytes) == cudaSuccess);
+    emul::reset();
+    CHECK(ct_device_cuda.send(other, there, numbers.data(), bytes, &err) == CT_OK);
+    CHECK(emul::seen.waits == 0);
+    std::fill(numbers.begin(), numbers.end(), -1.0);
+    CHECK(ct_device_cuda.transfer(other, back.data(), there, bytes, &err) == CT_OK);
+    for (size_t i = 0; i < back.size(); i++) {
+        CHECK(back[i] == (double)i);
+    }
+    CHECK(cudaFree(there) == cudaSuccess);
+}
+
+/* Work in a graph is done at each replay, and a value on its way to the host arrives
+ * after that. */
+static void
+test_a_graph_brings_values_to_the_host()
+{
+    const double one = 1.0;
+    double *x, value = 0.0;
+    ct_pending_read read = {};
+    bool capturing = true;
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t replayed;
+    ct_error err;
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    CHECK(cudaMalloc((void **)&x, sizeof *x) == cudaSuccess);
+    CHECK(ct_device_cuda.send(stream, x, &one, sizeof one, &err) == CT_OK);
+    CHECK(ct_device_cuda.capturing(stream, &capturing, &err) == CT_OK && !capturing);
+    const ct_span span = {x, 1, CT_F64};
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal) == cudaSuccess);
+    CHECK(ct_device_cuda.capturing(stream, &capturing, &err) == CT_OK && capturing);
+    CHECK(ct_device_cuda.scale(stream, 2.0, INFINITY, &span, 1, &err) == CT_OK);
+    CHECK(ct_device_cuda.read_begin(stream, &read, x, sizeof *x, &err) == CT_OK);
+    CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+    CHECK(cudaGraphInstantiate(&replayed, graph, 0) == cudaSuccess);
+    for (double expected = 2.0; expected < 20.0; expected *= 2.0) {
+        CHECK(cudaGraphLaunch(replayed, stream) == cudaSuccess);
+        CHECK(ct_device_cuda.read_end(&read, &value, &err) == CT_OK);
+        CHECK(value == expected);
+    }
+    ct_device_cuda.read_release(&read);
+    CHECK(cudaGraphExecDestroy(replayed) == cudaSuccess);
+    CHECK(cudaGraphDestroy(graph) == cudaSuccess && cudaFree(x) == cudaSuccess);
+}
+
 static void
 test_every_entry_of_the_table_is_there()
 {
@@ -299,6 +356,8 @@ main()
     test_every_entry_of_the_table_is_there();
     test_an_entry_enqueues_on_its_stream_and_does_not_wait();
     test_a_thousand_tensors_take_three_launches();
+    test_numbers_are_free_when_they_are_sent();
+    test_a_graph_brings_values_to_the_host();
     test_read_waits();
     test_nothing_to_do_launches_nothing();
     test_a_rejected_launch_is_reported();

@@ -193,6 +193,23 @@ test_threads_are_ordered_by_barriers_of_their_block()
     CHECK(has(said_of_a_launch(2, true), "race in threads"));
 }
 
+/* In the mode that is torch's, until the thread says that it knows. */
+static void
+test_a_capture_ends_at_a_call_that_has_nothing_to_do_with_it()
+{
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    const cudaStream_t stream = new_stream(), beside = new_stream();
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal) == cudaSuccess);
+    CHECK(has(said_by([] { (void)memory(); }), "cudaMalloc while a stream is"));
+    CHECK(has(said_by([&] { (void)cudaStreamSynchronize(beside); }), "Synchronize"));
+    CHECK(cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess);
+    CHECK(cudaFree(memory()) == cudaSuccess && mode == cudaStreamCaptureModeGlobal);
+    CHECK(cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess);
+    cudaGraph_t graph;
+    CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+    CHECK(cudaGraphDestroy(graph) == cudaSuccess);
+}
+
 static void
 test_a_copy_goes_where_its_kind_says()
 {
@@ -212,6 +229,7 @@ main()
 {
     test_nothing_is_done_before_somebody_waits();
     test_a_copy_goes_where_its_kind_says();
+    test_a_capture_ends_at_a_call_that_has_nothing_to_do_with_it();
 #ifdef __SANITIZE_ADDRESS__
     return 0; /* accesses are the sanitizer's to look at */
 #endif

@@ -46,6 +46,19 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, close: float = 0) -
     torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=limit, atol=limit)
 
 
+class Graph:
+    """A graph of the current stream's work: captured() is a context."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph() if REAL else emulated_torch.Graph()
+
+    def captured(self) -> Any:
+        return torch.cuda.graph(self._graph) if REAL else self._graph.captured()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
 RANKS = 2
 
 

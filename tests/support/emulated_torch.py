@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import emulated_cuda
@@ -107,6 +108,33 @@ def waits() -> int:
 def launches() -> int:
     """How many of the plugin's kernels were launched so far."""
     return int(_library().emul_launches())
+
+
+class Graph:
+    """As torch.cuda.CUDAGraph, of what the plugin enqueues on one stream."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(str(FOLDER / "_cuda.so"))
+        self._made = ctypes.c_void_p()
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        with torch.Stream(device()) as stream:
+            address = ctypes.c_void_p(stream.native_handle)
+            graph = ctypes.c_void_p()
+            assert self._library.cudaStreamBeginCapture(address, 0) == 0
+            try:
+                yield
+            finally:
+                end = self._library.cudaStreamEndCapture(address, ctypes.byref(graph))
+                assert end == 0
+            make = self._library.cudaGraphInstantiate
+            assert make(ctypes.byref(self._made), graph, ctypes.c_ulonglong(0)) == 0
+            assert self._library.cudaGraphDestroy(graph) == 0
+
+    def replay(self) -> None:
+        stream = torch.accelerator.current_stream().native_handle
+        assert self._library.cudaGraphLaunch(self._made, ctypes.c_void_p(stream)) == 0
 
 
 def fail_allocation() -> None:

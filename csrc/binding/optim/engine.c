@@ -614,6 +614,7 @@ end(OptimEngine *self)
     for (size_t k = 0; k < self->n_slots; k++) {
         Py_CLEAR(self->slots[k].grad);
     }
+    self->capturing = false;
     self->busy--;
 }
 
@@ -621,15 +622,15 @@ typedef enum phase {
     MEASURE,
     APPLY,
     ENQUEUE,
-    AWAIT
+    AWAIT,
+    PREPARE
 } phase;
 
 static ct_status
-core_run(OptimEngine *self, phase what, const ct_step_config *config,
-         const ct_step_scale *scale, ct_error *err)
+core_run(const OptimEngine *self, phase what, const ct_step_config *config,
+         const ct_step_scale *scale, ct_step_result *result, ct_error *err)
 {
     void *const stream = self->target.stream;
-    ct_step_result *const result = &self->result;
     switch (what) {
     case MEASURE:
         return ct_step_measure(self->core, stream, config, scale->now, result, err);
@@ -637,6 +638,8 @@ core_run(OptimEngine *self, phase what, const ct_step_config *config,
         return ct_step_apply(self->core, stream, config, scale->now, result, err);
     case ENQUEUE:
         return ct_step_enqueue(self->core, stream, config, scale, err);
+    case PREPARE:
+        return ct_step_prepare_replay(self->core, stream, config, scale->now, err);
     default:
         return ct_step_await(self->core, result, err);
     }
@@ -645,7 +648,7 @@ core_run(OptimEngine *self, phase what, const ct_step_config *config,
 /* Runs a phase with the device current and without the GIL. */
 static int
 run(OptimEngine *self, phase what, const ct_step_config *config,
-    const ct_step_scale *scale)
+    const ct_step_scale *scale, ct_step_result *result)
 {
     ct_error err, unused;
     const ct_device *device = self->target.device;
@@ -654,7 +657,7 @@ run(OptimEngine *self, phase what, const ct_step_config *config,
     if (status == CT_OK) {
         hold_groups(self, true);
         Py_BEGIN_ALLOW_THREADS
-        status = core_run(self, what, config, scale, &err);
+        status = core_run(self, what, config, scale, result, &err);
         Py_END_ALLOW_THREADS
         hold_groups(self, false);
         (void)ct_device_switch(device, &ordinal, &unused);
@@ -666,7 +669,8 @@ static int
 measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
     self->measured = false;
-    const int failed = run(self, MEASURE, config, &(ct_step_scale){.now = loss_scale});
+    const int failed =
+        run(self, MEASURE, config, &(ct_step_scale){.now = loss_scale}, &self->result);
     self->measured = failed == 0;
     return failed;
 }
@@ -675,15 +679,15 @@ static int
 apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
 {
     const ct_step_scale scale = {.now = loss_scale};
-    return run(self, APPLY, config, &scale) < 0 ? -1
-           : self->result.updated               ? optim_count_steps(self)
-                                                : 0;
+    return run(self, APPLY, config, &scale, &self->result) < 0 ? -1
+           : self->result.updated                              ? optim_count_steps(self)
+                                                               : 0;
 }
 
 static int
 enqueue(OptimEngine *self, const ct_step_config *config, const ct_step_scale *scale)
 {
-    if (run(self, ENQUEUE, config, scale) < 0) {
+    if (run(self, ENQUEUE, config, scale, NULL) < 0) {
         return -1;
     }
     self->enqueued = self->measured = true;
@@ -702,7 +706,7 @@ await(OptimEngine *self)
     }
     self->enqueued = false;
     self->busy++;
-    const int failed = run(self, AWAIT, NULL, NULL);
+    const int failed = run(self, AWAIT, NULL, NULL, &self->result);
     self->busy--;
     return failed ? -1 : self->result.updated ? 0 : optim_count_steps(self);
 }
@@ -855,18 +859,123 @@ norm_wanted(const OptimEngine *self, const ct_step_config *config)
     return wanted;
 }
 
+/* ---- updates that a graph of the device may have ----------------------------------
+ */
+
+static bool
+is_capturable(const OptimEngine *self)
+{
+    const ct_optim_group *groups = ct_optim_groups_borrow(self->core);
+    bool capturable = false;
+    for (size_t g = 0; g < ct_optim_n_groups(self->core); g++) {
+        capturable = capturable || groups[g].capturable;
+    }
+    return capturable;
+}
+
+static int
+check_capturable(const OptimEngine *self, const ct_step_config *config, bool norm)
+{
+    if (self->target.device == &ct_device_cpu) {
+        PyErr_SetString(PyExc_ValueError,
+                        "capturable=True is for parameters on a GPU, whose updates a "
+                        "graph can have; these are on the CPU: leave the option out");
+        return -1;
+    }
+    if (!ct_optim_can_defer(self->core)) {
+        PyErr_SetString(
+            PyExc_ValueError,
+            "capturable=True: a graph cannot have the updates of optimizers "
+            "that look at whole parameters or keep numbers on the host, nor "
+            "stochastic_rounding or a group's max_grad_norm");
+        return -1;
+    }
+    if (ct_clip_by_value(&config->clip) ||
+        (norm && !ct_step_can_enqueue(self->core, config))) {
+        PyErr_SetString(PyExc_ValueError,
+                        "capturable=True: a graph cannot have clip_value, "
+                        "clip_by_group, nonfinite='stop', zero_grads beside "
+                        "nonfinite='skip', or a norm_type other than 1, 2 and inf");
+        return -1;
+    }
+    return 0;
+}
+
+static int
+update_capturable(OptimEngine *self, PyObject *wrapper, ct_step_config *config,
+                  double loss_scale)
+{
+    const ct_step_scale scale = {.now = loss_scale};
+    const bool norm = norm_wanted(self, config);
+    ct_error err;
+    if (check_capturable(self, config, norm) < 0) {
+        return -1;
+    }
+    if (self->target.device->capturing(self->target.stream, &self->capturing, &err) !=
+        CT_OK) {
+        return ctpy_raise_int(&err);
+    }
+    config->capture = self->capturing ? CT_CAPTURE_NOW : CT_CAPTURE_LATER;
+    if (!self->capturing) {
+        return norm ? (plan_operands(self, wrapper) < 0 ||
+                               enqueue(self, config, &scale) < 0 ||
+                               note_step(self, wrapper) < 0
+                           ? -1
+                           : 0)
+                    : finish(self, wrapper, config, loss_scale);
+    }
+    ct_step_result unused = {.clip_coef = 1.0, .finite = true};
+    if (plan_operands(self, wrapper) < 0 ||
+        run(self, norm ? ENQUEUE : APPLY, config, &scale, &unused) < 0) {
+        return -1;
+    }
+    self->captured = *config;
+    self->captured_scale = loss_scale;
+    self->captured_norm = norm;
+    return 0;
+}
+
+static int
+prepare_replay(OptimEngine *self, PyObject *wrapper)
+{
+    const ct_step_scale scale = {.now = self->captured_scale};
+    if (scale.now == 0.0) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "no update has been captured: make the optimizer with "
+                        "capturable=True, call step() once, then once more while the "
+                        "stream is captured");
+        return -1;
+    }
+    if (begin(self, wrapper) < 0) {
+        return -1;
+    }
+    self->capturing = true;
+    const int failed = plan_operands(self, wrapper) < 0 ||
+                       run(self, PREPARE, &self->captured, &scale, &self->result) < 0 ||
+                       optim_count_steps(self) < 0 || note_step(self, wrapper) < 0;
+    if (!failed) {
+        self->measured = self->enqueued = self->captured_norm;
+        self->result =
+            (ct_step_result){.clip_coef = 1.0, .finite = true, .updated = true};
+    }
+    end(self);
+    return failed ? -1 : 0;
+}
+
 /* Both phases at once: gradients are read once. */
 static int
-update(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
-       double loss_scale)
+update(OptimEngine *self, PyObject *wrapper, ct_step_config *config, double loss_scale)
 {
     if (begin(self, wrapper) < 0) {
         return -1;
     }
     self->measured = false;
     self->result = (ct_step_result){.clip_coef = 1.0, .finite = true};
-    int failed = (norm_wanted(self, config) && measure(self, config, loss_scale) < 0) ||
-                 finish(self, wrapper, config, loss_scale) < 0;
+    int failed =
+        is_capturable(self)
+            ? update_capturable(self, wrapper, config, loss_scale) < 0
+            : (norm_wanted(self, config) && measure(self, config, loss_scale) < 0) ||
+                  finish(self, wrapper, config, loss_scale) < 0;
     end(self);
     return failed ? -1 : 0;
 }
@@ -922,6 +1031,19 @@ PyDoc_STRVAR(
     "and take its step counts back if it was skipped there. The properties\n"
     "of the result and the next step do the same.");
 
+PyDoc_STRVAR(
+    prepare_replay_doc,
+    "prepare_replay($self, wrapper, /)\n--\n\n"
+    "Before a graph with an update of wrapper is replayed: send the constants\n"
+    "of the next update to the GPU, on the current stream, and count the\n"
+    "update.");
+
+static PyObject *
+OptimEngine_prepare_replay(PyObject *op, PyObject *wrapper)
+{
+    return prepare_replay((OptimEngine *)op, wrapper) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 static PyObject *
 OptimEngine_await_update(PyObject *op, PyObject *Py_UNUSED(unused))
 {
@@ -974,10 +1096,11 @@ static PyGetSetDef OptimEngine_getset[] = {
 };
 
 static PyMethodDef OptimEngine_methods[] = {
-    {"step",         (PyCFunction)(void (*)(void))OptimEngine_step, METH_FASTCALL, step_doc        },
-    {"check_idle",   OptimEngine_check_idle,                        METH_O,        check_idle_doc  },
-    {"await_update", OptimEngine_await_update,                      METH_NOARGS,   await_update_doc},
-    {NULL,           NULL,                                          0,             NULL            },
+    {"step",           (PyCFunction)(void (*)(void))OptimEngine_step, METH_FASTCALL, step_doc          },
+    {"check_idle",     OptimEngine_check_idle,                        METH_O,        check_idle_doc    },
+    {"await_update",   OptimEngine_await_update,                      METH_NOARGS,   await_update_doc  },
+    {"prepare_replay", OptimEngine_prepare_replay,                    METH_O,        prepare_replay_doc},
+    {NULL,             NULL,                                          0,             NULL              },
 };
 
 static PyType_Slot OptimEngine_slots[] = {

@@ -102,7 +102,11 @@ typedef struct OptimEngine {
     int busy;          /* > 0: a pass or a plan is under way; nothing may be changed */
     bool measured;     /* the last update measured its gradients */
     bool enqueued;     /* the result of the last update is still on the device */
-    ct_step_result result; /* of the last update */
+    ct_step_result result;   /* of the last update */
+    bool capturing;          /* the current update is of a graph */
+    ct_step_config captured; /* of the update in a graph */
+    double captured_scale;   /* the loss scale in there; 0: no update was captured */
+    bool captured_norm;      /* the graph has the norm */
 } OptimEngine;
 
 /* Raises `type` with a message "param_groups[g]['params'][i]WHAT FORMAT". Returns -1.

@@ -617,8 +617,8 @@ static const optim_field common_fields[] = {
     FIELD(stochastic_rounding, stochastic, FLAG),
     FIELD(rounding_seed, rounding.seed, COUNT),
     FIELD(rounding_step, rounding.step, LIVE_COUNT),
-    /* Of torch's optimizers alone; a state_dict may bring these. */
-    FIELD(capturable, maximize, NEVER),
+    FIELD(capturable, capturable, FLAG),
+    /* Of torch's optimizers alone; a state_dict may bring it. */
     FIELD(differentiable, maximize, NEVER),
 };
 

@@ -314,6 +314,11 @@ make_missing(OptimEngine *self, PyObject *wrapper, optim_slot *slot, int lacks,
         return -1;
     }
     const bool new_master = master && slot->master == NULL;
+    if (self->capturing && (lacks || new_master)) {
+        return optim_fail(PyExc_ValueError, slot, " state",
+                          "is missing, and a graph cannot make it: call step() once "
+                          "before the capture");
+    }
     if (new_master || (lacks && wide)) {
         copy = slot->master != NULL
                    ? Py_NewRef(slot->master)
@@ -427,7 +432,9 @@ read_value(const ctpy_state *state, optim_slot *slot, const value_list *list, si
         return -1;
     }
     if (slot->values[i] != value) {
-        slot->maps_checked = false;
+        if (list->spec->values[i].shape == CT_STATE_MAP) {
+            slot->maps_checked = false;
+        }
         Py_XSETREF(slot->values[i], Py_NewRef(value));
     }
     return 0;

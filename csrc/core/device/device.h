@@ -19,7 +19,7 @@ CT_BEGIN_DECLS
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 26
+#define CT_DEVICE_VERSION 27
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -173,6 +173,15 @@ typedef ct_status
 ct_read_end_fn(const ct_pending_read *read, void *values, ct_error *err);
 typedef void ct_read_release_fn(ct_pending_read *read);
 
+/* Copies bytes of the host to the device, for numbers: `from` is free when the call
+ * returns, and nothing waits for the stream. Both are aligned to 8 bytes, and bytes is
+ * a multiple of 8. */
+typedef ct_status
+ct_send_fn(void *stream, void *to, const void *from, size_t bytes, ct_error *err);
+
+/* Whether work on the stream is captured into a graph and not done. */
+typedef ct_status ct_capturing_fn(void *stream, bool *capturing, ct_error *err);
+
 /* Makes scratch hold at least `bytes` of the device's memory. */
 typedef ct_status ct_scratch_grow_fn(ct_scratch *scratch, size_t bytes, ct_error *err);
 typedef void ct_scratch_release_fn(ct_scratch *scratch);
@@ -206,6 +215,8 @@ typedef struct ct_device {
     ct_read_begin_fn *read_begin;
     ct_read_end_fn *read_end;
     ct_read_release_fn *read_release;
+    ct_send_fn *send;
+    ct_capturing_fn *capturing;
     ct_scratch_grow_fn *scratch_grow;
     ct_scratch_release_fn *scratch_release;
     ct_use_fn *use;

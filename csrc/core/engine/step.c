@@ -257,6 +257,7 @@ ct_step_apply(ct_optim *optim, void *stream, const ct_step_config *config,
             .clip = result->clip_coef != 1.0,
             .zero_grads = config->zero_grads,
             .ema_decay = config->ema_decay,
+            .capture = config->capture,
         };
         status = clip_in_place(optim, stream, config, loss_scale, &pass, err);
         if (status == CT_OK) {
@@ -284,7 +285,9 @@ ct_step_can_enqueue(const ct_optim *optim, const ct_step_config *config)
     const bool can_agree =
         config->comm == NULL || (config->comm->ops->takes_device_memory &&
                                  !(config->global_norm && kind == CT_NORM_MAX));
-    return can_agree && config->nonfinite != CT_NONFINITE_STOP && !config->zero_grads &&
+    /* An update that the device skips leaves the gradients alone, too. */
+    const bool zeroes = config->zero_grads && config->nonfinite != CT_NONFINITE_KEEP;
+    return can_agree && config->nonfinite != CT_NONFINITE_STOP && !zeroes &&
            exact_root && !config->clip.by_group && !ct_clip_by_value(&config->clip) &&
            ct_optim_can_defer(optim);
 }
@@ -304,7 +307,9 @@ ct_step_enqueue(ct_optim *optim, void *stream, const ct_step_config *config,
     };
     ct_optim_pass pass = {
         .grad_scale = 1.0 / scale->now,
+        .zero_grads = config->zero_grads,
         .ema_decay = config->ema_decay,
+        .capture = config->capture,
     };
     ct_status status = check(config, scale->now, err);
     if (status == CT_OK) {
@@ -328,4 +333,15 @@ ct_step_await(ct_optim *optim, ct_step_result *result, ct_error *err)
         };
     }
     return status;
+}
+
+ct_status
+ct_step_prepare_replay(ct_optim *optim, void *stream, const ct_step_config *config,
+                       double loss_scale, ct_error *err)
+{
+    const ct_optim_pass pass = {
+        .grad_scale = 1.0 / loss_scale,
+        .ema_decay = config->ema_decay,
+    };
+    return ct_optim_prepare_replay(optim, stream, &pass, err);
 }

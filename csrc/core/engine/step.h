@@ -70,6 +70,7 @@ typedef struct ct_step_config {
     bool global_norm; /* norms are over all ranks' gradients, for gradients in
                          shards; else each rank has norms of its own */
     double ema_decay; /* of parameters that have an average */
+    ct_capture capture;
 } ct_step_config;
 
 typedef struct ct_step_result {
@@ -102,8 +103,8 @@ CT_NODISCARD ct_status ct_step_apply(ct_optim *optim, void *stream,
 
 /* Whether ct_step_enqueue can do the update: one rank, or a group for the device's
  * memory; a norm of p = 1, 2 or Inf (not over ranks) over all gradients, no other
- * clipping, and a policy other than CT_NONFINITE_STOP; and ct_optim_can_defer of the
- * optimizer. */
+ * clipping, and a policy other than CT_NONFINITE_STOP, with zero_grads CT_NONFINITE_KEEP;
+ * and ct_optim_can_defer of the optimizer. */
 bool ct_step_can_enqueue(const ct_optim *optim, const ct_step_config *config);
 
 /* The factor of the loss, and the two values of which the device chooses the next. */
@@ -121,6 +122,11 @@ CT_NODISCARD ct_status ct_step_enqueue(ct_optim *optim, void *stream,
                                        const ct_step_scale *scale, ct_error *err);
 CT_NODISCARD ct_status ct_step_await(ct_optim *optim, ct_step_result *result,
                                      ct_error *err);
+
+/* ct_optim_prepare_replay() of an update that was captured with these options. */
+CT_NODISCARD ct_status ct_step_prepare_replay(ct_optim *optim, void *stream,
+                                              const ct_step_config *config,
+                                              double loss_scale, ct_error *err);
 
 CT_END_DECLS
 

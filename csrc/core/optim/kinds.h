@@ -500,6 +500,7 @@ typedef struct ct_optim_group {
     };
     double max_norm; /* as in ct_grad_group */
     bool maximize;   /* step up the gradient */
+    bool capturable; /* updates are for ct_capture; set for all groups or for none */
     bool stochastic; /* round BF16 stochastically, with this key: */
     ct_rounding rounding;
     /* Of bf16 and fp16 parameters, for the caller that fills in ct_optim_param: an fp32

@@ -173,7 +173,12 @@ struct ct_optim {
     ct_run_buffers buffers;
     ct_grads grads;       /* the gradients present, and the clipping of each group */
     ct_scratch outcome;   /* of clipping, in the device's memory */
-    ct_pending_read read; /* of that */
+    ct_pending_read read; /* of the outcome */
+    ct_scratch constants; /* of capturable updates, in the device's memory */
+    size_t n_coefs;
+    /* Hashes of what a graph knows of an update: of the last capturable update, and of
+     * the one captured; 0: there is none. */
+    uint64_t layout, captured;
 };
 
 ct_optim *
@@ -192,6 +197,8 @@ release_outcome(ct_optim *optim)
 {
     optim->device->read_release(&optim->read);
     optim->device->scratch_release(&optim->outcome);
+    optim->device->scratch_release(&optim->constants);
+    optim->layout = optim->captured = 0;
 }
 
 void
@@ -390,7 +397,7 @@ check_param(const ct_optim *optim, size_t i, ct_error *err)
  * shared. */
 static ct_status
 find_coef(ct_optim *optim, const ct_optim_param *param, const ct_optim_pass *pass,
-          size_t *n_coefs, uint32_t *coef, ct_error *err)
+          uint32_t *coef, ct_error *err)
 {
     const ct_optim_ops *ops = ops_of(optim, param);
     const ct_optim_group *group = &optim->groups[param->group];
@@ -404,11 +411,12 @@ find_coef(ct_optim *optim, const ct_optim_param *param, const ct_optim_pass *pas
         if (status != CT_OK) {
             return status;
         }
-        ops->coef(&optim->coefs[*n_coefs], group, key, scale);
+        ct_rule_coef *made = &optim->coefs[optim->n_coefs];
+        ops->coef(made, group, key, scale);
         if (ops->complete != NULL) {
-            ops->complete(&optim->coefs[*n_coefs], group, param);
+            ops->complete(made, group, param);
         }
-        *cache = (group_cache){key, ++*n_coefs};
+        *cache = (group_cache){key, ++optim->n_coefs};
     }
     *coef = (uint32_t)(cache->coef - 1);
     return CT_OK;
@@ -480,9 +488,10 @@ static ct_status
 plan(ct_optim *optim, const ct_optim_pass *pass, rule_table *table, ct_error *err)
 {
     ct_update_span *spans = optim->spans;
-    size_t n_coefs = 0, next[CT_RULE_COUNT];
+    size_t next[CT_RULE_COUNT];
     uint64_t elements = 0;
     ct_status status = count_rules(optim, table, err);
+    optim->n_coefs = 0;
     memcpy(next, table->begin, sizeof next);
     if (optim->n_groups != 0) {
         memset(optim->caches, 0, optim->n_groups * sizeof *optim->caches);
@@ -493,7 +502,7 @@ plan(ct_optim *optim, const ct_optim_pass *pass, rule_table *table, ct_error *er
             const ct_optim_group *group = &optim->groups[p->group];
             const ct_rule rule = ct_optim_kinds[group->kind].rule(group);
             uint32_t coef = 0;
-            status = find_coef(optim, p, pass, &n_coefs, &coef, err);
+            status = find_coef(optim, p, pass, &coef, err);
             optim->owner[next[rule]] = (uint32_t)i;
             spans[next[rule]++] = span_of(p, group, coef, elements);
         }
@@ -550,11 +559,98 @@ run_of(ct_optim *optim, const rule_table *table, size_t rule, const ct_optim_pas
     };
 }
 
+/* ---- updates in a graph ---------------------------------------------------------- */
+
+/* FNV-1a of the spans, which have no padding; never 0. Gradients may lie in a pool of
+ * the graph's, and have the alignment of theirs in common. */
+static uint64_t
+hash_layout(const ct_optim *optim, const rule_table *table)
+{
+    uint64_t hash = 0xcbf29ce484222325;
+    for (size_t i = 0; i < table->begin[CT_RULE_COUNT]; i++) {
+        ct_update_span span = optim->spans[i];
+        span.grad = (void *)((uintptr_t)span.grad % 64);
+        span.settled = NULL;
+        for (size_t k = 0; k < sizeof span; k++) {
+            hash = (hash ^ ((const unsigned char *)&span)[k]) * 0x100000001b3;
+        }
+    }
+    return hash | 1;
+}
+
+/* The constants of the plan become those of the spans on the device. */
+static ct_status
+send_constants(ct_optim *optim, void *stream, ct_error *err)
+{
+    const size_t bytes = optim->n_coefs * sizeof *optim->coefs;
+    ct_status status = optim->device->scratch_grow(&optim->constants, bytes, err);
+    return status == CT_OK ? optim->device->send(stream, optim->constants.data,
+                                                 optim->coefs, bytes, err)
+                           : status;
+}
+
+static ct_status
+plan_capturable(ct_optim *optim, void *stream, const rule_table *table,
+                ct_capture capture, ct_error *err)
+{
+    const uint64_t layout = hash_layout(optim, table);
+    ct_status status = CT_OK;
+    if (capture == CT_CAPTURE_LATER) {
+        status = send_constants(optim, stream, err);
+        optim->captured = layout == optim->layout ? optim->captured : 0;
+        optim->layout = layout;
+    }
+    else if (layout == optim->layout) {
+        optim->captured = layout;
+    }
+    else {
+        status =
+            ct_fail(err, CT_EINVAL,
+                    "the update to capture is not the last one made: parameters "
+                    "that have a gradient, their memory or their state are others; "
+                    "make one such update, then capture the next");
+    }
+    for (size_t i = 0; i < table->begin[CT_RULE_COUNT]; i++) {
+        ct_update_span *span = &optim->spans[i];
+        span->settled = (const ct_rule_coef *)optim->constants.data + span->coef;
+    }
+    return status;
+}
+
+ct_status
+ct_optim_prepare_replay(ct_optim *optim, void *stream, const ct_optim_pass *pass,
+                        ct_error *err)
+{
+    rule_table table;
+    ct_status status = plan(optim, pass, &table, err);
+    if (status == CT_OK && optim->captured != hash_layout(optim, &table)) {
+        status =
+            ct_fail(err, CT_EINVAL,
+                    "the update to replay is not the one captured: parameters "
+                    "that have a gradient, their memory or their state are others; "
+                    "keep the gradients (zero_grad() sets None), or make an "
+                    "update and capture the next");
+    }
+    if (status == CT_OK) {
+        status = send_constants(optim, stream, err);
+    }
+    if (status == CT_OK) {
+        count_steps(optim);
+    }
+    return status;
+}
+
 ct_status
 ct_optim_update(ct_optim *optim, void *stream, const ct_optim_pass *pass, ct_error *err)
 {
     rule_table table;
     ct_status status = plan(optim, pass, &table, err);
+    if (status == CT_OK && pass->capture != CT_CAPTURE_NEVER) {
+        status = plan_capturable(optim, stream, &table, pass->capture, err);
+    }
+    else {
+        optim->layout = optim->captured = 0;
+    }
     for (size_t r = 0; status == CT_OK && r < CT_RULE_COUNT; r++) {
         /* All rules are prepared before the first is run: a failure here changes
          * nothing. */
@@ -567,7 +663,7 @@ ct_optim_update(ct_optim *optim, void *stream, const ct_optim_pass *pass, ct_err
             status = ct_rule_run_update(&run, stream, err);
         }
     }
-    if (status == CT_OK) {
+    if (status == CT_OK && pass->capture != CT_CAPTURE_NOW) {
         count_steps(optim);
     }
     return status;

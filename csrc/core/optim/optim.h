@@ -102,6 +102,14 @@ typedef struct ct_optim_param {
     uint32_t group;         /* < n_groups */
 } ct_optim_param;
 
+/* What an update has to do with a graph of the device. */
+typedef enum ct_capture {
+    CT_CAPTURE_NEVER,
+    CT_CAPTURE_LATER, /* constants are read from the device's memory */
+    CT_CAPTURE_NOW    /* the stream is captured: kernels are enqueued, and nothing is
+                         updated or counted */
+} ct_capture;
+
 /* Options of one update of all parameters. */
 typedef struct ct_optim_pass {
     double grad_scale; /* the first factor of every gradient */
@@ -110,6 +118,7 @@ typedef struct ct_optim_pass {
     double ema_decay;               /* of the parameters with an average, in [0, 1] */
     const ct_clip_outcome *outcome; /* unless NULL, of ct_optim_clip: a third factor,
                                        and whether anything is updated */
+    ct_capture capture;             /* for ct_optim_can_defer alone */
 } ct_optim_pass;
 
 typedef struct ct_optim ct_optim;
@@ -176,6 +185,18 @@ CT_NODISCARD ct_status ct_optim_clip(ct_optim *optim, void *stream,
  * update back. No other function but ct_optim_free is to be called in between. */
 CT_NODISCARD ct_status ct_optim_await(ct_optim *optim, ct_clip_outcome *outcome,
                                       ct_error *err);
+
+/* ---- an update in a graph -------------------------------------------------------- */
+
+/* An update for CT_CAPTURE_NOW must be the same as the last one for CT_CAPTURE_LATER:
+ * of the same parameters, by the same arrays; else ct_optim_update is CT_EINVAL. */
+
+/* Before each replay of the graph, on the replay's stream: sends the constants of the
+ * next update, by the groups as they are now, and counts that update. CT_EINVAL unless
+ * the update is the same as the captured one; gradients may have other addresses. */
+CT_NODISCARD ct_status ct_optim_prepare_replay(ct_optim *optim, void *stream,
+                                               const ct_optim_pass *pass,
+                                               ct_error *err);
 
 CT_END_DECLS
 

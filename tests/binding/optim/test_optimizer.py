@@ -383,10 +383,9 @@ class TestTorchConventions:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("name", ["capturable", "differentiable"])
-    def test_option_is_named(self, name: str) -> None:
-        with pytest.raises(ValueError, match=name):
-            optim.AdamW(parameters(), **{name: True})
+    def test_option_is_named(self) -> None:
+        with pytest.raises(ValueError, match="differentiable"):
+            optim.AdamW(parameters(), differentiable=True)
 
     def test_option_from_a_state_dict_is_named(self) -> None:
         opt = optim.AdamW(parameters())
@@ -404,7 +403,7 @@ class TestRefusals:
             ("betas", (0.9,), ValueError, "expected two numbers"),
             ("betas", (0.9, 1.5), ValueError, r"betas\[1\]"),
             ("eps", None, TypeError, "eps"),
-            ("capturable", True, ValueError, "torch.optim"),
+            ("capturable", True, ValueError, "on the CPU"),
         ],
     )
     def test_bad_hyperparameter_is_named(

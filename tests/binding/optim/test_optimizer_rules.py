@@ -294,17 +294,16 @@ def test_an_update_skipped_for_infinity_counts_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "name"),
+    "cls",
     [
-        (cls, name)
+        cls
         for cls in TORCHS
-        for name in ("capturable", "differentiable")
-        if name in inspect.signature(getattr(torch.optim, cls)).parameters
+        if "differentiable" in inspect.signature(getattr(torch.optim, cls)).parameters
     ],
 )
-def test_options_that_are_not_there_are_rejected(cls: str, name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        getattr(optim, cls)(parameters(torch.float32), **{name: True})
+def test_options_that_are_not_there_are_rejected(cls: str) -> None:
+    with pytest.raises(ValueError, match="differentiable"):
+        getattr(optim, cls)(parameters(torch.float32), differentiable=True)
 
 
 def test_adagrad_gives_later_groups_their_own_first_sum() -> None:

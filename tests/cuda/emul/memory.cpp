@@ -280,6 +280,7 @@ cudaDriverGetVersion(int *version)
 cudaError_t
 cudaMalloc(void **data, size_t bytes)
 {
+    emul::reject_in_capture("cudaMalloc");
     emul::seen.allocations++;
     if (emul::fail_malloc > 0 && --emul::fail_malloc == 0) {
         return emul::fail(cudaErrorMemoryAllocation);
@@ -297,6 +298,7 @@ cudaMalloc(void **data, size_t bytes)
 cudaError_t
 cudaHostAlloc(void **data, size_t bytes, unsigned)
 {
+    emul::reject_in_capture("cudaHostAlloc");
     emul::seen.allocations++;
     *data = malloc(bytes);
     memset(*data, emul::unset, bytes);
@@ -313,6 +315,7 @@ cudaFreeHost(void *data)
 cudaError_t
 cudaFree(void *data)
 {
+    emul::reject_in_capture("cudaFree");
     if (data == NULL) {
         return cudaSuccess;
     }

@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <thread>
+#include <utility>
 
 namespace emul {
 
@@ -26,6 +27,7 @@ struct queue {
     int device;
     std::deque<std::shared_ptr<operation>> waiting;
     std::shared_ptr<operation> last; /* of all that were enqueued */
+    CUgraph_st *captured;            /* what is enqueued goes there, or NULL */
 };
 
 struct operation {
@@ -50,6 +52,17 @@ struct CUevent_st {
     std::shared_ptr<emul::operation> recorded;
 };
 
+/* The work of one stream, in its order. */
+struct CUgraph_st {
+    struct node {
+        const char *name;
+        std::function<void()> work;
+        cudaEvent_t recorded; /* or NULL */
+    };
+    std::vector<node> nodes;
+};
+struct CUgraphExec_st : CUgraph_st {};
+
 namespace emul {
 namespace {
 
@@ -66,6 +79,8 @@ auto &found =
     *new std::map<cudaStream_t, CUstream_st *>();          /* as the program names it */
 std::map<std::pair<int, int>, CUstream_st *> null_streams; /* by host and device */
 const int EVERYBODY = -1;
+thread_local int captures; /* that the thread has begun */
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 unsigned
 seed()
@@ -281,6 +296,9 @@ work_ptr
 append(queue *on, const char *name, std::function<void()> work,
        const work_ptr &after = nullptr)
 {
+    if (on->captured != nullptr) {
+        die("%s in a graph is not emulated", name);
+    }
     clock at = host;
     enqueues = true;
     if (on->last) {
@@ -372,7 +390,20 @@ void
 enqueue(cudaStream_t stream, const char *name, std::function<void()> work)
 {
     held_lock held(device_lock);
-    finish_append(held, append(&stream_of(stream)->queue, name, std::move(work)));
+    queue *on = &stream_of(stream)->queue;
+    if (on->captured != nullptr) {
+        on->captured->nodes.push_back({name, std::move(work), nullptr});
+        return;
+    }
+    finish_append(held, append(on, name, std::move(work)));
+}
+
+void
+reject_in_capture(const char *name)
+{
+    if (captures > 0 && capture_mode != cudaStreamCaptureModeRelaxed) {
+        die("%s while a stream is captured", name);
+    }
 }
 
 int
@@ -475,6 +506,7 @@ cudaStreamSynchronize(cudaStream_t stream)
 {
     emul::held_lock held(emul::device_lock);
     emul::seen.waits++;
+    emul::reject_in_capture("cudaStreamSynchronize");
     emul::wait_for(held, &emul::stream_of(stream)->queue);
     return cudaSuccess;
 }
@@ -513,9 +545,25 @@ cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 }
 
 cudaError_t
+cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags)
+{
+    if (flags == cudaEventRecordDefault) {
+        return cudaEventRecord(event, stream);
+    }
+    const emul::held_lock held(emul::device_lock);
+    emul::queue *on = &emul::stream_of(stream)->queue;
+    if (on->captured == nullptr) {
+        return cudaErrorInvalidValue;
+    }
+    on->captured->nodes.push_back({"cudaEventRecord", nullptr, event});
+    return cudaSuccess;
+}
+
+cudaError_t
 cudaEventSynchronize(cudaEvent_t event)
 {
     emul::held_lock held(emul::device_lock);
+    emul::reject_in_capture("cudaEventSynchronize");
     if (event->recorded) {
         emul::seen.waits += event->recorded->ended ? 0 : 1;
         (void)emul::run_until(held, event->recorded, true);
@@ -527,6 +575,7 @@ cudaEventSynchronize(cudaEvent_t event)
 cudaError_t
 cudaEventQuery(cudaEvent_t event)
 {
+    emul::reject_in_capture("cudaEventQuery");
     return emul::ask(event->recorded);
 }
 
@@ -534,6 +583,87 @@ cudaError_t
 cudaEventDestroy(cudaEvent_t event)
 {
     delete event;
+    return cudaSuccess;
+}
+
+/* ---- graphs ---------------------------------------------------------------------- */
+
+cudaError_t
+cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode)
+{
+    const emul::held_lock held(emul::device_lock);
+    emul::queue *on = &emul::stream_of(stream)->queue;
+    if (on->captured != nullptr || mode != cudaStreamCaptureModeGlobal) {
+        return cudaErrorInvalidValue;
+    }
+    on->captured = new CUgraph_st();
+    emul::captures++;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
+{
+    const emul::held_lock held(emul::device_lock);
+    emul::queue *on = &emul::stream_of(stream)->queue;
+    if (on->captured == nullptr) {
+        return cudaErrorInvalidValue;
+    }
+    *graph = std::exchange(on->captured, nullptr);
+    emul::captures--;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status)
+{
+    const emul::held_lock held(emul::device_lock);
+    *status = emul::stream_of(stream)->queue.captured != nullptr
+                  ? cudaStreamCaptureStatusActive
+                  : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode)
+{
+    std::swap(*mode, emul::capture_mode);
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long)
+{
+    *made = new CUgraphExec_st{*graph};
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream)
+{
+    emul::held_lock held(emul::device_lock);
+    emul::queue *on = &emul::stream_of(stream)->queue;
+    for (const CUgraph_st::node &node : graph->nodes) {
+        const emul::work_ptr made = emul::append(on, node.name, node.work);
+        if (node.recorded != nullptr) {
+            node.recorded->recorded = made;
+        }
+        emul::finish_append(held, made);
+    }
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaGraphExecDestroy(cudaGraphExec_t graph)
+{
+    delete graph;
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaGraphDestroy(cudaGraph_t graph)
+{
+    delete graph;
     return cudaSuccess;
 }
 
