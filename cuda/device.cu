@@ -181,6 +181,54 @@ ct_cuda_read_release(ct_pending_read *read)
 }
 
 ct_status
+ct_cuda_pin(void *data, size_t bytes, ct_error *err)
+{
+    ct_status status =
+        ct_cuda_check(cudaHostRegister(data, bytes, cudaHostRegisterPortable),
+                      "pin memory of the host", err);
+    if (status != CT_OK) {
+        (void)cudaGetLastError(); /* or the next launch would report the error */
+    }
+    return status;
+}
+
+void
+ct_cuda_unpin(void *data)
+{
+    (void)cudaHostUnregister(data);
+}
+
+ct_status
+ct_cuda_fetch_begin(void *stream, const ct_host_copy *copies, size_t n, void **copied,
+                    ct_error *err)
+{
+    const cudaStream_t s = (cudaStream_t)stream;
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < n; i++) {
+        status =
+            ct_cuda_check(cudaMemcpyAsync(copies[i].to, copies[i].from, copies[i].bytes,
+                                          cudaMemcpyDeviceToHost, s),
+                          "copy to the host", err);
+    }
+    if (status == CT_OK) {
+        status = ct_cuda_mark(s, (cudaEvent_t *)copied, err);
+    }
+    if (status != CT_OK) {
+        (void)cudaStreamSynchronize(s); /* no copy may be under way any more */
+    }
+    return status;
+}
+
+ct_status
+ct_cuda_fetch_end(void *copied, ct_error *err)
+{
+    ct_status status = ct_cuda_check(cudaEventSynchronize((cudaEvent_t)copied),
+                                     "wait for copies to the host", err);
+    (void)cudaEventDestroy((cudaEvent_t)copied);
+    return status;
+}
+
+ct_status
 ct_cuda_use(int ordinal, int *before, ct_error *err)
 {
     ct_status status = ct_cuda_check(cudaGetDevice(before), "ask for the device", err);
@@ -220,6 +268,10 @@ const ct_device ct_device_cuda = {
     ct_cuda_read_begin,
     ct_cuda_read_end,
     ct_cuda_read_release,
+    ct_cuda_pin,
+    ct_cuda_unpin,
+    ct_cuda_fetch_begin,
+    ct_cuda_fetch_end,
     ct_cuda_send,
     ct_cuda_capturing,
     ct_cuda_scratch_grow,

@@ -125,6 +125,8 @@ def arguments(options: argparse.Namespace) -> ctrainer.TrainingArguments:
         per_device_train_batch_size=options.batch,
         per_device_eval_batch_size=options.batch,
         prediction_loss_only=True,
+        optim=options.optim,
+        seed=options.seed,
         learning_rate=2e-3,
         weight_decay=0.1,
         adam_beta2=0.95,
@@ -148,15 +150,19 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=128, help="bytes in a window")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--optim", default="adamw_torch")
+    parser.add_argument("--dtype", default="float32", help="of the weights")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_options()
-    ctrainer.set_seed(0)
+    ctrainer.set_seed(options.seed)
     train, held_out = corpus(options.folder)
     model = GPT(options.block, options.width, options.layers)
+    model.to(getattr(torch, options.dtype))
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size / 1e6:.1f}M parameters, {len(train) / 1e6:.1f}M bytes to learn from")
     trainer = ctrainer.Trainer(

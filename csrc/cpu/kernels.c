@@ -321,6 +321,41 @@ ct_cpu_read_release(ct_pending_read *read)
 }
 
 ct_status
+ct_cpu_pin(void *data, size_t bytes, ct_error *err)
+{
+    (void)data;
+    (void)bytes;
+    (void)err;
+    return CT_OK;
+}
+
+void
+ct_cpu_unpin(void *data)
+{
+    (void)data;
+}
+
+ct_status
+ct_cpu_fetch_begin(void *stream, const ct_host_copy *copies, size_t n, void **copied,
+                   ct_error *err)
+{
+    *copied = NULL;
+    for (size_t i = 0; i < n; i++) {
+        (void)ct_cpu_transfer(stream, copies[i].to, copies[i].from, copies[i].bytes,
+                              err);
+    }
+    return CT_OK;
+}
+
+ct_status
+ct_cpu_fetch_end(void *copied, ct_error *err)
+{
+    (void)copied;
+    (void)err;
+    return CT_OK;
+}
+
+ct_status
 ct_cpu_capturing(void *stream, bool *capturing, ct_error *err)
 {
     (void)stream;

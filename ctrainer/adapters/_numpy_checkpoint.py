@@ -107,9 +107,9 @@ def _arrays(model: Any) -> dict[str, Any]:
     return {name: parameter.data for name, parameter in named_parameters(model)}
 
 
-def snapshot_bytes(model: Any, optimizer: Any) -> int:
-    """About how much a checkpoint has to copy: weights and two moments."""
-    return int(3 * sum(array.nbytes for array in _arrays(model).values()))
+def snapshot_bytes(model: Any, optimizer: Any) -> tuple[int, None]:
+    """About how much a checkpoint has to copy, weights and two moments, and None."""
+    return int(3 * sum(array.nbytes for array in _arrays(model).values())), None
 
 
 def load_model(model: Any, folder: str) -> None:

@@ -115,8 +115,8 @@ _TAGS = {
 
 
 def _writable(state: dict[str, Any], metadata: dict[str, str]) -> dict[str, Any]:
-    """Contiguous tensors on the CPU; of tensors that are one and the same memory, the
-    first name alone, noted in metadata under the others."""
+    """Contiguous tensors, on the CPU or where C reads them; of tensors that are one and
+    the same memory, the first name alone, noted in metadata under the others."""
     kept: dict[Any, str] = {}
     tensors: dict[str, Any] = {}
     for name, value in state.items():
@@ -139,7 +139,9 @@ def _plain(name: str, value: torch.Tensor) -> Any:
     if type(value) not in (torch.Tensor, nn.Parameter):
         full = getattr(value, "full_tensor", None)  # DTensor's
         value = full() if callable(full) else value.as_subclass(torch.Tensor)
-    value = value.detach().to("cpu").contiguous()
+    value = value.detach().contiguous()
+    if not _C.has_kernels(value):
+        value = value.to("cpu")
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
     tag = _TAGS.get(value.dtype)
@@ -148,14 +150,17 @@ def _plain(name: str, value: torch.Tensor) -> Any:
     return value.reshape(-1).view(torch.uint8), tag, tuple(value.shape)
 
 
-def snapshot_bytes(model: Any, optimizer: Any) -> int:
+def snapshot_bytes(model: Any, optimizer: Any) -> tuple[int, torch.Tensor | None]:
     """About how much a checkpoint has to copy: weights, and two moments of what an
-    optimizer of Adam's kind trains."""
-    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    if "adam" not in type(optimizer).__name__.lower():
-        return int(weights)
-    groups = optimizer.param_groups
-    return int(weights + sum(2 * p.nbytes for g in groups for p in g["params"]))
+    optimizer of Adam's kind trains; and a tensor in the same memory, unless C cannot
+    read that."""
+    weights = [t.detach() for t in (*model.parameters(), *model.buffers())]
+    like = next((w.new_empty(0) for w in weights[:1] if _C.has_kernels(w)), None)
+    nbytes = sum(t.nbytes for t in weights)
+    if "adam" in type(optimizer).__name__.lower():
+        groups = optimizer.param_groups
+        nbytes += sum(2 * p.nbytes for g in groups for p in g["params"])
+    return int(nbytes), like
 
 
 # Reading weights

@@ -58,8 +58,8 @@ def archive_records(
 ) -> list[tuple[str, Any]]:
     """The records of torch.save(obj, name): pickled now, tensors by reference.
 
-    Storages of a GPU are copied to the host. Records that C has not copied yet keep the
-    tensors alive, not their values.
+    Storages of a GPU that C does not read are copied to the host. Records that C has
+    not copied yet keep the tensors alive, not their values.
     """
     file = io.BytesIO()
     pickler = pickler_class(file)
@@ -78,8 +78,8 @@ def archive_records(
 
 
 def _storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    host = storage if storage.device.type == "cpu" else storage.cpu()  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(host)
+    there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return there if _C.has_kernels(there) else there.cpu()
 
 
 # ---- reading

@@ -188,12 +188,12 @@ def reserve_snapshot(trainer: TrainerRun) -> None:
     """Ready the memory of the first save while the first steps run."""
     if trainer.args.save_strategy == "no" or not trainer.args.should_save:
         return
-    nbytes = trainer._adapter.checkpoints.snapshot_bytes(
+    nbytes, like = trainer._adapter.checkpoints.snapshot_bytes(
         trainer.model, trainer.optimizer
     )
     if nbytes >= _WORTH_RESERVING:
         slack = nbytes // 64 + (1 << 20)  # headers, alignment
-        writer_of(trainer).reserve(nbytes + slack)
+        writer_of(trainer).reserve(nbytes + slack, like)
 
 
 def save(

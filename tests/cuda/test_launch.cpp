@@ -304,6 +304,37 @@ test_numbers_are_free_when_they_are_sent()
     CHECK(cudaFree(there) == cudaSuccess);
 }
 
+/* The stream may go on with the data at once, and so may the host. */
+static void
+test_copies_to_pinned_memory_are_not_awaited()
+{
+    twin x(CT_F32, 5000, 0), y(CT_F32, 300, 0);
+    random_numbers numbers = {1};
+    std::vector<unsigned char> to(4 * 5300);
+    void *copied = NULL;
+    ct_error err;
+    const ct_span spans[] = {x.on_device(), y.on_device()};
+    x.fill(&numbers, -1, 1);
+    y.fill(&numbers, -1, 1);
+    CHECK(ct_device_cuda.pin(to.data(), to.size(), &err) == CT_OK);
+    emul::reset();
+    const ct_host_copy copies[] = {
+        {to.data(),     x.device(), 4 * 5000},
+        {&to[4 * 5000], y.device(), 4 * 300 }
+    };
+    CHECK(ct_device_cuda.fetch_begin(other, copies, 2, &copied, &err) == CT_OK);
+    CHECK(ct_device_cuda.zero(other, spans, 2, &err) == CT_OK);
+    CHECK(emul::seen.waits == 0);
+    CHECK(ct_device_cuda.fetch_end(copied, &err) == CT_OK);
+    CHECK(memcmp(to.data(), x.host.data(), 4 * 5000) == 0);
+    CHECK(memcmp(&to[4 * 5000], y.host.data(), 4 * 300) == 0);
+    ct_device_cuda.unpin(to.data());
+    emul::reset();
+    emul::fail_pin = 1;
+    CHECK(ct_device_cuda.pin(to.data(), to.size(), &err) == CT_EDEVICE);
+    CHECK(cudaGetLastError() == cudaSuccess);
+}
+
 /* Work in a graph is done at each replay, and a value on its way to the host arrives
  * after that. */
 static void
@@ -357,6 +388,7 @@ main()
     test_an_entry_enqueues_on_its_stream_and_does_not_wait();
     test_a_thousand_tensors_take_three_launches();
     test_numbers_are_free_when_they_are_sent();
+    test_copies_to_pinned_memory_are_not_awaited();
     test_a_graph_brings_values_to_the_host();
     test_read_waits();
     test_nothing_to_do_launches_nothing();

@@ -142,6 +142,11 @@ def fail_allocation() -> None:
     _library().emul_fail_malloc()
 
 
+def fail_pin() -> None:
+    """The next memory of the host cannot be pinned."""
+    _library().emul_fail_pin()
+
+
 def torchs_stream() -> int:
     """The address of torch's stream."""
     return int(_library().emul_torchs_stream())

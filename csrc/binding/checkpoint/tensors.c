@@ -162,6 +162,26 @@ ctpy_excerpts_from(PyObject *tuple, const char *what, size_t *n_bytes)
     return excerpts;
 }
 
+int
+ctpy_memory_from(ctpy_state *state, PyObject *op, const char *what, ct_span *span,
+                 ct_place *place)
+{
+    const ctpy_place at = {what, -1, -1};
+    ctpy_view view;
+    ctpy_target target;
+    *place = (ct_place){0};
+    if (ctpy_view_anywhere(state, op, &at, &view) < 0) {
+        return -1;
+    }
+    if (view.memory != CTPY_DL_CPU) {
+        if (ctpy_target_of(state, op, &at, &view, &target) < 0) {
+            return -1;
+        }
+        *place = (ct_place){target.device, target.ordinal, target.stream};
+    }
+    return ctpy_span_on(state, op, what, 0, view.memory, span);
+}
+
 /* The bytes of a value: memory, or excerpts of files. */
 static int
 fill_data(ctpy_state *state, PyObject *data, const char *what,
@@ -173,7 +193,9 @@ fill_data(ctpy_state *state, PyObject *data, const char *what,
         entry->n_excerpts = (size_t)PyTuple_GET_SIZE(data);
         return entry->excerpts == NULL ? -1 : 0;
     }
-    if (ctpy_span_from(state, data, what, tensors->writable, &span) < 0) {
+    if ((tensors->writable
+             ? ctpy_span_from(state, data, what, 1, &span)
+             : ctpy_memory_from(state, data, what, &span, &entry->place)) < 0) {
         return -1;
     }
     entry->data = span.data;

@@ -172,7 +172,7 @@ fill_record(ctpy_state *state, PyObject *pair, bool may_excerpt, ct_zip_record *
         record->n_excerpts = (size_t)PyTuple_GET_SIZE(data);
         return record->excerpts == NULL ? -1 : 0;
     }
-    if (ctpy_span_from(state, data, record->name, 0, &span) < 0) {
+    if (ctpy_memory_from(state, data, record->name, &span, &record->place) < 0) {
         return -1;
     }
     record->data = span.data;
@@ -319,7 +319,8 @@ CheckpointWriter_begin(PyObject *op, PyObject *arg)
 static const char CheckpointWriter_add_safetensors_doc[] =
     "add_safetensors($self, name, tensors, metadata=None, *, snapshot=True)\n--\n\n"
     "Add a safetensors file of a dict of named tensors or arrays.\n\n"
-    "They must be contiguous and on the CPU. A value may also be (uint8 array of its\n"
+    "They must be contiguous, on the CPU or, with the plugin, on a GPU. A value may "
+    "also be (uint8 array of its\n"
     "bytes, dtype such as 'F8_E4M3', shape). With snapshot they are copied, and may\n"
     "change once this returns; without it the file is written before it returns.";
 
@@ -486,22 +487,36 @@ CheckpointWriter_abort(PyObject *op, PyObject *Py_UNUSED(unused))
 
 /* ---- snapshot memory ------------------------------------------------------------- */
 
-PyDoc_STRVAR(reserve_doc, "reserve($self, nbytes, /)\n--\n\n"
-                          "Ready memory for snapshots of nbytes in the background.\n\n"
-                          "The first save then waits no longer than the next ones.");
+PyDoc_STRVAR(
+    reserve_doc,
+    "reserve($self, nbytes, like=None, /)\n--\n\n"
+    "Ready memory for snapshots of nbytes in the background, of tensors that are\n"
+    "where `like` is; None: in the host's memory.\n\n"
+    "The first save then waits no longer than the next ones.");
 
 static PyObject *
-CheckpointWriter_reserve(PyObject *op, PyObject *arg)
+CheckpointWriter_reserve(PyObject *op, PyObject *args)
 {
     ct_error err;
-    size_t bytes = PyLong_AsSize_t(arg);
-    ct_writer *core = PyErr_Occurred() ? NULL : writer_enter(op);
+    PyObject *nbytes, *like = Py_None;
+    ct_place place = {0};
+    ct_span unused;
+    if (!PyArg_ParseTuple(args, "O|O:reserve", &nbytes, &like)) {
+        return NULL;
+    }
+    size_t bytes = PyLong_AsSize_t(nbytes);
+    if (PyErr_Occurred() ||
+        (like != Py_None &&
+         ctpy_memory_from(ctpy_state_borrow(op), like, "like", &unused, &place) < 0)) {
+        return NULL;
+    }
+    ct_writer *core = writer_enter(op);
     if (core == NULL) {
         return NULL;
     }
     ct_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = ct_writer_reserve(core, bytes, &err);
+    status = ct_writer_reserve(core, bytes, place, &err);
     Py_END_ALLOW_THREADS
     return writer_leave(op, status, &err);
 }
@@ -574,7 +589,7 @@ static PyMethodDef CheckpointWriter_methods[] = {
     {"abort", CheckpointWriter_abort, METH_NOARGS, abort_doc},
     {"release", CheckpointWriter_release, METH_NOARGS, release_doc},
     {"remove_after", CheckpointWriter_remove_after, METH_O, remove_after_doc},
-    {"reserve", CheckpointWriter_reserve, METH_O, reserve_doc},
+    {"reserve", CheckpointWriter_reserve, METH_VARARGS, reserve_doc},
     {NULL, NULL, 0, NULL},
 };
 

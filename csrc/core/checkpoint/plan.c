@@ -78,9 +78,10 @@ ct_plan_add_buf(ct_plan *plan, ct_buf *buf, ct_error *err)
 }
 
 ct_status
-ct_plan_add_data(ct_plan *plan, const void *data, size_t n, ct_error *err)
+ct_plan_add_data(ct_plan *plan, const void *data, size_t n, ct_place place,
+                 ct_error *err)
 {
-    return add_piece(plan, (ct_plan_piece){.data = data, .n = n}, err);
+    return add_piece(plan, (ct_plan_piece){.data = data, .n = n, .place = place}, err);
 }
 
 ct_status
@@ -246,16 +247,34 @@ put_excerpt(stream *s, ct_plan_piece *piece, const ct_excerpt *excerpt, ct_error
     return status;
 }
 
+/* Of a device, by way of the block. */
 static ct_status
 put_memory(stream *s, ct_plan_piece *piece, ct_error *err)
 {
+    const ct_device *device = piece->place.device;
     ct_status status = CT_OK;
     for (size_t done = 0; done < piece->n && status == CT_OK;) {
         size_t left = piece->n - done, n = left < BLOCK_BYTES ? left : BLOCK_BYTES;
-        status = put(s, piece, (const unsigned char *)piece->data + done, n, err);
+        const unsigned char *data = (const unsigned char *)piece->data + done;
+        if (device != NULL) {
+            status = device->transfer(piece->place.stream, s->block, data, n, err);
+            data = s->block;
+        }
+        if (status == CT_OK) {
+            status = put(s, piece, data, n, err);
+        }
         done += n;
     }
     return status;
+}
+
+/* Switches to the piece's device before it is read, and back when called again. */
+static ct_status
+switch_device(const ct_plan_piece *piece, int *ordinal, ct_error *err)
+{
+    return piece->place.device == NULL
+               ? CT_OK
+               : ct_device_switch(piece->place.device, ordinal, err);
 }
 
 static ct_status
@@ -264,7 +283,14 @@ put_piece(stream *s, ct_plan_piece *piece, ct_error *err)
     ct_status status = CT_OK;
     piece->crc32c = piece->crc32 = 0;
     if (piece->n_excerpts == 0) {
-        return put_memory(s, piece, err);
+        ct_error unused;
+        int ordinal = piece->place.ordinal;
+        status = switch_device(piece, &ordinal, err);
+        if (status == CT_OK) {
+            status = put_memory(s, piece, err);
+            (void)switch_device(piece, &ordinal, &unused);
+        }
+        return status;
     }
     for (size_t i = 0; i < piece->n_excerpts && status == CT_OK; i++) {
         status = put_excerpt(s, piece, &piece->excerpts[i], err);

@@ -8,6 +8,7 @@
 
 #include "core/base/buf.h"
 #include "core/base/status.h"
+#include "core/device/device.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -26,6 +27,7 @@ typedef struct ct_excerpt {
 typedef struct ct_plan_piece {
     const void *data;
     size_t n;
+    ct_place place;       /* of data that is borrowed */
     unsigned char *owned; /* the plan's own memory, then == data; else NULL */
     const ct_excerpt *excerpts;
     size_t n_excerpts;
@@ -69,7 +71,7 @@ CT_NODISCARD ct_status ct_plan_add_buf(ct_plan *plan, ct_buf *buf, ct_error *err
 /* Appends n borrowed bytes, which must not change before the plan is written or the
  * snapshot replaces them. */
 CT_NODISCARD ct_status ct_plan_add_data(ct_plan *plan, const void *data, size_t n,
-                                        ct_error *err);
+                                        ct_place place, ct_error *err);
 
 /* Appends excerpts[0..n), borrowed until the plan is written. */
 CT_NODISCARD ct_status ct_plan_add_excerpts(ct_plan *plan, const ct_excerpt *excerpts,

@@ -216,7 +216,7 @@ add_data(ct_plan *plan, const ct_st_entry *entry, ct_error *err)
 {
     return entry->n_excerpts > 0
                ? ct_plan_add_excerpts(plan, entry->excerpts, entry->n_excerpts, err)
-               : ct_plan_add_data(plan, entry->data, entry->bytes, err);
+               : ct_plan_add_data(plan, entry->data, entry->bytes, entry->place, err);
 }
 
 ct_status

@@ -35,6 +35,7 @@ typedef struct ct_st_entry {
     const uint64_t *shape;
     size_t ndim;
     const void *data;
+    ct_place place;             /* of the data */
     const ct_excerpt *excerpts; /* or n_excerpts of other files make up the data */
     size_t n_excerpts;
     size_t bytes; /* the product of shape times the element's size */

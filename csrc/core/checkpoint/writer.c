@@ -35,6 +35,7 @@
 typedef struct arena_chunk {
     unsigned char *data; /* mapped */
     size_t bytes, used;
+    const ct_device *device; /* that the memory is pinned for; NULL: ordinary memory */
 } arena_chunk;
 
 typedef struct arena {
@@ -53,6 +54,9 @@ static void
 arena_fini(arena *a)
 {
     for (size_t i = 0; i < a->n_chunks; i++) {
+        if (a->chunks[i].device != NULL) {
+            a->chunks[i].device->unpin(a->chunks[i].data);
+        }
         (void)munmap(a->chunks[i].data, a->chunks[i].bytes);
     }
     ct_free(a->chunks);
@@ -108,8 +112,9 @@ available_bytes(void)
     return found && kib < SIZE_MAX / 1024 ? (size_t)kib * 1024 : SIZE_MAX;
 }
 
+/* `device` != NULL: pinned for that. */
 static arena_chunk *
-add_chunk(arena *a, size_t bytes)
+add_chunk(arena *a, const ct_device *device, size_t bytes)
 {
     void *block = a->chunks;
     bytes = bytes < CHUNK_BYTES ? CHUNK_BYTES : bytes;
@@ -132,24 +137,30 @@ add_chunk(arena *a, size_t bytes)
 #ifdef MADV_HUGEPAGE
     (void)madvise(data, bytes, MADV_HUGEPAGE); /* else small pages */
 #endif
-    a->chunks[a->n_chunks] = (arena_chunk){.data = data, .bytes = bytes};
+    if (device != NULL && device->pin(data, bytes, NULL) != CT_OK) {
+        (void)munmap(data, bytes);
+        return NULL;
+    }
+    a->chunks[a->n_chunks] =
+        (arena_chunk){.data = data, .bytes = bytes, .device = device};
     return &a->chunks[a->n_chunks++];
 }
 
 static void *
-arena_take(arena *a, size_t bytes)
+arena_take(arena *a, const ct_device *device, size_t bytes)
 {
     if (bytes > SIZE_MAX - PAGE_BYTES) {
         return NULL;
     }
     bytes = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     for (size_t i = 0; i < a->n_chunks; i++) {
-        void *data = take_from(&a->chunks[i], bytes);
+        arena_chunk *chunk = &a->chunks[i];
+        void *data = chunk->device == device ? take_from(chunk, bytes) : NULL;
         if (data != NULL) {
             return data;
         }
     }
-    arena_chunk *chunk = add_chunk(a, bytes);
+    arena_chunk *chunk = add_chunk(a, device, bytes);
     return chunk == NULL ? NULL : take_from(chunk, bytes);
 }
 
@@ -176,7 +187,7 @@ take_targets(arena *a, const ct_plan *plan, unsigned char **targets, ct_error *e
         if (piece->owned != NULL || piece->n == 0) {
             continue;
         }
-        targets[i] = arena_take(a, piece->n);
+        targets[i] = arena_take(a, piece->place.device, piece->n);
         if (targets[i] == NULL) {
             return ct_fail(err, CT_ENOMEM, "no memory for a snapshot of %s",
                            plan->name);
@@ -185,38 +196,139 @@ take_targets(arena *a, const ct_plan *plan, unsigned char **targets, ct_error *e
     return CT_OK;
 }
 
-/* Replaces the plan's borrowed bytes by copies. CT_ENOMEM leaves the plan alone. */
+/* ---- copies from devices ---------------------------------------------------------
+ *
+ * They go to pinned memory behind the work on the caller's stream, which waits for them
+ * there: the caller does not, and may let the stream change the data at once. Whoever
+ * reads the copies waits first. */
+
+typedef struct fetch {
+    ct_place place;
+    void *copied; /* of fetch_begin */
+} fetch;
+
+typedef struct fetches {
+    fetch *list;
+    size_t n, capacity;
+} fetches;
+
+/* Waits for all, also after a failure. */
 static ct_status
-arena_copy(arena *a, ct_plan *plan, ct_error *err)
+await_fetches(fetches *f, ct_error *err)
+{
+    ct_status status = CT_OK;
+    for (size_t i = 0; i < f->n; i++) {
+        ct_error own, unused;
+        const ct_device *device = f->list[i].place.device;
+        int ordinal = f->list[i].place.ordinal;
+        ct_status ended = ct_device_switch(device, &ordinal, &own);
+        if (ended == CT_OK) {
+            ended = device->fetch_end(f->list[i].copied, &own);
+            (void)ct_device_switch(device, &ordinal, &unused);
+        }
+        if (status == CT_OK && ended != CT_OK) {
+            status = ended;
+            *err = own;
+        }
+    }
+    f->n = 0;
+    return status;
+}
+
+static bool
+is_same_place(const ct_place *a, const ct_place *b)
+{
+    return a->device == b->device && a->ordinal == b->ordinal && a->stream == b->stream;
+}
+
+static ct_status
+begin_fetch(fetches *f, const ct_place *place, const ct_host_copy *copies, size_t n,
+            ct_error *err)
+{
+    ct_error unused;
+    void *block = f->list, *copied = NULL;
+    int ordinal = place->ordinal;
+    ct_status status = ct_grow(&block, &f->capacity, f->n + 1, sizeof *f->list, err);
+    f->list = block;
+    if (status == CT_OK) {
+        status = ct_device_switch(place->device, &ordinal, err);
+    }
+    if (status == CT_OK) {
+        status = place->device->fetch_begin(place->stream, copies, n, &copied, err);
+        (void)ct_device_switch(place->device, &ordinal, &unused);
+    }
+    if (status == CT_OK) {
+        f->list[f->n++] = (fetch){*place, copied};
+    }
+    return status;
+}
+
+/* Of the pieces on devices, run by run of the same place, to targets[]. */
+static ct_status
+fetch_pieces(fetches *f, const ct_plan *plan, unsigned char **targets,
+             ct_host_copy *copies, ct_error *err)
+{
+    const ct_place *place = NULL;
+    size_t n = 0;
+    ct_status status = CT_OK;
+    for (size_t i = 0; status == CT_OK && i < plan->n_pieces; i++) {
+        const ct_plan_piece *piece = &plan->pieces[i];
+        if (targets[i] == NULL || piece->place.device == NULL) {
+            continue;
+        }
+        if (n != 0 && !is_same_place(place, &piece->place)) {
+            status = begin_fetch(f, place, copies, n, err);
+            n = 0;
+        }
+        place = &piece->place;
+        copies[n++] = (ct_host_copy){targets[i], piece->data, piece->n};
+    }
+    return status == CT_OK && n != 0 ? begin_fetch(f, place, copies, n, err) : status;
+}
+
+/* Replaces the plan's borrowed bytes by copies. A failure leaves the plan alone. */
+static ct_status
+arena_copy(arena *a, fetches *f, ct_plan *plan, ct_error *err)
 {
     size_t most = 1, n = 0;
     for (size_t i = 0; i < plan->n_pieces; i++) {
         most += plan->pieces[i].n / PORTION_BYTES + 1;
     }
     portion *portions = ct_calloc(most, sizeof *portions);
+    ct_host_copy *copies = ct_calloc(plan->n_pieces + 1, sizeof *copies);
     unsigned char **targets =
         (unsigned char **)ct_calloc(plan->n_pieces + 1, sizeof(unsigned char *));
-    if (portions == NULL || targets == NULL) {
+    if (portions == NULL || copies == NULL || targets == NULL) {
         ct_free((void *)targets);
+        ct_free(copies);
         ct_free(portions);
         return ct_fail(err, CT_ENOMEM, "no memory for a snapshot of %s", plan->name);
     }
     /* All memory is taken before the first piece is changed. */
     ct_status status = take_targets(a, plan, targets, err);
+    if (status == CT_OK) {
+        status = fetch_pieces(f, plan, targets, copies, err);
+    }
     for (size_t i = 0; status == CT_OK && i < plan->n_pieces; i++) {
         ct_plan_piece *piece = &plan->pieces[i];
         const unsigned char *from = piece->data;
-        for (size_t at = 0; targets[i] != NULL && at < piece->n; at += PORTION_BYTES) {
+        if (targets[i] == NULL) {
+            continue;
+        }
+        for (size_t at = 0; piece->place.device == NULL && at < piece->n;
+             at += PORTION_BYTES) {
             size_t left = piece->n - at;
             portions[n++] = (portion){targets[i] + at, from + at,
                                       left < PORTION_BYTES ? left : PORTION_BYTES};
         }
-        piece->data = targets[i] != NULL ? targets[i] : piece->data;
+        piece->data = targets[i];
+        piece->place = (ct_place){0};
     }
     if (status == CT_OK) {
         ct_pool_run(copy_portion, portions, n);
     }
     ct_free((void *)targets);
+    ct_free(copies);
     ct_free(portions);
     return status;
 }
@@ -420,9 +532,11 @@ struct ct_writer {
     char **doomed; /* folders to remove once the save is in place; owned */
     size_t n_doomed, doomed_capacity;
     arena arena;
+    fetches fetches; /* into the arena */
     size_t reserved; /* bytes that the thread is to ready */
-    ct_error error;  /* kept; code CT_OK: none */
-    ct_owner owner;  /* the process that began the save or started the thread */
+    ct_place reserved_for;
+    ct_error error; /* kept; code CT_OK: none */
+    ct_owner owner; /* the process that began the save or started the thread */
     pthread_t thread;
     bool started;
     atomic_bool done;
@@ -442,6 +556,8 @@ ct_writer_new(void)
 static void
 drop_files(ct_writer *writer)
 {
+    ct_error unused;
+    (void)await_fetches(&writer->fetches, &unused);
     fileset_clear(&writer->files);
     for (size_t i = 0; i < writer->n_doomed; i++) {
         ct_free(writer->doomed[i]);
@@ -455,10 +571,16 @@ drop_files(ct_writer *writer)
 static void
 forget_parents_save(ct_writer *writer)
 {
+    /* Nor can a device be used in a child. */
+    writer->fetches.n = 0;
+    for (size_t i = 0; !writer->started && i < writer->arena.n_chunks; i++) {
+        writer->arena.chunks[i].device = NULL;
+    }
     if (writer->started) {
         writer->staging = (ct_staging){.lock = -1};
         writer->files = (fileset){0};
         writer->arena = (arena){0};
+        writer->fetches = (fetches){0};
         writer->doomed = NULL;
         writer->n_doomed = writer->doomed_capacity = 0;
     }
@@ -532,6 +654,7 @@ ct_writer_free(ct_writer *writer)
     ct_writer_abort(writer);
     drop_files(writer);
     arena_fini(&writer->arena);
+    ct_free(writer->fetches.list);
     ct_free((void *)writer->doomed);
     fileset_fini(&writer->files);
     ct_free(writer);
@@ -585,7 +708,8 @@ ct_writer_add(ct_writer *writer, ct_plan *plan, bool copy, ct_error *err)
     }
     else {
         /* Without memory for a snapshot the file is written while the caller waits. */
-        bool copied = copy && arena_copy(&writer->arena, plan, NULL) == CT_OK;
+        bool copied =
+            copy && arena_copy(&writer->arena, &writer->fetches, plan, NULL) == CT_OK;
         status = fileset_keep(&writer->files, plan, &index, err);
         if (status == CT_OK && !copied) {
             status = fileset_write_one(&writer->files, index, folder, err);
@@ -599,7 +723,10 @@ ct_status
 ct_writer_flush(ct_writer *writer, ct_error *err)
 {
     const char *folder = ct_writer_folder_borrow(writer);
-    return folder == NULL ? CT_OK : fileset_write(&writer->files, folder, err);
+    ct_status status = folder == NULL ? CT_OK : await_fetches(&writer->fetches, err);
+    return folder == NULL || status != CT_OK
+               ? status
+               : fileset_write(&writer->files, folder, err);
 }
 
 ct_status
@@ -638,7 +765,10 @@ static ct_status
 finish(ct_writer *writer, ct_error *err)
 {
     const char *folder = writer->staging.folder;
-    ct_status status = fileset_write(&writer->files, folder, err);
+    ct_status status = await_fetches(&writer->fetches, err);
+    if (status == CT_OK) {
+        status = fileset_write(&writer->files, folder, err);
+    }
     if (status == CT_OK) {
         status = ct_staging_adopt(&writer->staging, err);
     }
@@ -680,7 +810,13 @@ static void *
 run_reserve(void *arg)
 {
     ct_writer *writer = arg;
-    volatile unsigned char *data = arena_take(&writer->arena, writer->reserved);
+    ct_error unused;
+    const ct_device *device = writer->reserved_for.device;
+    int ordinal = writer->reserved_for.ordinal;
+    if (device != NULL && ct_device_switch(device, &ordinal, &unused) != CT_OK) {
+        return NULL; /* the thread ends, so nothing is switched back */
+    }
+    volatile unsigned char *data = arena_take(&writer->arena, device, writer->reserved);
     for (size_t at = 0; data != NULL && at < writer->reserved; at += SMALL_PAGE) {
         data[at] = 0;
     }
@@ -704,7 +840,7 @@ start_thread(ct_writer *writer, void *(*run)(void *))
 }
 
 ct_status
-ct_writer_reserve(ct_writer *writer, size_t bytes, ct_error *err)
+ct_writer_reserve(ct_writer *writer, size_t bytes, ct_place place, ct_error *err)
 {
     settle(writer);
     if (writer->staging.outer != NULL) {
@@ -713,6 +849,7 @@ ct_writer_reserve(ct_writer *writer, size_t bytes, ct_error *err)
     }
     if (bytes > arena_bytes(&writer->arena)) {
         writer->reserved = bytes;
+        writer->reserved_for = place;
         atomic_store(&writer->done, true); /* nothing is being saved */
         (void)start_thread(writer, run_reserve);
     }

@@ -25,11 +25,11 @@ ct_writer *ct_writer_new(void); /* NULL when out of memory */
 /* Waits for a committed save and drops an open save. NULL is fine. */
 void ct_writer_free(ct_writer *writer);
 
-/* Maps memory for a snapshot of so many bytes in the background, so that the first
- * save takes no page faults. Without that much memory nothing happens. CT_EINVAL
- * while a save is open. */
+/* Maps memory for a snapshot of so many bytes at `place` in the background, so that the
+ * first save takes no page faults, and pins no memory. Without that much memory nothing
+ * happens. CT_EINVAL while a save is open. */
 CT_NODISCARD ct_status ct_writer_reserve(ct_writer *writer, size_t bytes,
-                                         ct_error *err);
+                                         ct_place place, ct_error *err);
 
 /* Starts a save of final_folder. CT_EINVAL while a save is open. */
 CT_NODISCARD ct_status ct_writer_begin(ct_writer *writer, const char *final_folder,
@@ -40,8 +40,9 @@ CT_NODISCARD ct_status ct_writer_begin(ct_writer *writer, const char *final_fold
 const char *ct_writer_folder_borrow(const ct_writer *writer);
 
 /* Adds a file, in place of an earlier file of the same name. The plan is taken over,
- * also on failure, and left empty. With `copy` the data is copied to the snapshot;
- * without, or without memory for a copy, the file is written at once. */
+ * also on failure, and left empty. With `copy` the data is copied to the snapshot, that
+ * of a device behind the work on its place's stream, while nobody waits; without, or
+ * without memory for a copy, the file is written at once. */
 CT_NODISCARD ct_status ct_writer_add(ct_writer *writer, ct_plan *plan, bool copy,
                                      ct_error *err);
 

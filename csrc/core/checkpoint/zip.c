@@ -106,7 +106,8 @@ add_data(ct_plan *plan, const ct_zip_record *record, ct_error *err)
 {
     return record->n_excerpts > 0
                ? ct_plan_add_excerpts(plan, record->excerpts, record->n_excerpts, err)
-               : ct_plan_add_data(plan, record->data, record->bytes, err);
+               : ct_plan_add_data(plan, record->data, record->bytes, record->place,
+                                  err);
 }
 
 static ct_status

@@ -19,6 +19,7 @@ CT_BEGIN_DECLS
 typedef struct ct_zip_record {
     const char *name; /* "archive/data/0" */
     const void *data;
+    ct_place place;             /* of the data */
     const ct_excerpt *excerpts; /* or n_excerpts of other files make up the data */
     size_t n_excerpts;
     size_t bytes;

@@ -19,7 +19,7 @@ CT_BEGIN_DECLS
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 27
+#define CT_DEVICE_VERSION 28
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -182,6 +182,25 @@ ct_send_fn(void *stream, void *to, const void *from, size_t bytes, ct_error *err
 /* Whether work on the stream is captured into a graph and not done. */
 typedef ct_status ct_capturing_fn(void *stream, bool *capturing, ct_error *err);
 
+/* Makes memory of the host's one that the device writes to while nobody waits, and
+ * ordinary memory again. */
+typedef ct_status ct_pin_fn(void *data, size_t bytes, ct_error *err);
+typedef void ct_unpin_fn(void *data);
+
+/* A copy from the device to pinned memory of the host. */
+typedef struct ct_host_copy {
+    void *to;
+    const void *from;
+    size_t bytes;
+} ct_host_copy;
+
+/* Enqueues copies behind the work on the stream, and waits for nothing; later work on
+ * the stream is behind the copies. *copied is to be given to fetch_end, which waits
+ * until the copies have arrived and releases it. */
+typedef ct_status ct_fetch_begin_fn(void *stream, const ct_host_copy *copies, size_t n,
+                                    void **copied, ct_error *err);
+typedef ct_status ct_fetch_end_fn(void *copied, ct_error *err);
+
 /* Makes scratch hold at least `bytes` of the device's memory. */
 typedef ct_status ct_scratch_grow_fn(ct_scratch *scratch, size_t bytes, ct_error *err);
 typedef void ct_scratch_release_fn(ct_scratch *scratch);
@@ -215,6 +234,10 @@ typedef struct ct_device {
     ct_read_begin_fn *read_begin;
     ct_read_end_fn *read_end;
     ct_read_release_fn *read_release;
+    ct_pin_fn *pin;
+    ct_unpin_fn *unpin;
+    ct_fetch_begin_fn *fetch_begin;
+    ct_fetch_end_fn *fetch_end;
     ct_send_fn *send;
     ct_capturing_fn *capturing;
     ct_scratch_grow_fn *scratch_grow;
@@ -234,6 +257,13 @@ ct_device_switch(const ct_device *device, int *ordinal, ct_error *err)
 {
     return device->use(*ordinal, ordinal, err);
 }
+
+/* Where memory is, for work behind a stream; {0}: it is the host's. */
+typedef struct ct_place {
+    const ct_device *device;
+    int ordinal;
+    void *stream;
+} ct_place;
 
 /* The instruction set in use, "base", "v3" or "v4" (x86-64-v3 has AVX2, v4 AVX-512);
  * other processors and compilers than GCC have "base" alone. Chosen at the first call:

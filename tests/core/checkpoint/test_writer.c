@@ -63,7 +63,8 @@ add(ct_writer *writer, const char *name, bool copy, ct_error *err)
 {
     ct_plan plan = {0};
     CHECK(ct_plan_set_name(&plan, name, NULL) == CT_OK);
-    CHECK(ct_plan_add_data(&plan, payload, sizeof payload, NULL) == CT_OK);
+    CHECK(ct_plan_add_data(&plan, payload, sizeof payload, (ct_place){0}, NULL) ==
+          CT_OK);
     return ct_writer_add(writer, &plan, copy, err);
 }
 
@@ -230,19 +231,22 @@ static void
 test_reserved_memory_is_what_the_first_save_uses(void)
 {
     ct_writer *w = ct_writer_new();
-    CHECK(ct_writer_reserve(w, 100u << 20, NULL) == CT_OK && !ct_writer_pending(w));
+    CHECK(ct_writer_reserve(w, 100u << 20, (ct_place){0}, NULL) == CT_OK &&
+          !ct_writer_pending(w));
     CHECK(ct_writer_begin(w, below("checkpoint-12"), NULL) == CT_OK);
     size_t bytes = ct_writer_snapshot_bytes(w);
     CHECK(bytes >= 100u << 20);
-    CHECK(ct_writer_reserve(w, 1, NULL) == CT_EINVAL);
+    CHECK(ct_writer_reserve(w, 1, (ct_place){0}, NULL) == CT_EINVAL);
     CHECK(add(w, "a.bin", true, NULL) == CT_OK && ct_writer_commit(w, NULL) == CT_OK);
     CHECK(ct_writer_wait(w, NULL) == CT_OK && problems_of("checkpoint-12") == 0);
     CHECK(ct_writer_snapshot_bytes(w) == bytes);
     CHECK(ct_writer_begin(w, below("checkpoint-13"), NULL) == CT_OK);
     CHECK(add(w, "a.bin", true, NULL) == CT_OK && ct_writer_commit(w, NULL) == CT_OK);
-    CHECK(ct_writer_reserve(w, 1, NULL) == CT_OK); /* after the save under way */
+    CHECK(ct_writer_reserve(w, 1, (ct_place){0}, NULL) ==
+          CT_OK); /* after the save under way */
     CHECK(!ct_writer_pending(w) && problems_of("checkpoint-13") == 0);
-    CHECK(ct_writer_reserve(w, SIZE_MAX / 4, NULL) == CT_OK); /* cannot be had */
+    CHECK(ct_writer_reserve(w, SIZE_MAX / 4, (ct_place){0}, NULL) ==
+          CT_OK); /* cannot be had */
     CHECK(ct_writer_wait(w, NULL) == CT_OK && ct_writer_snapshot_bytes(w) == bytes);
     ct_writer_free(w);
 }
@@ -261,6 +265,98 @@ test_a_save_leaves_the_callers_signals_alone(void)
         CHECK(sigismember(&after, number) == sigismember(&before, number));
     }
     ct_writer_free(w);
+}
+
+/* A device whose copies arrive when somebody waits for them. */
+static struct {
+    ct_host_copy copies[4];
+    size_t n, pinned;
+    bool fails;
+} late;
+
+static ct_status
+late_begin(void *stream, const ct_host_copy *copies, size_t n, void **copied,
+           ct_error *err)
+{
+    (void)stream;
+    (void)err;
+    for (size_t i = 0; i < n; i++) {
+        late.copies[late.n++] = copies[i];
+    }
+    *copied = &late;
+    return CT_OK;
+}
+
+static ct_status
+late_end(void *copied, ct_error *err)
+{
+    CHECK(copied == &late);
+    for (size_t i = 0; i < late.n; i++) {
+        memcpy(late.copies[i].to, late.copies[i].from, late.copies[i].bytes);
+    }
+    late.n = 0;
+    return late.fails ? ct_fail(err, CT_EDEVICE, "the device has failed") : CT_OK;
+}
+
+static ct_status
+late_pin(void *data, size_t bytes, ct_error *err)
+{
+    (void)data;
+    (void)bytes;
+    (void)err;
+    late.pinned++;
+    return CT_OK;
+}
+
+static void
+late_unpin(void *data)
+{
+    (void)data;
+    late.pinned--;
+}
+
+static ct_status
+add_late(ct_writer *writer, const ct_device *device, ct_error *err)
+{
+    ct_plan plan = {0};
+    const ct_place place = {device, 0, NULL};
+    CHECK(ct_plan_set_name(&plan, "a.bin", NULL) == CT_OK);
+    CHECK(ct_plan_add_data(&plan, payload, sizeof payload, place, NULL) == CT_OK);
+    return ct_writer_add(writer, &plan, true, err);
+}
+
+static void
+test_copies_of_a_device_are_awaited_and_may_fail(void)
+{
+    ct_device device = ct_device_cpu;
+    device.fetch_begin = late_begin;
+    device.fetch_end = late_end;
+    device.pin = late_pin;
+    device.unpin = late_unpin;
+    const size_t entries = entries_in_root();
+    ct_writer *w = ct_writer_new();
+    ct_error err;
+    CHECK(ct_writer_begin(w, below("checkpoint-15"), NULL) == CT_OK);
+    CHECK(add_late(w, &device, NULL) == CT_OK && late.n == 1 && late.pinned == 1);
+    memset(payload, 9, sizeof payload); /* before the copy arrives */
+    CHECK(ct_writer_commit(w, NULL) == CT_OK && ct_writer_wait(w, NULL) == CT_OK);
+    CHECK(late.n == 0 && problems_of("checkpoint-15") == 0);
+    int fd = open(below("checkpoint-15/a.bin"), O_RDONLY);
+    unsigned char first = 0;
+    CHECK(read(fd, &first, 1) == 1 && first == 9 && close(fd) == 0);
+    /* An abort may not give the memory to the next save before. */
+    CHECK(ct_writer_begin(w, below("checkpoint-16"), NULL) == CT_OK);
+    CHECK(add_late(w, &device, NULL) == CT_OK && late.n == 1);
+    ct_writer_abort(w);
+    CHECK(late.n == 0);
+    late.fails = true;
+    CHECK(ct_writer_begin(w, below("checkpoint-16"), NULL) == CT_OK);
+    CHECK(add_late(w, &device, NULL) == CT_OK);
+    CHECK(ct_writer_commit(w, NULL) == CT_OK && ct_writer_wait(w, &err) == CT_EDEVICE);
+    CHECK(strstr(err.message, "the device has failed") != NULL);
+    CHECK(access(below("checkpoint-16"), F_OK) < 0 && entries_in_root() == entries + 1);
+    ct_writer_free(w);
+    CHECK(late.pinned == 0);
 }
 
 static void
@@ -286,7 +382,7 @@ test_survives_every_failed_allocation(void)
         ct_writer *w = ct_writer_new();
         ct_plan plan = {0};
         CHECK(ct_plan_set_name(&plan, "sub/a.bin", NULL) == CT_OK);
-        CHECK(ct_plan_add_data(&plan, payload, 100, NULL) == CT_OK);
+        CHECK(ct_plan_add_data(&plan, payload, 100, (ct_place){0}, NULL) == CT_OK);
         ct_alloc_fail_after(n);
         done = ct_writer_begin(w, below("checkpoint-10"), NULL) == CT_OK &&
                ct_writer_add(w, &plan, true, NULL) == CT_OK &&
@@ -314,6 +410,7 @@ main(void)
     test_older_folders_go_once_the_new_one_is_in_place();
     test_reserved_memory_is_what_the_first_save_uses();
     test_a_save_leaves_the_callers_signals_alone();
+    test_copies_of_a_device_are_awaited_and_may_fail();
     test_misuse_is_rejected();
     test_survives_every_failed_allocation();
     CHECK(ct_remove_tree(root, NULL) == CT_OK);

@@ -41,6 +41,7 @@ extern record seen;
 extern unsigned most_blocks; /* a launch gets no more than that; 0: what it asks */
 extern size_t fail_launch;   /* the n-th launch from now on is rejected; 0: none */
 extern size_t fail_malloc;   /* likewise for cudaMalloc */
+extern size_t fail_pin;      /* likewise for cudaHostRegister */
 extern bool no_events;       /* cudaEventCreateWithFlags fails */
 extern size_t busy;          /* so many times cudaStreamQuery says not yet */
 extern int n_devices;        /* what cudaGetDeviceCount says */

@@ -15,6 +15,7 @@
 namespace emul {
 
 size_t fail_malloc;
+size_t fail_pin;
 int n_devices = 1;
 bool host_sees;
 thread_local int current_device;
@@ -28,7 +29,8 @@ struct block {
 
 /* By address; in use also at the exit. */
 std::map<uintptr_t, block> &blocks = *new std::map<uintptr_t, block>();
-std::mutex blocks_lock;
+std::mutex blocks_lock;                            /* and of the next */
+auto &pinned = *new std::map<uintptr_t, size_t>(); /* memory of the host */
 thread_local cudaError_t last_error = cudaSuccess;
 
 const unsigned char unset = 0xff;
@@ -39,7 +41,7 @@ void
 reset()
 {
     seen = {};
-    fail_launch = fail_malloc = fail_create = 0;
+    fail_launch = fail_malloc = fail_create = fail_pin = 0;
     most_blocks = 0;
     last_error = cudaSuccess;
 }
@@ -68,6 +70,32 @@ device_of(const void *data, size_t bytes)
     const auto &[begin, it] = *std::prev(behind);
     const size_t at = (uintptr_t)data - begin;
     return at < it.bytes && bytes <= it.bytes - at ? it.device : -1;
+}
+
+static void
+pin(void *data, size_t bytes)
+{
+    const std::lock_guard<std::mutex> held(blocks_lock);
+    pinned[(uintptr_t)data] = bytes;
+}
+
+static void
+unpin(void *data, const char *name)
+{
+    const std::lock_guard<std::mutex> held(blocks_lock);
+    if (pinned.erase((uintptr_t)data) == 0) {
+        die("%s of memory that is not pinned", name);
+    }
+}
+
+static bool
+is_pinned(const void *data, size_t bytes)
+{
+    const std::lock_guard<std::mutex> held(blocks_lock);
+    const auto behind = pinned.upper_bound((uintptr_t)data);
+    return behind != pinned.begin() &&
+           (uintptr_t)data + bytes <=
+               std::prev(behind)->first + std::prev(behind)->second;
 }
 
 void
@@ -302,13 +330,35 @@ cudaHostAlloc(void **data, size_t bytes, unsigned)
     emul::seen.allocations++;
     *data = malloc(bytes);
     memset(*data, emul::unset, bytes);
+    emul::pin(*data, bytes);
     return cudaSuccess;
 }
 
 cudaError_t
 cudaFreeHost(void *data)
 {
+    if (data != NULL) {
+        emul::unpin(data, "cudaFreeHost");
+    }
     free(data);
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaHostRegister(void *data, size_t bytes, unsigned)
+{
+    emul::reject_in_capture("cudaHostRegister");
+    if (emul::fail_pin > 0 && --emul::fail_pin == 0) {
+        return emul::fail(cudaErrorMemoryAllocation);
+    }
+    emul::pin(data, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t
+cudaHostUnregister(void *data)
+{
+    emul::unpin(data, "cudaHostUnregister");
     return cudaSuccess;
 }
 
@@ -363,7 +413,10 @@ cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
         emul::touch(to, bytes, true);
         memmove(to, from, bytes);
     });
-    return cudaSuccess;
+    /* The call returns when ordinary memory has the bytes. */
+    return from_device && !to_device && !emul::is_pinned(to, bytes)
+               ? cudaStreamSynchronize(stream)
+               : cudaSuccess;
 }
 
 cudaError_t

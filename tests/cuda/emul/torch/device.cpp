@@ -528,6 +528,13 @@ emul_fail_malloc()
     emul::fail_malloc = 1;
 }
 
+/* The next memory of the host cannot be pinned. */
+extern "C" void
+emul_fail_pin()
+{
+    emul::fail_pin = 1;
+}
+
 /* Launches of our kernels: torch's run on the host. */
 extern "C" size_t
 emul_launches()
