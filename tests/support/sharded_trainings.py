@@ -217,6 +217,23 @@ def of_whole_parameters(folder: str) -> list[list[float]]:
     return [told(made)["losses"][-3:] for made in (first, again)]
 
 
+def of_quantized_state(folder: str) -> dict[str, bool]:
+    """Whether a run with compact or 8-bit state that is resumed from its shards ends as
+    the run that saved them."""
+    same = {}
+    for optim in ("adamw_compact", "adamw_bnb_8bit"):
+        options = {"save_strategy": "steps", "save_steps": 10, "fsdp": True,
+                   "optim": optim}  # fmt: skip
+        first = trainer(f"{folder}/{optim}", "gpt2", **options)
+        first.train()
+        again = trainer(f"{folder}/{optim} again", "gpt2", **options)
+        again.train(resume_from_checkpoint=f"{folder}/{optim}/checkpoint-10")
+        weights = [torch.cat([p.flatten() for p in t.model.parameters()])
+                   for t in (first, again)]  # fmt: skip
+        same[optim] = torch.equal(*weights)
+    return same
+
+
 def of_other_units(folder: str) -> list[float]:
     """A run that goes on from the shards of `saved` with other units."""
     config = {"transformer_layer_cls_to_wrap": "GPT2Attention,GPT2MLP"}

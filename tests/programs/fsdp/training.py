@@ -17,6 +17,7 @@ results = {name: runs.both(folder, name) for name in runs.CASES}
 results["plain"] = runs.plain(folder)
 results["saved"] = runs.saved(folder)
 results["factored"] = runs.of_whole_parameters(folder)
+results["quantized"] = runs.of_quantized_state(folder)
 results["other"] = runs.of_other_units(folder)
 results["older"] = runs.older(folder)
 results["coded"] = runs.coded(folder)

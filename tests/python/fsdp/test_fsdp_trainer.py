@@ -111,6 +111,18 @@ def test_adafactor_goes_on_from_its_shards_on_any_number_of_ranks(
     assert runs.told(alone)["losses"][-3:] == pytest.approx(first, rel=1e-5)
 
 
+def test_quantized_state_is_resumed_by_as_many_ranks(
+    told: list[Any], folder: Path
+) -> None:
+    for rank in told:
+        assert rank["quantized"] == {"adamw_compact": True, "adamw_bnb_8bit": True}
+    alone = runs.trainer(str(folder / "alone"), "gpt2", False, optim="adamw_compact")
+    with pytest.raises(ValueError, match="'exp_avg_scale'.*cannot be put together"):
+        alone.train(
+            resume_from_checkpoint=str(folder / "adamw_compact" / "checkpoint-10")
+        )
+
+
 def test_a_run_in_codes_goes_on_with_what_they_have_missed(
     told: list[Any], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
