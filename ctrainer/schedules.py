@@ -6,6 +6,8 @@ tensor.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +61,8 @@ def get_scheduler(
         min_lr_ratio (float): The fraction of the base at both ends.
 
     Returns:
-        An LRScheduler, or the class of torch or transformers named above.
+        An LRScheduler, for an optimizer of torch one that is torch's LambdaLR, too; or
+        the class of torch or transformers named above.
 
     Raises:
         ValueError: the name is unknown, a number of steps or an option that the
@@ -88,9 +91,36 @@ def get_scheduler(
     if name in ON_METRIC:
         return _on_metric(name, optimizer, options)
     last_epoch = options.pop("last_epoch", -1)
-    return LRScheduler(
+    return _class_for(optimizer)(
         optimizer, name, num_warmup_steps, num_training_steps, options, last_epoch
     )
+
+
+def _class_for(optimizer: Any) -> Any:
+    torch = sys.modules.get("torch")
+    of_torch = torch is not None and isinstance(optimizer, torch.optim.Optimizer)
+    return _class_of_torch() if of_torch else LRScheduler
+
+
+@functools.cache
+def _class_of_torch() -> Any:
+    """An LRScheduler that is torch's LambdaLR to isinstance() and to accelerate; steps
+    and states are C's."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    # The others are read by torch's get_lr().
+    names = {
+        "__module__": __name__,
+        "_get_lr_called_within_step": False,
+        "_is_initial": False,
+    }
+    return type("LambdaLR", (LRScheduler, LambdaLR), names)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LambdaLR":  # for pickle
+        return _class_of_torch()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _on_metric(name: str, optimizer: Any, options: dict[str, Any]) -> Any:

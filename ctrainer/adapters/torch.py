@@ -365,9 +365,15 @@ def data_loader(
             seeder = batches.worker_seeder(workers, args.process_index)
             options["worker_init_fn"] = seeder
     if plan is None:
-        return DataLoader(dataset, **options)
-    rest = {"sampler": None, "drop_last": False, **options}
-    return ranks.rank_loader(dataset, plan, **rest)
+        loader: Any = DataLoader(dataset, **options)
+    else:
+        rest = {"sampler": None, "drop_last": False, **options}
+        loader = ranks.rank_loader(dataset, plan, **rest)
+    if not is_iterable(dataset):  # as accelerate's loaders have it
+        parts = 1 if plan is None or plan.split_batches else plan.world_size
+        loader.total_batch_size = options["batch_size"] * parts
+        loader.total_dataset_length = len(dataset)
+    return loader
 
 
 def padding_collator(tokenizer: Any) -> Callable[..., Any]:

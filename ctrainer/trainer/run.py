@@ -565,10 +565,13 @@ class TrainerRun(TrainerBase):
 
         Args:
             args (TrainingArguments): The run's.
-            model (default None): For optimizers that choose modules by name.
+            model (default None): For optimizers that choose modules by name, and for
+                the device; None: the class for parameters of torch on the CPU.
         """
         from ctrainer.arguments.optimizers import optimizer_class
 
+        if model is None:
+            model = adapters.by_name("ctrainer.adapters.torch").Model()
         return optimizer_class(args, model, adapters.for_model(model))
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:

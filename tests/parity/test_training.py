@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -130,6 +131,20 @@ def test_parts_of_epochs_end_at_the_same_step(epochs: float) -> None:
 def test_batches_come_in_the_same_order_for_a_seed(seed: dict[str, int]) -> None:
     theirs, ours = pair(Net, rows(), num_train_epochs=3, **seed)
     assert_equal_batches(theirs, ours)
+
+
+def test_loaders_know_their_lengths(tmp_path: Path) -> None:
+    found = []
+    for lib in (transformers, ctrainer):
+        args = lib.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=3, report_to="none"
+        )
+        made: Any = lib.Trainer(
+            Net(), args, train_dataset=rows(), eval_dataset=rows()[:7]
+        )
+        loaders = [made.get_train_dataloader(), made.get_eval_dataloader()]
+        found.append([(x.total_batch_size, x.total_dataset_length) for x in loaders])
+    assert found[0] == found[1]
 
 
 def test_grouping_by_length_gives_the_same_batches() -> None:

@@ -27,7 +27,7 @@ int ctpy_tensors_from(ctpy_state *state, PyObject *dict, ctpy_tensors *tensors);
 ct_excerpt *ctpy_excerpts_from(PyObject *tuple, const char *what, size_t *n_bytes);
 
 /* The memory of a contiguous tensor or array, in the host's memory or where kernels of
- * ctrainer work, and where that is. 0, or -1 with an exception that names `what`. */
+ * ctrainer work, and its place. 0, or -1 with an exception that names `what`. */
 int ctpy_memory_from(ctpy_state *state, PyObject *op, const char *what, ct_span *span,
                      ct_place *place);
 

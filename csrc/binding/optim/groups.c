@@ -618,7 +618,7 @@ static const optim_field common_fields[] = {
     FIELD(rounding_seed, rounding.seed, COUNT),
     FIELD(rounding_step, rounding.step, LIVE_COUNT),
     FIELD(capturable, capturable, FLAG),
-    /* Of torch's optimizers alone; a state_dict may bring it. */
+    /* Of torch's optimizers alone; a state_dict may bring the option. */
     FIELD(differentiable, maximize, NEVER),
 };
 

@@ -775,6 +775,43 @@ LRScheduler_reduce(PyObject *op, PyObject *Py_UNUSED(unused))
                          LRScheduler_state_dict(op, NULL));
 }
 
+bool
+ctpy_scheduler_is_native(const ctpy_state *state, PyObject *op)
+{
+    if (op == NULL || !PyObject_TypeCheck(op, state->LRScheduler)) {
+        return false;
+    }
+    PyObject *step = PyObject_GetAttrString(op, "step");
+    const bool native = step != NULL && PyCFunction_Check(step) &&
+                        PyCFunction_GET_SELF(step) == op &&
+                        PyCFunction_GET_FUNCTION(step) == LRScheduler_step;
+    if (step == NULL) {
+        PyErr_Clear();
+    }
+    Py_XDECREF(step);
+    return native;
+}
+
+/* The schedule as a function of the step, for each group, as in torch's LambdaLR.
+ */
+static PyObject *
+LRScheduler_get_lr_lambdas(PyObject *op, void *Py_UNUSED(closure))
+{
+    const LRScheduler *self = (LRScheduler *)op;
+    PyTypeObject *type = ctpy_state_borrow(op)->Schedule;
+    const Py_ssize_t n = self->base_lrs == NULL ? 0 : PyObject_Size(self->base_lrs);
+    PyObject *schedule = n < 0 ? NULL : type->tp_alloc(type, 0);
+    PyObject *list = schedule == NULL ? NULL : PyList_New(n);
+    if (list != NULL) {
+        ((Schedule *)schedule)->core = self->schedule;
+    }
+    for (Py_ssize_t g = 0; list != NULL && g < n; g++) {
+        PyList_SET_ITEM(list, g, Py_NewRef(schedule));
+    }
+    Py_XDECREF(schedule);
+    return list;
+}
+
 /* Learning rates of an optimizer's groups, for every type of scheduler. */
 
 static const char ctpy_write_lrs_doc[] =
@@ -824,6 +861,12 @@ static PyMemberDef LRScheduler_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+static PyGetSetDef LRScheduler_getset[] = {
+    {"lr_lambdas", LRScheduler_get_lr_lambdas, NULL,
+     "A Schedule for each group: the factor of its base_lr at a step.", NULL},
+    {NULL,         NULL,                       NULL, NULL,              NULL},
+};
+
 static PyType_Slot LRScheduler_slots[] = {
     {Py_tp_doc,      (void *)LRScheduler_doc},
     {Py_tp_new,      PyType_GenericNew      },
@@ -833,6 +876,7 @@ static PyType_Slot LRScheduler_slots[] = {
     {Py_tp_dealloc,  LRScheduler_dealloc    },
     {Py_tp_methods,  LRScheduler_methods    },
     {Py_tp_members,  LRScheduler_members    },
+    {Py_tp_getset,   LRScheduler_getset     },
     {0,              NULL                   },
 };
 

@@ -4,12 +4,8 @@
 
 #include "binding/runtime/ctpy.h"
 
-/* Whether op is exactly an LRScheduler: a subclass may override step(). */
-static inline int
-ctpy_scheduler_is_native(const ctpy_state *state, PyObject *op)
-{
-    return Py_IS_TYPE(op, state->LRScheduler);
-}
+/* Whether op is an LRScheduler whose step() is C's: a subclass may override step(). */
+bool ctpy_scheduler_is_native(const ctpy_state *state, PyObject *op);
 
 /* step() of a native scheduler: advances a step and writes the new learning rate to
  * every group of the optimizer. Returns 0, or -1 with an exception and nothing changed

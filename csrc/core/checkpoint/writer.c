@@ -35,7 +35,7 @@
 typedef struct arena_chunk {
     unsigned char *data; /* mapped */
     size_t bytes, used;
-    const ct_device *device; /* that the memory is pinned for; NULL: ordinary memory */
+    const ct_device *device; /* for which memory is pinned; NULL: ordinary memory */
 } arena_chunk;
 
 typedef struct arena {
@@ -112,7 +112,7 @@ available_bytes(void)
     return found && kib < SIZE_MAX / 1024 ? (size_t)kib * 1024 : SIZE_MAX;
 }
 
-/* `device` != NULL: pinned for that. */
+/* `device` != NULL: pinned memory. */
 static arena_chunk *
 add_chunk(arena *a, const ct_device *device, size_t bytes)
 {
@@ -198,9 +198,9 @@ take_targets(arena *a, const ct_plan *plan, unsigned char **targets, ct_error *e
 
 /* ---- copies from devices ---------------------------------------------------------
  *
- * They go to pinned memory behind the work on the caller's stream, which waits for them
- * there: the caller does not, and may let the stream change the data at once. Whoever
- * reads the copies waits first. */
+ * Copies go to pinned memory behind the work on the caller's stream, and later work on
+ * the stream follows the copies: the caller waits for nothing, and may let the stream
+ * change the data at once. Whoever reads the copies waits first. */
 
 typedef struct fetch {
     ct_place place;

@@ -182,8 +182,8 @@ ct_send_fn(void *stream, void *to, const void *from, size_t bytes, ct_error *err
 /* Whether work on the stream is captured into a graph and not done. */
 typedef ct_status ct_capturing_fn(void *stream, bool *capturing, ct_error *err);
 
-/* Makes memory of the host's one that the device writes to while nobody waits, and
- * ordinary memory again. */
+/* Pins memory of the host, so that the device writes there while nobody waits; and
+ * makes the memory ordinary again. */
 typedef ct_status ct_pin_fn(void *data, size_t bytes, ct_error *err);
 typedef void ct_unpin_fn(void *data);
 
@@ -195,8 +195,8 @@ typedef struct ct_host_copy {
 } ct_host_copy;
 
 /* Enqueues copies behind the work on the stream, and waits for nothing; later work on
- * the stream is behind the copies. *copied is to be given to fetch_end, which waits
- * until the copies have arrived and releases it. */
+ * the stream is behind the copies. fetch_end waits until the copies have arrived, and
+ * releases *copied. */
 typedef ct_status ct_fetch_begin_fn(void *stream, const ct_host_copy *copies, size_t n,
                                     void **copied, ct_error *err);
 typedef ct_status ct_fetch_end_fn(void *copied, ct_error *err);
@@ -258,7 +258,7 @@ ct_device_switch(const ct_device *device, int *ordinal, ct_error *err)
     return device->use(*ordinal, ordinal, err);
 }
 
-/* Where memory is, for work behind a stream; {0}: it is the host's. */
+/* Where memory is, for work behind a stream; {0}: in the host's. */
 typedef struct ct_place {
     const ct_device *device;
     int ordinal;

@@ -192,7 +192,7 @@ CT_NODISCARD ct_status ct_optim_await(ct_optim *optim, ct_clip_outcome *outcome,
  * of the same parameters, by the same arrays; else ct_optim_update is CT_EINVAL. */
 
 /* Before each replay of the graph, on the replay's stream: sends the constants of the
- * next update, by the groups as they are now, and counts that update. CT_EINVAL unless
+ * next update, by the groups' present options, and counts the update. CT_EINVAL unless
  * the update is the same as the captured one; gradients may have other addresses. */
 CT_NODISCARD ct_status ct_optim_prepare_replay(ct_optim *optim, void *stream,
                                                const ct_optim_pass *pass,

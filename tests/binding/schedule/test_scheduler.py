@@ -89,6 +89,10 @@ def test_every_step_equals_transformers(
     mine = optim.get_scheduler(name, ours, warmup, training, options)
     reference = transformers.get_scheduler(name, theirs, warmup, training, options)
     assert isinstance(mine, LRScheduler)
+    assert isinstance(mine, torch.optim.lr_scheduler.LambdaLR)
+    last = training + 59
+    for ours_of, theirs_of in zip(mine.lr_lambdas, reference.lr_lambdas, strict=True):
+        assert ours_of(last) == theirs_of(last)
     for _ in range(training + 60):
         assert mine.get_last_lr() == reference.get_last_lr()
         mine.step()
@@ -176,7 +180,7 @@ def test_transformers_enumeration_is_understood(member: Any) -> None:
         "reduce_lr_on_plateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
         "greedy": transformers.optimization.GreedyLR,
     }
-    assert type(made) is theirs.get(member.value, LRScheduler)
+    assert isinstance(made, theirs.get(member.value, LRScheduler))
 
 
 def levenshtein(given: str, name: str) -> int:

@@ -34,6 +34,19 @@ def test_every_name_is_supported_or_has_its_package() -> None:
     assert not optimizers.RECIPES.keys() & optimizers.PACKAGES.keys()
 
 
+def test_the_class_is_found_without_a_model(tmp_path: Path) -> None:
+    """As transformers finds it."""
+    for name in ("adamw_torch", "sgd", "adafactor", "rmsprop"):
+        args = arguments(tmp_path, name)
+        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+        assert (cls, kwargs) == Trainer.get_optimizer_cls_and_kwargs(
+            args, nn.Linear(2, 1)
+        )
+        theirs, expected = transformers.Trainer.get_optimizer_cls_and_kwargs(args)
+        assert cls.__name__ == theirs.__name__
+        assert kwargs["lr"] == expected["lr"]
+
+
 @pytest.mark.parametrize("name", sorted(optimizers.RECIPES))
 def test_every_name_that_is_supported_makes_its_class(
     name: str, tmp_path: Path

@@ -117,7 +117,7 @@ def test_quantized_state_is_resumed_by_as_many_ranks(
     for rank in told:
         assert rank["quantized"] == {"adamw_compact": True, "adamw_bnb_8bit": True}
     alone = runs.trainer(str(folder / "alone"), "gpt2", False, optim="adamw_compact")
-    with pytest.raises(ValueError, match="'exp_avg_scale'.*cannot be put together"):
+    with pytest.raises(ValueError, match=r"'exp_avg_scale'.*cannot be put together"):
         alone.train(
             resume_from_checkpoint=str(folder / "adamw_compact" / "checkpoint-10")
         )
