@@ -191,6 +191,14 @@ def test_the_log_has_the_same_entries() -> None:
     assert ours.logged("eval_loss") == pytest.approx(theirs.logged("eval_loss"), 1e-6)
 
 
+def test_the_log_at_an_epoch_s_end_has_the_last_update_s_learning_rate() -> None:
+    theirs, ours = pair(
+        Net, rows(), num_train_epochs=3, logging_strategy="epoch", learning_rate=0.01
+    )
+    assert len(ours.logged("learning_rate")) == 3
+    assert ours.logged("learning_rate") == theirs.logged("learning_rate")
+
+
 def test_a_data_set_of_datasets_loses_the_same_columns() -> None:
     data = datasets.Dataset.from_dict(
         {

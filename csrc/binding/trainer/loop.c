@@ -533,7 +533,9 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
          do_what_is_due(op, run, learning_rate) < 0)) {
         result = -1;
     }
-    Py_XDECREF(learning_rate);
+    if (learning_rate != NULL) {
+        Py_XSETREF(((Trainer *)op)->update_rate, learning_rate);
+    }
     return result;
 }
 
@@ -624,6 +626,7 @@ run_epoch(PyObject *op, ctpy_run *run)
     ctpy_state *names = ctpy_state_borrow(op);
     int stop = 0; /* in the middle of the epoch, where a longer run would continue */
     ((Trainer *)op)->epoch_done = false;
+    Py_CLEAR(((Trainer *)op)->update_rate);
     if (ctpy_trainer_fire(op, names->str_on_epoch_begin) < 0) {
         return -1;
     }
@@ -642,7 +645,13 @@ run_epoch(PyObject *op, ctpy_run *run)
     if (ctpy_trainer_fire(op, names->str_on_epoch_end) < 0) {
         return -1;
     }
-    return ranks_stop(op) ? 0 : do_what_is_due(op, run, Py_None);
+    if (ranks_stop(op)) {
+        return 0;
+    }
+    PyObject *rate = ctpy_field(((Trainer *)op)->update_rate);
+    const int failed = do_what_is_due(op, run, rate == NULL ? Py_None : rate);
+    Py_XDECREF(rate);
+    return failed;
 }
 
 /* Counters and schedule become right also after an exception, and the caller gets that
