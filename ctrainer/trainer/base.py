@@ -193,9 +193,8 @@ class TrainerBase(_C.Trainer):
         """
         counted = self.current_flos, self._counted_tokens
         flos, tokens = self._sum_over_ranks(*counted)
-        if flos:
-            self.state.total_flos += flos
-            self.current_flos = 0.0
+        self.state.total_flos += float(flos)
+        self.current_flos = 0.0
         if tokens:
             self.state.num_input_tokens_seen += int(tokens)
             self._counted_tokens = 0.0

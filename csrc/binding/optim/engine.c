@@ -859,8 +859,7 @@ norm_wanted(const OptimEngine *self, const ct_step_config *config)
     return wanted;
 }
 
-/* ---- updates that a graph of the device may have ----------------------------------
- */
+/* ---- updates that a graph of the device may have --------------------------------- */
 
 static bool
 is_capturable(const OptimEngine *self)

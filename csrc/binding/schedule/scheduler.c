@@ -792,8 +792,7 @@ ctpy_scheduler_is_native(const ctpy_state *state, PyObject *op)
     return native;
 }
 
-/* The schedule as a function of the step, for each group, as in torch's LambdaLR.
- */
+/* For each group the schedule as a function of the step, as in torch's LambdaLR. */
 static PyObject *
 LRScheduler_get_lr_lambdas(PyObject *op, void *Py_UNUSED(closure))
 {

@@ -561,8 +561,8 @@ run_of(ct_optim *optim, const rule_table *table, size_t rule, const ct_optim_pas
 
 /* ---- updates in a graph ---------------------------------------------------------- */
 
-/* FNV-1a of the spans, which have no padding; never 0. Gradients may lie in a pool of
- * the graph's, and have the alignment of theirs in common. */
+/* FNV-1a of the spans, which have no padding; never 0. Of a gradient's address only the
+ * alignment counts: the gradients of a graph may lie in a pool of memory of its own. */
 static uint64_t
 hash_layout(const ct_optim *optim, const rule_table *table)
 {
