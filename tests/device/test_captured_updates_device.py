@@ -165,10 +165,14 @@ class TestRefusals:
         elif change == "group":
             more = parameters(gpu, 1, [(4, 4)])
             optimizer.add_param_group({"params": more, "capturable": True})
-        else:
-            kept, params[0].grad = params[0].grad, None
-            optimizer.step()
-            params[0].grad = kept
+        else:  # all have had two updates in the end, and another table was in between
+            grads = [p.grad for p in params]
+            for some in (range(1, len(params)), range(1)):
+                for i, param in enumerate(params):
+                    param.grad = grads[i] if i in some else None
+                optimizer.step()
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
         before = on_host(optimizer)
         with pytest.raises(ValueError, match=r"not the one captured|is missing"):
             optimizer.prepare_replay()

@@ -74,14 +74,17 @@ def test_a_save_has_what_was_added(
 
 def test_the_host_waits_for_no_copy(gpu: torch.device, tmp_path: Path) -> None:
     tensors = {str(i): torch.randn(1000, device=gpu) for i in range(20)}
+    expected = {name: tensor.cpu() for name, tensor in tensors.items()}
     writer = CheckpointWriter()
     before = any_gpu.waits()
     writer.begin(tmp_path / "checkpoint-1")
     writer.add_safetensors("a.safetensors", tensors)
     writer.add_torch("b.pt", tensors)
     assert any_gpu.waits() == before
-    writer.commit()
+    writer.commit()  # and nothing else on the stream: the thread has to wait
     writer.wait()
+    for name, tensor in load_file(tmp_path / "checkpoint-1/a.safetensors").items():
+        assert torch.equal(tensor, expected[name])
     assert writer.snapshot_bytes > 0
     writer.release()
     assert writer.snapshot_bytes == 0

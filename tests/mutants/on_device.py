@@ -316,11 +316,12 @@ DEVICE = (
     ),
     Fixed(
         "csrc/core/optim/optim.c",
-        "negate a condition",
-        "if (status == CT_OK && pass->capture != CT_CAPTURE_NOW) {",
-        "if (status == CT_OK) {",
-        "a capture counts an update that nobody makes",
+        "delete a call",
+        "status = send_constants(optim, stream, err);",
+        "status = CT_OK;",
+        "a replay works with the constants of the update before",
         CAPTURED,
+        behind="the update to replay is not the one captured",
     ),
     Fixed(
         "cuda/device.cu",

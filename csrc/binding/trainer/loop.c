@@ -534,7 +534,7 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
         result = -1;
     }
     if (learning_rate != NULL) {
-        Py_XSETREF(((Trainer *)op)->update_rate, learning_rate);
+        Py_XSETREF(((Trainer *)op)->last_learning_rate, learning_rate);
     }
     return result;
 }
@@ -626,7 +626,7 @@ run_epoch(PyObject *op, ctpy_run *run)
     ctpy_state *names = ctpy_state_borrow(op);
     int stop = 0; /* in the middle of the epoch, where a longer run would continue */
     ((Trainer *)op)->epoch_done = false;
-    Py_CLEAR(((Trainer *)op)->update_rate);
+    Py_CLEAR(((Trainer *)op)->last_learning_rate);
     if (ctpy_trainer_fire(op, names->str_on_epoch_begin) < 0) {
         return -1;
     }
@@ -648,9 +648,9 @@ run_epoch(PyObject *op, ctpy_run *run)
     if (ranks_stop(op)) {
         return 0;
     }
-    PyObject *rate = ctpy_field(((Trainer *)op)->update_rate);
-    const int failed = do_what_is_due(op, run, rate == NULL ? Py_None : rate);
-    Py_XDECREF(rate);
+    PyObject *last = ctpy_field(((Trainer *)op)->last_learning_rate);
+    const int failed = do_what_is_due(op, run, last == NULL ? Py_None : last);
+    Py_XDECREF(last);
     return failed;
 }
 
