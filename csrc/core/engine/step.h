@@ -103,8 +103,8 @@ CT_NODISCARD ct_status ct_step_apply(ct_optim *optim, void *stream,
 
 /* Whether ct_step_enqueue can do the update: one rank, or a group for the device's
  * memory; a norm of p = 1, 2 or Inf (not over ranks) over all gradients, no other
- * clipping, and a policy other than CT_NONFINITE_STOP, with zero_grads CT_NONFINITE_KEEP;
- * and ct_optim_can_defer of the optimizer. */
+ * clipping, and a policy other than CT_NONFINITE_STOP, with zero_grads
+ * CT_NONFINITE_KEEP; and ct_optim_can_defer of the optimizer. */
 bool ct_step_can_enqueue(const ct_optim *optim, const ct_step_config *config);
 
 /* The factor of the loss, and the two values of which the device chooses the next. */

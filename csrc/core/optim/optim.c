@@ -569,7 +569,8 @@ hash_layout(const ct_optim *optim, const rule_table *table)
     uint64_t hash = 0xcbf29ce484222325;
     for (size_t i = 0; i < table->begin[CT_RULE_COUNT]; i++) {
         ct_update_span span = optim->spans[i];
-        span.grad = (void *)((uintptr_t)span.grad % 64);
+        hash ^= (uintptr_t)span.grad % 64;
+        span.grad = NULL;
         span.settled = NULL;
         for (size_t k = 0; k < sizeof span; k++) {
             hash = (hash ^ ((const unsigned char *)&span)[k]) * 0x100000001b3;
