@@ -205,13 +205,13 @@ ct_cuda_fetch_begin(void *stream, const ct_host_copy *copies, size_t n, void **c
     const cudaStream_t s = (cudaStream_t)stream;
     ct_status status = CT_OK;
     for (size_t i = 0; status == CT_OK && i < n; i++) {
-        status =
-            ct_cuda_check(cudaMemcpyAsync(copies[i].to, copies[i].from, copies[i].bytes,
-                                          cudaMemcpyDeviceToHost, s),
-                          "copy to the host", err);
+        status = ct_cuda_check(cudaMemcpyAsync(copies[i].to, copies[i].from,
+                                               copies[i].bytes, cudaMemcpyDefault, s),
+                               "copy to or from the host", err);
     }
     if (status == CT_OK) {
-        status = ct_cuda_mark(s, (cudaEvent_t *)copied, err);
+        status = *copied == NULL ? ct_cuda_mark(s, (cudaEvent_t *)copied, err)
+                                 : record(s, (cudaEvent_t)*copied, err);
     }
     if (status != CT_OK) {
         (void)cudaStreamSynchronize(s); /* no copy may be under way any more */

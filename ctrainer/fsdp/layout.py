@@ -83,8 +83,13 @@ def new_zeros(shape: torch.Size, device: torch.device) -> torch.Tensor:
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.float32, device=device)
-    memory = _C.MappedMemory(shape.numel() * torch.float32.itemsize)
+    memory = pinned_zeros(shape.numel(), None)
     return tensor_over(memory, torch.float32, 0, shape)
+
+
+def pinned_zeros(numel: int, plugin: object) -> _C.MappedMemory:
+    """The same as memory, pinned for the plugin's device."""
+    return _C.MappedMemory(numel * torch.float32.itemsize, pinned_for=plugin)
 
 
 # Groups of parameters, and this rank's shards of them.
@@ -192,11 +197,15 @@ class Sharding:
         group.shard_shape = torch.Size([own, *shape[1:]])
         group.size = group.shard_shape.numel() * self.world_size
 
-    def shard_of(self, group: Group, on_host: bool) -> Any:
-        """This rank's shard of the group, a copy in host memory or on the parameters'
-        device."""
-        place = torch.device("cpu") if on_host else group.entries[0].param.device
-        shard = new_zeros(group.shard_shape, place)
+    def shard_of(self, group: Group, on_host: bool, plugin: object) -> Any:
+        """This rank's shard of the group, a copy on the parameters' device or in host
+        memory, pinned for the plugin's device."""
+        shape = group.shard_shape
+        if on_host:
+            memory = pinned_zeros(shape.numel(), plugin)
+            shard = tensor_over(memory, torch.float32, 0, shape)
+        else:
+            shard = new_zeros(shape, group.entries[0].param.device)
         begin = self.rank * shard.numel()
         flat = shard.view(-1)
         for entry in group.entries:

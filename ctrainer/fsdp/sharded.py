@@ -13,12 +13,13 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ctrainer import _C
 from ctrainer.arguments.settings import reject_keywords
 from ctrainer.fsdp import initial_values, layout, options, shard_files
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
-from ctrainer.fsdp.layout import new_zeros
+from ctrainer.fsdp.layout import new_zeros, pinned_zeros, tensor_over
 
 
 class TrainingState(Enum):
@@ -63,7 +64,16 @@ class Unit(_C.FSDPUnit):
 
     def _new_gradient(self, group: int) -> torch.Tensor:
         shard = self.shards[group]
-        return new_zeros(shard.shape, shard.device)
+        if self.gradients is None:
+            return new_zeros(shard.shape, shard.device)
+        # Pinning takes long: the memory of a gradient that is gone is the next one's.
+        memory, last = self.gradients.get(group, (None, None))
+        if last is None or not last.expired():
+            memory = pinned_zeros(shard.numel(), self.owner().home.plugin)
+        grad = tensor_over(memory, torch.float32, 0, shard.shape)
+        weak: Any = StorageWeakRef  # has no types in torch
+        self.gradients[group] = memory, weak(grad.untyped_storage())
+        return grad
 
     def _settle_trained(self) -> tuple[bool, ...]:
         return layout.settle(self.owner())
@@ -313,7 +323,8 @@ class ShardedModule(nn.Module):
         )
         del module
         self.sharded_params: list[Any] = [
-            self._sharding.shard_of(group, self._offloads) for group in self._groups
+            self._sharding.shard_of(group, self._offloads, self.home.plugin)
+            for group in self._groups
         ]
         self._set_shards()
         cast_buffers(self, self.buffer_dtype)

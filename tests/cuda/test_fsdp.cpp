@@ -211,6 +211,7 @@ train(const ct_device *device, ct_comm *comm, ct_comm *replicate, const options 
             ct_fsdp_drop_grads(&unit.core);
         }
         check_ok(ct_fsdp_settle(&unit.core, comm, &err), err);
+        check_ok(ct_fsdp_await_copies(&unit.core, &err), err);
         made.grad = out.read(stream);
         CHECK(ledger.live == 0 && ledger.peak > 0);
     }

@@ -4,15 +4,19 @@ what the CPU gives."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import any_gpu
+import emulated_torch
 import pytest
 import torch
+from any_gpu import RANKS
 from torch import nn
 
 from ctrainer import _C
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
+from ctrainer.fsdp import layout, sharded
 from ctrainer.fsdp import options as fsdp_options
 
 Values = dict[str, torch.Tensor]
@@ -62,8 +66,21 @@ def trained(
         {"compute_dtype": "bfloat16", "watch_released": True},
         {"gather_bits": 8, "reduce_bits": 4},
         {"forward_prefetch": True, "backward_prefetch": "BACKWARD_PRE"},
+        {"cpu_offload": True, "compute_dtype": "bfloat16"},
+        {"cpu_offload": True, "backward_prefetch": "BACKWARD_POST"},
+        {"cpu_offload": True, "gather_bits": 8, "reduce_bits": 8},
+        {"cpu_offload": True, "use_orig_params": True, "flatten_parameters": False},
     ],
-    ids=["plain", "bfloat16", "quantized", "prefetch"],
+    ids=[
+        "plain",
+        "bfloat16",
+        "quantized",
+        "prefetch",
+        "offload",
+        "offload, prefetch",
+        "offload, quantized",
+        "offload, views",
+    ],
 )
 def test_updates_on_the_device_are_those_on_the_host(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -104,3 +121,119 @@ def test_no_memory_is_taken_after_the_second_update(
     for counts in taken.values():
         assert counts[1:] == [counts[1]] * 4
         assert counts[0] > 0  # it is counted
+
+
+def four_units(
+    group: _C.Communicator, device: torch.device, offload: bool = True
+) -> FSDP:
+    layers = [nn.Linear(16, 16).to(device) for _ in range(4)]
+    given: dict[str, Any] = {"on_neuron": False, "process_group": group}
+    given |= {"cpu_offload": offload, "flatten_parameters": True}
+    return FSDP(nn.Sequential(*(FSDP(layer, **given) for layer in layers)), **given)
+
+
+def test_the_host_waits_for_copies_at_the_ends_of_passes_alone(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp_options, "_usable", lambda device: device)
+    updates, passes = 4, 2
+
+    def waits(group: _C.Communicator, device: torch.device, offload: bool) -> int:
+        model = four_units(group, device, offload)
+        batch, before = torch.ones(2, 16, device=device), 0
+        for step in range(updates + 1):
+            if step == 1:  # memory is taken, and other memory freed, in the first
+                group.barrier()
+                before = any_gpu.waits()  # of both ranks
+                group.barrier()
+            model(batch).sum().backward()
+            assert all(p.grad is not None for p in model.parameters())
+            model.zero_grad()
+        group.barrier()
+        return any_gpu.waits() - before
+
+    fewest, found = (
+        max(any_gpu.on_nccl_ranks(lambda g, d, o=offload: waits(g, d, o)))
+        for offload in (False, True)
+    )
+    assert found <= fewest + RANKS * updates * passes
+
+
+class Unread(nn.Linear):
+    """Its parameters may still be on their way when the forward returns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_the_host_may_write_to_shards_after_a_forward(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, grads: bool
+) -> None:
+    monkeypatch.setattr(fsdp_options, "_usable", lambda device: device)
+
+    def work(group: _C.Communicator, device: torch.device) -> None:
+        layer = Unread(16, 16)
+        layer.weight.data = torch.arange(256.0).view(16, 16)
+        model: Any = FSDP(
+            layer.to(device), on_neuron=False, process_group=group, cpu_offload=True,
+            flatten_parameters=False, reshard_after_forward=False,
+        )  # fmt: skip
+        with torch.set_grad_enabled(grads):
+            model(torch.ones(2, 16, device=device))
+        for param in model.parameters():
+            param.data.fill_(float("nan"))
+        weight = model.full_params[0].detach().cpu().flatten()[:256]
+        assert torch.equal(weight, torch.arange(256.0))
+
+    any_gpu.on_nccl_ranks(work)
+
+
+def test_memory_of_gradients_is_used_again_unless_someone_has_it(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp_options, "_usable", lambda device: device)
+
+    def work(group: _C.Communicator, device: torch.device) -> None:
+        model, batch = four_units(group, device), torch.ones(2, 16, device=device)
+        first = next(iter(model.parameters()))
+        addresses, held = [], []
+        for step in range(4):
+            (model(batch).sum() * (step + 1)).backward()
+            assert first.grad is not None
+            addresses.append(first.grad.data_ptr())
+            if step == 2:
+                held = [first.grad[:3], first.grad[:3].clone()]
+            model.zero_grad()
+        assert addresses[0] == addresses[1] == addresses[2] != addresses[3]
+        assert torch.equal(*held)
+
+    any_gpu.on_nccl_ranks(work)
+
+
+def test_offloaded_shards_without_memory_to_pin(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp_options, "_usable", lambda device: device)
+    one_rank = threading.Lock()
+
+    def work(group: _C.Communicator, device: torch.device, pin: bool) -> Values:
+        if not pin:
+            monkeypatch.setattr(layout, "pinned_zeros", unpinned)
+            monkeypatch.setattr(sharded, "pinned_zeros", unpinned)
+        return trained(group, device, cpu_offload=True)
+
+    def unpinned(numel: int, plugin: object) -> _C.MappedMemory:
+        with one_rank:
+            emulated_torch.fail_pin()
+            memory = _C.MappedMemory(4 * numel, pinned_for=plugin)
+        assert not memory.pinned
+        return memory
+
+    pinned, plain = (
+        any_gpu.on_nccl_ranks(lambda g, d, pin=pin: work(g, d, pin))
+        for pin in (True, False)
+    )
+    for a, b in zip(pinned, plain, strict=True):
+        for name in a:
+            assert torch.equal(a[name], b[name]), name

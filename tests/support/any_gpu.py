@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,7 @@ def on_nccl_ranks(work: Callable[[_C.Communicator, torch.device], Any]) -> list[
     device()
     cuda = nccl.plugin()
     id = cuda.comm_id()
+    gc.collect()  # a rank that frees memory of an earlier one would wait, with the GIL
 
     def be_rank(rank: int) -> Any:
         gpu = torch.device("emul", rank)

@@ -201,30 +201,32 @@ GroupMemory_is_shared(PyObject *op, void *Py_UNUSED(closure))
 
 PyDoc_STRVAR(
     MappedMemory_doc,
-    "MappedMemory(nbytes, *, watched=False, plugin=None)\n--\n\n"
+    "MappedMemory(nbytes, *, watched=False, plugin=None, pinned_for=None)\n--\n\n"
     "nbytes of zeros at an address that never changes, as a writable buffer.\n\n"
     "Its memory is taken page by page at the first touch and returned to the system\n"
     "with the object. watched: what is used while its pages are returned ends the\n"
     "process at that place, rather than reading zeros. plugin: a device's, as\n"
     "ctrainer._cuda.plugin; then it is addresses of the current GPU, for\n"
-    "torch.from_dlpack(), where a unit puts memory and takes it away. Raises\n"
-    "MemoryError, ValueError for no such plugin, RuntimeError for what the driver "
-    "says.");
+    "torch.from_dlpack(), where a unit puts memory and takes it away. pinned_for: the\n"
+    "plugin of a device that copies to and from the host's memory while nobody waits;\n"
+    "without memory to pin it is ordinary. Raises MemoryError, ValueError for no such\n"
+    "plugin, RuntimeError for what the driver says.");
 
 static PyObject *
 MappedMemory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"nbytes", "watched", "plugin", NULL};
+    static char *names[] = {"nbytes", "watched", "plugin", "pinned_for", NULL};
     Py_ssize_t nbytes;
-    PyObject *plugin = Py_None;
+    PyObject *plugin = Py_None, *pinned_for = Py_None;
     int watched = 0;
     ct_error err;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "n|$pO:MappedMemory", names, &nbytes,
-                                     &watched, &plugin)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "n|$pOO:MappedMemory", names,
+                                     &nbytes, &watched, &plugin, &pinned_for)) {
         return NULL;
     }
     const ct_device *device = ctpy_device_borrow(plugin);
-    if (device == NULL) {
+    const ct_device *pins = ctpy_device_borrow(pinned_for);
+    if (device == NULL || pins == NULL) {
         return NULL;
     }
     if (nbytes < 0) {
@@ -242,13 +244,21 @@ MappedMemory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         Py_DECREF(self);
         return ctpy_raise(&err);
     }
+    if (device->mapping == NULL && nbytes != 0 && pins != &ct_device_cpu &&
+        pins->pin(self->pages.data, (size_t)nbytes, &err) == CT_OK) {
+        self->pinned = pins;
+    }
     return (PyObject *)self;
 }
 
 static void
 MappedMemory_dealloc(PyObject *op)
 {
-    ct_mapping_close(&((MappedMemory *)op)->pages);
+    MappedMemory *self = (MappedMemory *)op;
+    if (self->pinned != NULL) {
+        self->pinned->unpin(self->pages.data);
+    }
+    ct_mapping_close(&self->pages);
     ctpy_leaf_dealloc(op);
 }
 
@@ -276,6 +286,12 @@ static PyObject *
 MappedMemory_on_host(PyObject *op, void *Py_UNUSED(closure))
 {
     return PyBool_FromLong(((MappedMemory *)op)->device->mapping == NULL);
+}
+
+static PyObject *
+MappedMemory_pinned(PyObject *op, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(((MappedMemory *)op)->pinned != NULL);
 }
 
 static const char MappedMemory_dlpack_doc[] =
@@ -418,9 +434,10 @@ static PyMethodDef MappedMemory_methods[] = {
 
 static PyGetSetDef MappedMemory_getset[] = {
     {"on_host", MappedMemory_on_host, NULL,
-     "Whether it is the host's memory, and a buffer.",                     NULL},
-    {"nbytes",  MappedMemory_nbytes,  NULL, "How many bytes may be used.", NULL},
-    {NULL,      NULL,                 NULL, NULL,                          NULL},
+     "Whether it is the host's memory, and a buffer.",                            NULL},
+    {"nbytes",  MappedMemory_nbytes,  NULL, "How many bytes may be used.",        NULL},
+    {"pinned",  MappedMemory_pinned,  NULL, "Whether it is pinned for a device.", NULL},
+    {NULL,      NULL,                 NULL, NULL,                                 NULL},
 };
 
 static PyType_Slot MappedMemory_slots[] = {

@@ -10,6 +10,7 @@ typedef struct MappedMemory {
     PyObject_HEAD
     ct_mapping pages;
     const ct_device *device;
+    const ct_device *pinned; /* the device of pinned memory of the host; or NULL */
 } MappedMemory;
 
 #endif

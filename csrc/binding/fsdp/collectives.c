@@ -227,11 +227,39 @@ fsdp_drop_grads(FSDPUnit *self)
 }
 
 int
+fsdp_await_copies(FSDPUnit *self)
+{
+    ct_status status;
+    ct_error err;
+    if (self->core.copied == NULL) {
+        return 0;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_fsdp_await_copies(&self->core, &err);
+    Py_END_ALLOW_THREADS
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+void
+fsdp_await_quietly(FSDPUnit *self)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    if (fsdp_await_copies(self) < 0) {
+        PyErr_Clear(); /* the device's next work fails, too */
+    }
+    PyErr_Restore(type, value, trace);
+}
+
+int
 fsdp_settle(FSDPUnit *self)
 {
     ctpy_state *state = fsdp_state_borrow(self);
     ct_comm *comm;
     ct_error err;
+    if (fsdp_await_copies(self) < 0) {
+        return -1;
+    }
     if (!self->core.reducing) {
         return 0;
     }

@@ -840,6 +840,43 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
     return out;
 }
 
+/* Offloaded shards may be written to from here on. 0, or -1 with an exception. */
+static int
+await_units(FSDPUnit *self)
+{
+    PyObject *units = Py_XNewRef(self->units);
+    int result = 0;
+    /* Backwards: where copies share a stream, the first wait is for all. */
+    for (Py_ssize_t i = fsdp_count_units(self); i-- > 0;) {
+        FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(units, i);
+        if (result < 0) {
+            fsdp_await_quietly(unit);
+        }
+        else {
+            result = fsdp_await_copies(unit);
+        }
+    }
+    Py_XDECREF(units);
+    if (result < 0) {
+        fsdp_await_quietly(self);
+    }
+    return result < 0 ? -1 : fsdp_await_copies(self);
+}
+
+/* The result of a forward that waits for the copies, too. */
+static PyObject *
+end_forward(FSDPUnit *self, PyObject *out_steal)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    if (await_units(self) < 0 && type == NULL) {
+        Py_CLEAR(out_steal);
+        return NULL;
+    }
+    PyErr_Restore(type, value, trace);
+    return out_steal;
+}
+
 static const char FSDPUnit_forward_doc[] =
     "forward($self, fn, args, kwargs, tensors=(), /)\n--\n\n"
     "Return fn(*args, **kwargs), run with the unit's parameters gathered.\n\n"
@@ -877,6 +914,9 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
         self->state = before;
         if (!in_backward && root == op) {
             drop_prefetches(self);
+        }
+        if (!in_backward && ((FSDPUnit *)root)->state != FSDP_FORWARD) {
+            out = end_forward(self, out);
         }
     }
     Py_DECREF(root);

@@ -65,6 +65,7 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
     f((self)->grads);                                                                  \
     f((self)->residual);                                                               \
     f((self)->shards);                                                                 \
+    f((self)->gradients);                                                              \
     f((self)->grad_owners);                                                            \
     f((self)->root);                                                                   \
     f((self)->units);                                                                  \
@@ -88,6 +89,7 @@ static int
 FSDPUnit_clear(PyObject *op)
 {
     FSDPUnit *self = (FSDPUnit *)op;
+    fsdp_await_quietly(self);
     /* The root's ledger may be gone at dealloc. */
     ct_fsdp_set_ledger(&self->core, &self->ledger);
     Py_CLEAR(self->shards);
@@ -107,6 +109,7 @@ FSDPUnit_dealloc(PyObject *op)
     PyObject_GC_UnTrack(op);
     /* First: a collective under way still writes into the memory. */
     fsdp_drop_prefetch(self);
+    fsdp_await_quietly(self);
     EACH_OBJECT(Py_CLEAR, self);
     if (self->core.device != NULL) {
         ct_fsdp_ledger_close(&self->ledger, self->core.device);
@@ -306,6 +309,9 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
             return -1;
         }
         self->core.residual = ((MappedMemory *)self->residual)->pages.data;
+    }
+    if (offload && (self->gradients = PyDict_New()) == NULL) {
+        return -1;
     }
     /* The average over the sharding group, unless divide_factors are set later. */
     config.postdivide = (double)comm->world_size;
@@ -539,6 +545,8 @@ static PyMemberDef FSDPUnit_members[] = {
     {"live_bytes", T_PYSSIZET, offsetof(FSDPUnit, ledger.live), READONLY,
      "Of a root: bytes of gathered parameters and of gradients before their "
      "reduction."},
+    {"gradients", T_OBJECT, offsetof(FSDPUnit, gradients), READONLY,
+     "Of offloaded shards: what is kept of their gradients' memory; else None."},
     {"full", T_OBJECT, offsetof(FSDPUnit, full), READONLY,
      "The memory of the gathered parameters."},
     {"require_sync", T_BOOL, offsetof(FSDPUnit, require_sync), 0,
@@ -569,7 +577,9 @@ static const char FSDPUnit_gather_doc[] =
 static PyObject *
 FSDPUnit_gather(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    return fsdp_gather((FSDPUnit *)op) < 0 ? NULL : Py_NewRef(Py_None);
+    FSDPUnit *self = (FSDPUnit *)op;
+    return fsdp_gather(self) < 0 || fsdp_await_copies(self) < 0 ? NULL
+                                                                : Py_NewRef(Py_None);
 }
 
 static const char FSDPUnit_release_doc[] =

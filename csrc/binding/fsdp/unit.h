@@ -39,6 +39,7 @@ typedef struct FSDPUnit {
     PyObject *full, *grads;    /* MappedMemory */
     PyObject *residual;        /* MappedMemory, or NULL: no error feedback */
     PyObject *shards;          /* a tuple, one parameter a group */
+    PyObject *gradients;       /* a dict of _new_gradient(); NULL: no offload */
     PyObject *grad_owners; /* a tuple: objects with the shards' grad; NULL: shards */
     PyObject *root;        /* the FSDPUnit above; NULL in a root */
     PyObject *units;       /* of a root: a list of all units, the root included */
@@ -112,7 +113,9 @@ int fsdp_begin_gather(FSDPUnit *self);   /* a prefetch, which fsdp_gather() ends
 void fsdp_drop_prefetch(FSDPUnit *self); /* keeps the exception */
 void fsdp_release(FSDPUnit *self);
 int fsdp_reduce(FSDPUnit *self);
-int fsdp_settle(FSDPUnit *self); /* ct_fsdp_settle */
+int fsdp_await_copies(FSDPUnit *self);   /* of offloaded shards */
+void fsdp_await_quietly(FSDPUnit *self); /* the same, keeps the exception */
+int fsdp_settle(FSDPUnit *self);         /* the same, and ct_fsdp_settle */
 void fsdp_drop_grads(FSDPUnit *self);
 
 #endif

@@ -19,7 +19,7 @@ CT_BEGIN_DECLS
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 28
+#define CT_DEVICE_VERSION 29
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -187,7 +187,7 @@ typedef ct_status ct_capturing_fn(void *stream, bool *capturing, ct_error *err);
 typedef ct_status ct_pin_fn(void *data, size_t bytes, ct_error *err);
 typedef void ct_unpin_fn(void *data);
 
-/* A copy from the device to pinned memory of the host. */
+/* A copy between the device and pinned memory of the host, in either direction. */
 typedef struct ct_host_copy {
     void *to;
     const void *from;
@@ -195,8 +195,8 @@ typedef struct ct_host_copy {
 } ct_host_copy;
 
 /* Enqueues copies behind the work on the stream, and waits for nothing; later work on
- * the stream is behind the copies. fetch_end waits until the copies have arrived, and
- * releases *copied. */
+ * the stream is behind the copies. *copied is NULL or of an earlier call on the stream;
+ * fetch_end waits until the copies of all calls have arrived, and releases *copied. */
 typedef ct_status ct_fetch_begin_fn(void *stream, const ct_host_copy *copies, size_t n,
                                     void **copied, ct_error *err);
 typedef ct_status ct_fetch_end_fn(void *copied, ct_error *err);

@@ -55,9 +55,21 @@ ct_fsdp_init(ct_fsdp *unit, const ct_device *device, const size_t *sizes,
     return CT_OK;
 }
 
+ct_status
+ct_fsdp_await_copies(ct_fsdp *unit, ct_error *err)
+{
+    void *const copied = unit->copied;
+    unit->copied = NULL;
+    return copied == NULL ? CT_OK : unit->device->fetch_end(copied, err);
+}
+
 void
 ct_fsdp_fini(ct_fsdp *unit)
 {
+    ct_error unused;
+    if (unit->copied != NULL) {
+        (void)unit->device->fetch_end(unit->copied, &unused);
+    }
     ct_free(unit->groups);
     *unit = (ct_fsdp){.groups = NULL};
 }
@@ -119,7 +131,9 @@ ct_fsdp_ledger_close(ct_fsdp_ledger *ledger, const ct_device *device)
 /* ---- offloaded shards ------------------------------------------------------------
  *
  * Shards in host memory pass through one block of device memory, a shard at a time. All
- * units of a ledger use the same block. */
+ * units of a ledger use the same block. Copies are enqueued on the group's stream, if
+ * the group has a stream, and run beside the computation; the host waits for the copies
+ * at the end of a pass, before anybody writes to shards or reads gradients. */
 
 static size_t
 bytes_of(const ct_span *span)
@@ -127,51 +141,68 @@ bytes_of(const ct_span *span)
     return span->n * ct_dtype_size(span->dtype);
 }
 
-/* *here: `shard` itself, or the block for it where shards are offloaded. The block's
- * contents are undefined, and the next call overwrites them. */
+/* *here: `shard` itself, or the block for `parts` shards where shards are offloaded.
+ * The block's contents are undefined, and the next call overwrites them. */
 static ct_status
-place(ct_fsdp *unit, const ct_span *shard, ct_span *here, ct_error *err)
+place(ct_fsdp *unit, const ct_span *shard, size_t parts, ct_span *here, ct_error *err)
 {
-    ct_scratch *staging = &unit->ledger->staging;
+    ct_fsdp_ledger *ledger = unit->ledger;
+    ct_scratch *staging = &ledger->staging;
+    double unused;
     ct_status status = CT_OK;
     *here = *shard;
-    if (unit->config.offload) {
-        status = unit->device->scratch_grow(staging, bytes_of(shard), err);
+    if (!unit->config.offload) {
+        return CT_OK;
+    }
+    if (staging->data != NULL && ledger->staging_stream != unit->stream) {
+        /* Waits for the work on the last stream. */
+        status =
+            unit->device->read(ledger->staging_stream, staging->data, &unused, err);
+    }
+    if (status == CT_OK) {
+        status = unit->device->scratch_grow(
+            staging, parts * bytes_of(shard) + sizeof unused, err);
+    }
+    if (status == CT_OK) {
+        ledger->staging_stream = unit->stream;
         here->data = staging->data;
     }
     return status;
 }
 
 static ct_status
-upload(ct_fsdp *unit, const ct_span *shard, ct_span *here, ct_error *err)
+enqueue_copy(ct_fsdp *unit, void *to, const void *from, size_t bytes, ct_error *err)
 {
-    const ct_status status = place(unit, shard, here, err);
-    return status != CT_OK || !unit->config.offload
-               ? status
-               : unit->device->transfer(unit->stream, here->data, shard->data,
-                                        bytes_of(shard), err);
+    const ct_host_copy copy = {to, from, bytes};
+    return unit->device->fetch_begin(unit->stream, &copy, 1, &unit->copied, err);
 }
 
 static ct_status
-download(const ct_fsdp *unit, const ct_span *shard, const ct_span *here, bool add,
-         ct_error *err)
+upload(ct_fsdp *unit, const ct_span *shard, ct_span *here, ct_error *err)
+{
+    const ct_status status = place(unit, shard, 1, here, err);
+    return status != CT_OK || !unit->config.offload
+               ? status
+               : enqueue_copy(unit, here->data, shard->data, bytes_of(shard), err);
+}
+
+/* Copies *here, in the block for two shards, to `shard`, or adds *here to `shard`.
+ * *here afterwards: the result on the device. */
+static ct_status
+download(ct_fsdp *unit, const ct_span *shard, ct_span *here, bool add, ct_error *err)
 {
     const size_t bytes = bytes_of(shard);
-    if (!add) {
-        return unit->device->transfer(unit->stream, shard->data, here->data, bytes,
-                                      err);
+    ct_status status = CT_OK;
+    if (add) {
+        const ct_span part = *here;
+        here->data = (char *)part.data + bytes;
+        status = enqueue_copy(unit, here->data, shard->data, bytes, err);
+        if (status == CT_OK) {
+            status = unit->device->add(unit->stream, here, &part, 1, 1.0, err);
+        }
     }
-    const ct_span copy = {ct_alloc(bytes + 1), shard->n, shard->dtype};
-    if (copy.data == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory for a gradient of %zu bytes", bytes);
-    }
-    ct_status status =
-        unit->device->transfer(unit->stream, copy.data, here->data, bytes, err);
-    if (status == CT_OK) {
-        status = ct_device_cpu.add(NULL, shard, &copy, 1, 1.0, err);
-    }
-    ct_free(copy.data);
-    return status;
+    return status == CT_OK ? enqueue_copy(unit, shard->data, here->data, bytes, err)
+                           : status;
 }
 
 /* ---- quantized values ------------------------------------------------------------
@@ -350,11 +381,9 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
 }
 
 static ct_status
-gather_groups(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
+gather_each(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
 {
-    unit->full->stream = unit->stream;
-    ct_status status =
-        ct_mapping_obtain(unit->full, unit->full->bytes, &unit->ledger->cache, err);
+    ct_status status = CT_OK;
     ct_comm_label(comm, &unit->label, CT_ALL_GATHER);
     for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
         status = gather_group(unit, comm, &unit->groups[i], &shards[i], err);
@@ -362,6 +391,35 @@ gather_groups(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err
     ct_comm_unlabel(comm);
     unit->label.call += status == CT_OK;
     return status;
+}
+
+/* Of offloaded shards: copies and collectives run on the group's stream. */
+static ct_status
+gather_beside(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
+{
+    void *const stream = unit->stream;
+    ct_status status = ct_comm_follow(comm, stream, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    unit->stream = comm->stream == NULL ? stream : comm->stream;
+    status = gather_each(unit, comm, shards, err);
+    unit->stream = stream;
+    return status == CT_OK && !unit->begun ? ct_comm_precede(comm, stream, err)
+                                           : status;
+}
+
+static ct_status
+gather_groups(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
+{
+    unit->full->stream = unit->stream;
+    ct_status status =
+        ct_mapping_obtain(unit->full, unit->full->bytes, &unit->ledger->cache, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    return unit->config.offload ? gather_beside(unit, comm, shards, err)
+                                : gather_each(unit, comm, shards, err);
 }
 
 /* Each work must be waited for even after a failure. The first failure is reported: the
@@ -624,7 +682,6 @@ static ct_status
 read_marks(const ct_fsdp *unit, ct_fsdp_presence *presence, const ct_span *shard,
            size_t from, ct_error *err)
 {
-    const ct_device *where = unit->config.offload ? &ct_device_cpu : unit->device;
     ct_status status = CT_OK;
     for (size_t i = 0; status == CT_OK && i < presence->n; i++) {
         ct_fsdp_param *param = &presence->params[i];
@@ -634,8 +691,9 @@ read_marks(const ct_fsdp *unit, ct_fsdp_presence *presence, const ct_span *shard
         if (param->there || n == 0) {
             continue;
         }
-        status = where->transfer(unit->stream, head, (const float *)shard->data + at,
-                                 n * sizeof(float), err);
+        status =
+            unit->device->transfer(unit->stream, head, (const float *)shard->data + at,
+                                   n * sizeof(float), err);
         for (size_t k = 0; status == CT_OK && !param->there && k < n; k++) {
             param->there = head[k] != 0.0F || !signbit(head[k]);
         }
@@ -918,7 +976,7 @@ reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *presence,
     }
     ct_status status = hold_grads(unit, unit->config.reduce, err);
     if (status == CT_OK) {
-        status = place(unit, shard, &here, err);
+        status = place(unit, shard, 2, &here, err);
     }
     if (status == CT_OK) {
         status = reduce_group(unit, comm, g, presence, &here, add && !offload, err);
@@ -928,17 +986,18 @@ reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *presence,
     }
     return status != CT_OK || presence == NULL
                ? status
-               : read_marks(unit, presence, shard, (size_t)comm->rank * n, err);
+               : read_marks(unit, presence, &here, (size_t)comm->rank * n, err);
 }
 
-/* Beside the computation: all of the reduction runs on the group's stream. Offloaded
- * shards and quantized values pass through memory of the ledger, of one stream. */
+/* Beside the computation: all of the reduction runs on the group's stream. Quantized
+ * values pass through memory of the ledger, of one stream: that of the gathers. */
 ct_status
 ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *presence,
                const ct_span *shard, bool add, ct_error *err)
 {
     void *const stream = unit->stream;
-    if (comm->stream == NULL || unit->config.offload || unit->config.reduce_bits != 0) {
+    const bool offload = unit->config.offload;
+    if (comm->stream == NULL || (!offload && unit->config.reduce_bits != 0)) {
         return reduce(unit, comm, group, presence, shard, add, err);
     }
     ct_status status = ct_comm_follow(comm, stream, err);

@@ -24,8 +24,9 @@ typedef struct ct_fsdp_ledger {
     size_t live, peak;
     size_t begun; /* units with a prefetch in progress */
     ct_block_cache cache;
-    ct_scratch staging; /* of the device: a shard on its way to or from the host */
-    ct_scratch zero;    /* of the device: a float of 0, made at the first use */
+    ct_scratch staging;   /* of the device: a shard on its way to or from the host */
+    void *staging_stream; /* of the last shard */
+    ct_scratch zero;      /* of the device: a float of 0, made at the first use */
     /* On a GPU alone: releasing memory there waits for all work. */
     ct_scratch messages;   /* of quantized collectives */
     void *messages_stream; /* of the last message */
@@ -58,7 +59,8 @@ typedef struct ct_fsdp_config {
     double predivide, postdivide;  /* of gradients, before and after their sum */
     bool lone_gather, lone_reduce; /* without the other ranks, for measurements */
     int gather_bits, reduce_bits;  /* 8 or 4: of quantized values; 0: not quantized */
-    bool offload;                  /* shards and their gradients are in host memory */
+    bool offload;                  /* shards and gradients are in host memory, pinned
+                                      where the host is not to wait */
 } ct_fsdp_config;
 
 typedef struct ct_fsdp {
@@ -75,7 +77,8 @@ typedef struct ct_fsdp {
     bool gathered;
     bool begun; /* a prefetch is in progress: full belongs to the communicator */
     bool holds_grads;
-    bool reducing;       /* gradients are reduced beside the work on the stream */
+    bool reducing; /* gradients are reduced beside the work on the stream */
+    void *copied;  /* of fetch_begin: behind copies from and to host memory; or NULL */
     ct_dtype grad_dtype; /* of the gradients in grads */
     ct_label label; /* the unit's name for other ranks; counts collectives, forwards */
 } ct_fsdp;
@@ -102,14 +105,15 @@ ct_fsdp_grad_bytes(const ct_fsdp *unit)
 
 /* Gathers every group from shards[i], n / world_size elements of F32 each. A gathered
  * unit is left alone; a prefetch is ended, and its shards are not read again.
- * Collective. On failure nothing is gathered. */
+ * Offloaded shards are read until ct_fsdp_await_copies() has returned. Collective. On
+ * failure nothing is gathered. */
 CT_NODISCARD ct_status ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm,
                                       const ct_span *shards, ct_error *err);
 
-/* Begins a prefetch: the gather runs beside other computation. Reads the shards now and
- * counts full as live. A gathered or prefetched unit is left alone. Collective.
- * CT_EINVAL with gather_bits: quantized values are decoded after the collective. On
- * failure no prefetch has begun. */
+/* Begins a prefetch: the gather runs beside other computation. Reads the shards as
+ * ct_fsdp_gather() does and counts full as live. A gathered or prefetched unit is left
+ * alone. Collective. CT_EINVAL with gather_bits: quantized values are decoded after the
+ * collective. On failure no prefetch has begun. */
 CT_NODISCARD ct_status ct_fsdp_begin_gather(ct_fsdp *unit, ct_comm *comm,
                                             const ct_span *shards, ct_error *err);
 
@@ -136,6 +140,10 @@ CT_NODISCARD ct_status ct_fsdp_take_grad(ct_fsdp *unit, size_t group, size_t at,
 CT_NODISCARD ct_status ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group,
                                       ct_fsdp_presence *presence, const ct_span *shard,
                                       bool add, ct_error *err);
+
+/* Waits for the copies of offloaded shards and their gradients: before the host writes
+ * to a shard or uses a gradient. */
+CT_NODISCARD ct_status ct_fsdp_await_copies(ct_fsdp *unit, ct_error *err);
 
 /* Orders later work on the unit's stream behind its reductions: before a shard's
  * gradient is used or freed. */
