@@ -16,7 +16,7 @@ from ctrainer.runtime.notes import locate
 
 def given(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a constructor, from its locals(): those of its ** beside the
-    others, without torch's options that are rejected here."""
+    others, without torch's options that are off or rejected here."""
     options = {k: v for k, v in arguments.items() if k not in ("self", "__class__")}
     options |= options.pop("precision")
     if options.pop("differentiable", False):
@@ -24,6 +24,8 @@ def given(arguments: dict[str, Any]) -> dict[str, Any]:
             "differentiable=True: this optimizer does not have it; leave it out, or "
             "use torch.optim"
         )
+    if not options.get("capturable", True):
+        del options["capturable"]
     return options
 
 

@@ -241,6 +241,7 @@ DEVICE = (
         "ct_status status = CT_OK;",
         "gradients are reduced before they are there",
         FSDP,
+        behind="ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm",
     ),
     Fixed(
         "csrc/core/fsdp/unit.c",
