@@ -3,7 +3,8 @@
 Against torch.save and torch.load of the same, in alternation in one process, medians.
 torch.save is not synchronised to the disk; ours is, after training has gone on. The
 snapshot's memory is readied in the background before, as a Trainer does; that and the
-first save are told apart. Prints JSON lines.
+first save are told apart. Prints JSON lines. --gpu: on the GPU, where a time goes from
+an idle GPU to an idle GPU, so that copies count; saves alone. --small: few parameters.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_device import device, wait
 
 from ctrainer.adapters import _torch_checkpoint as files
 from ctrainer.checkpoint import CheckpointWriter, Sink, load_safetensors_into
@@ -24,9 +26,11 @@ from ctrainer.checkpoint import CheckpointWriter, Sink, load_safetensors_into
 WIDTH, LAYERS = 1024, 48  # 50.4M parameters
 
 
-def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
-    model = torch.nn.Sequential(*layers)
+def make(
+    width: int, place: torch.device
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    layers = [torch.nn.Linear(width, width) for _ in range(LAYERS)]
+    model = torch.nn.Sequential(*layers).to(place)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -38,8 +42,10 @@ def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 class Bench:
     """Saves and loads of one model, ours and torch's."""
 
-    def __init__(self, root: Path) -> None:
-        self.model, self.optimizer = make()
+    def __init__(self, root: Path, width: int, on_gpu: bool) -> None:
+        place = device() if on_gpu else torch.device("cpu")
+        self.model, self.optimizer = make(width, place)
+        self.on_gpu = on_gpu
         self.writer = CheckpointWriter()
         self.ours, self.theirs = root / "ours" / "checkpoint-1", root / "theirs"
         self.theirs.mkdir()
@@ -50,6 +56,17 @@ class Bench:
         files.save_model(sink, self.model, None)
         files.save_object(sink, "optimizer.pt", self.optimizer.state_dict())
         self.writer.commit()
+        self.settle()
+
+    def settle(self) -> None:
+        """Until the GPU is idle."""
+        if self.on_gpu:
+            wait(next(self.model.parameters()))
+
+    def reserve(self) -> None:
+        """As a Trainer does at its start."""
+        nbytes, like = files.snapshot_bytes(self.model, self.optimizer)
+        self.writer.reserve(nbytes + nbytes // 64 + (1 << 20), like)
 
     def save_theirs(self) -> None:
         torch.save(self.model.state_dict(), self.theirs / "model.pt")
@@ -103,12 +120,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", default=None, help="on the file system to measure")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        bench = Bench(root)
-        nbytes = files.snapshot_bytes(bench.model, bench.optimizer)
-        bench.writer.reserve(nbytes + nbytes // 64)  # as a Trainer does at its start
+        bench = Bench(root, 16 if options.small else WIDTH, options.gpu)
+        bench.reserve()
+        bench.settle()
         reserved = milliseconds(bench.writer.wait)
         first = milliseconds(bench.save_ours)
         whole = first + milliseconds(bench.writer.wait)
@@ -121,15 +140,17 @@ def main() -> None:
         record["reserved_in_background_ms"] = round(reserved, 1)
         print(json.dumps({**record, "on_disk_ms": round(whole, 1)}))
         bench.save_theirs()
-        rounds, wait = options.rounds, bench.writer.wait
+        rounds, written = options.rounds, bench.writer.wait
         compare(
-            "training stands still for a save",
+            "training stands still for a save" + " of a GPU's memory" * options.gpu,
             4.0,
             rounds,
             bench.save_ours,
             bench.save_theirs,
-            wait,
+            written,
         )
+        if options.gpu:
+            return
         weights = bench.load_weights_ours, bench.load_weights_theirs
         compare("weights loaded", 1.0, rounds, *weights)
         compare(

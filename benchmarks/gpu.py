@@ -64,7 +64,13 @@ def on_a_gpu(capability: str, nvcc: str) -> dict[str, Stage]:
         "build": Stage(1.5, [[PY, "setup.py", "-q", "build_ext", "--inplace"]], built),
         "versions": Stage(0.3, [["nvidia-smi"], [PY, "-m", "ctrainer", "env"]]),
         "kernels": Stage(1.5, [make("cuda-check", *checked)]),
-        "updates": Stage(1.2, [python("gpu_updates.py")]),
+        "updates": Stage(
+            1.2,
+            [
+                python("gpu_updates.py"),
+                python("bench_checkpoint.py", "--gpu", "--rounds", "3"),
+            ],
+        ),
         "bandwidth": Stage(
             0.7, [make("build/cuda/gpu_kernels", *checked), ["build/cuda/gpu_kernels"]]
         ),
@@ -87,7 +93,15 @@ def emulated() -> dict[str, Stage]:
         "versions": Stage(1, [[PY, "-m", "ctrainer", "env"]]),
         "kernels": Stage(10, [make("build/emul/test_norm"), ["build/emul/test_norm"]]),
         "updates": Stage(
-            5, [python("gpu_updates.py", "--small", "--rounds", "1")], rehearsed
+            5,
+            [
+                python(name, *more, "--small", "--rounds", "1")
+                for name, *more in (
+                    ["gpu_updates.py"],
+                    ["bench_checkpoint.py", "--gpu"],
+                )
+            ],
+            rehearsed,
         ),
         "bandwidth": Stage(
             5,

@@ -39,7 +39,11 @@ def test_the_stages_run_once(tmp_path: Path) -> None:
         assert f"==> {name}" in first
         assert found["stages"][name]["became"] == "passed"
     rows = [r for s in found["stages"].values() for r in s["rows"] if "ratio" in r]
-    assert {r["benchmark"] for r in rows} >= {"gpu_kernels", "gpu_updates"}
+    assert {r["benchmark"] for r in rows} >= {
+        "gpu_kernels",
+        "gpu_updates",
+        "checkpoint",
+    }
     assert all(r["ours"] > 0 and r["theirs"] > 0 for r in rows)
     assert "norm, 2, fp32" in (tmp_path / "gpu.log").read_text()
     again = rehearsed(tmp_path, "--only", *STAGES, "--again", "versions")
