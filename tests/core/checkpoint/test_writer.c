@@ -359,6 +359,53 @@ test_copies_of_a_device_are_awaited_and_may_fail(void)
     CHECK(late.pinned == 0);
 }
 
+static ct_status
+begin_nothing(void *stream, const ct_host_copy *copies, size_t n, void **copied,
+              ct_error *err)
+{
+    (void)stream;
+    (void)copies;
+    (void)n;
+    (void)copied;
+    return ct_fail(err, CT_EDEVICE, "no copy begins");
+}
+
+static ct_status
+transfer_nothing(void *stream, void *to, const void *from, size_t bytes, ct_error *err)
+{
+    (void)stream;
+    (void)to;
+    (void)from;
+    (void)bytes;
+    return ct_fail(err, CT_EDEVICE, "the device is gone");
+}
+
+static void
+test_copies_that_do_not_begin_are_made_at_once_or_fail_the_save(void)
+{
+    ct_device device = ct_device_cpu;
+    device.fetch_begin = begin_nothing;
+    ct_writer *w = ct_writer_new();
+    ct_error err;
+    CHECK(ct_writer_begin(w, below("checkpoint-17"), NULL) == CT_OK);
+    memset(payload, 5, sizeof payload);
+    CHECK(add_late(w, &device, NULL) == CT_OK);
+    memset(payload, 6, sizeof payload); /* the file has been written */
+    CHECK(ct_writer_commit(w, NULL) == CT_OK && ct_writer_wait(w, NULL) == CT_OK);
+    CHECK(problems_of("checkpoint-17") == 0);
+    int fd = open(below("checkpoint-17/a.bin"), O_RDONLY);
+    unsigned char first = 0;
+    CHECK(read(fd, &first, 1) == 1 && first == 5 && close(fd) == 0);
+    const size_t entries = entries_in_root();
+    device.transfer = transfer_nothing;
+    CHECK(ct_writer_begin(w, below("checkpoint-18"), NULL) == CT_OK);
+    CHECK(add_late(w, &device, &err) == CT_EDEVICE);
+    CHECK(strstr(err.message, "the device is gone") != NULL);
+    ct_writer_abort(w);
+    CHECK(access(below("checkpoint-18"), F_OK) < 0 && entries_in_root() == entries);
+    ct_writer_free(w);
+}
+
 static void
 test_misuse_is_rejected(void)
 {
@@ -411,6 +458,7 @@ main(void)
     test_reserved_memory_is_what_the_first_save_uses();
     test_a_save_leaves_the_callers_signals_alone();
     test_copies_of_a_device_are_awaited_and_may_fail();
+    test_copies_that_do_not_begin_are_made_at_once_or_fail_the_save();
     test_misuse_is_rejected();
     test_survives_every_failed_allocation();
     CHECK(ct_remove_tree(root, NULL) == CT_OK);
