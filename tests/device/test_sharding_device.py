@@ -5,6 +5,7 @@ what the CPU gives."""
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import any_gpu
@@ -14,6 +15,7 @@ import torch
 from any_gpu import RANKS
 from torch import nn
 
+import ctrainer
 from ctrainer import _C
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 from ctrainer.fsdp import layout, sharded
@@ -237,3 +239,39 @@ def test_offloaded_shards_without_memory_to_pin(
     for a, b in zip(pinned, plain, strict=True):
         for name in a:
             assert torch.equal(a[name], b[name]), name
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.last(torch.relu(self.first(x))).square().mean()}
+
+
+def weights_of_a_run(device: torch.device, folder: Path, fsdp: str) -> Values:
+    torch.manual_seed(0)
+    rows = [{"x": torch.randn(8)} for _ in range(40)]
+    args = ctrainer.TrainingArguments(
+        output_dir=str(folder), max_steps=10, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, max_grad_norm=0.1, save_strategy="no",
+        logging_strategy="no", report_to="none", disable_tqdm=True, fsdp=fsdp,
+        fsdp_config={"min_num_params": 10} if fsdp else None, learning_rate=0.01,
+        use_cpu=device.type == "cpu",
+    )  # fmt: skip
+    trainer = ctrainer.Trainer(Model().to(device), args, train_dataset=rows)
+    trainer.train()
+    model: Any = trainer.model
+    whole: Values = model.full_state_dict() if fsdp else model.state_dict()
+    return {name: value.detach().cpu() for name, value in whole.items()}
+
+
+def test_a_trainer_offloads_as_it_trains_on_the_host(
+    gpu: torch.device, tmp_path: Path
+) -> None:
+    host = weights_of_a_run(torch.device("cpu"), tmp_path, "")
+    device = weights_of_a_run(gpu, tmp_path, "full_shard auto_wrap offload")
+    assert host.keys() == device.keys()
+    for name, value in host.items():
+        torch.testing.assert_close(device[name], value, msg=name)
