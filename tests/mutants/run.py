@@ -259,12 +259,12 @@ def main() -> int:
     parser.add_argument(
         "--device",
         action="store_true",
-        help="faults of on_device.py, then of area cuda alone; 40 unless told",
+        help="faults of on_device.py, then of area cuda alone; 60 unless told",
     )
     given = parser.parse_args()
     if given.device:
         given.area = ["cuda"]
-    count = given.count or (40 if given.device else 100)
+    count = given.count or (60 if given.device else 100)
     tree = None if given.list else Tree(given.trusted)
     results: list[dict[str, str]] = []
     folder = ROOT / "build/mutants"
