@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ctrainer.display.progress import ProgressCallback as ProgressCallback
     from ctrainer.enums import IntervalStrategy as IntervalStrategy
     from ctrainer.enums import SchedulerType as SchedulerType
+    from ctrainer.hf import patch_transformers as patch_transformers
     from ctrainer.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
     from ctrainer.trainer import Trainer as Trainer
     from ctrainer.trainer_state import TrainerControl as TrainerControl
@@ -59,6 +60,7 @@ _HOMES = {
     "TrainerControl": "trainer_state",
     "TrainerState": "trainer_state",
     "TrainingArguments": "training_args",
+    "patch_transformers": "hf",
     "plot": "display.plotting",
     "set_seed": "trainer_utils",
 }

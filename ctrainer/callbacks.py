@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ctrainer import _C
 from ctrainer.arguments.settings import read
+from ctrainer.runtime import messages
 from ctrainer.trainer_state import ExportableState, TrainerControl, TrainerState
 
 if TYPE_CHECKING:
@@ -425,8 +427,8 @@ class CallbackHandler(_C.CallbackHandler):
                 "**kwargs) for example"
             )
         if type(added) in [type(cb) for cb in self.callbacks]:
-            logger.warning("A %s is among the callbacks already.", type(added).__name__)
-        elif _is_display(added):
+            messages.added_twice(type(added), self.callback_list)
+        elif is_display(added):
             self.callbacks[:] = [cb for cb in self.callbacks if not _is_own(cb)]
         self.callbacks.append(added)
 
@@ -463,6 +465,26 @@ class CallbackHandler(_C.CallbackHandler):
         return "\n".join(type(cb).__name__ for cb in self.callbacks)
 
 
+def like_transformers(cls: type) -> type:
+    """The class, where transformers is loaded a subclass of that of the same name
+    there, too, for isinstance()."""
+    loaded = sys.modules.get("transformers.trainer_callback")
+    theirs = getattr(loaded, cls.__name__, None)
+    if cls.__module__ != __name__ or not isinstance(theirs, type):
+        return cls
+    names = {"__module__": __name__, "__reduce__": _reduced}
+    return type(cls.__name__, (cls, theirs), names)
+
+
+def _reduced(callback: Any) -> tuple[Any, ...]:
+    return _made_again, (type(callback).__mro__[1],), vars(callback)
+
+
+def _made_again(cls: type) -> Any:
+    found: Any = like_transformers(cls)
+    return found.__new__(found)
+
+
 _EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 _DISPLAYS = {"ProgressCallback", "NotebookProgressCallback", "PrinterCallback"}
 _COUNTERPARTS = {"NotebookProgressCallback": "ProgressCallback"}
@@ -488,7 +510,8 @@ def _is_a(callback: Any, name: str) -> bool:
     return name in _names(type(callback))
 
 
-def _is_display(callback: Any) -> bool:
+def is_display(callback: Any) -> bool:
+    """Does it show how far the run is: transformers' or ours, or a subclass?"""
     return not _DISPLAYS.isdisjoint(_names(type(callback)))
 
 

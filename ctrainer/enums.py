@@ -47,6 +47,13 @@ class HubStrategy(_Words):
     ALL_CHECKPOINTS = "all_checkpoints"
 
 
+class DebugOption(_Words):
+    """What a run looks for while it trains."""
+
+    UNDERFLOW_OVERFLOW = "underflow_overflow"
+    TPU_METRICS_DEBUG = "tpu_metrics_debug"
+
+
 class SchedulerType(_Words):
     """Shape of the learning rate over the run."""
 

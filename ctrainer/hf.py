@@ -36,6 +36,14 @@ def patch_transformers() -> None:
 
     Where mpirun or srun has started ranks on this machine, it also sets MASTER_ADDR and
     MASTER_PORT, unless they are set: transformers' TrainingArguments need them.
+
+    Example:
+        >>> import ctrainer, transformers
+        >>> ctrainer.patch_transformers()
+        >>> transformers.Trainer is ctrainer.Trainer
+        True
+        >>> from ctrainer.hf import unpatch_transformers
+        >>> unpatch_transformers()
     """
     set_local_rendezvous(os.environ)
     for place, name, home in _PLACES:

@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 
 from ctrainer.adapters.peak import device_peak
+from ctrainer.runtime import messages
 from ctrainer.trainer_utils import speed_metrics
 
 
 def track_tokens(trainer: Any, inputs: Any) -> None:
     """Count a micro-batch's tokens, with or without padding, where it maps names to
-    tensors. Of several ranks they come into the state together, before a log or a
-    checkpoint."""
+    tensors, if the arguments ask for a count. Of several ranks they come into the state
+    together, before a log or a checkpoint."""
+    if not trainer._counts_tokens:
+        return
     name = trainer._main_input_name
     if not hasattr(inputs, "keys") or name not in inputs:
         return
@@ -30,6 +33,8 @@ def track_tokens(trainer: Any, inputs: Any) -> None:
             count = int(inputs["attention_mask"].sum())
         elif pad is not None:
             count = int((tokens != pad).sum())
+        else:
+            messages.counting_padding()
     if trainer.args.world_size == 1:
         trainer.state.num_input_tokens_seen += count
     else:

@@ -384,7 +384,8 @@ def adopt(args: Any) -> Any:
     sharding_of(args)
     if args.save_strategy == "best" and args.metric_for_best_model is None:
         raise ValueError(
-            "save_strategy='best' needs metric_for_best_model, which is None; set it, "
+            "`args.metric_for_best_model` must be provided with save_strategy='best': "
+            "it is None; set it, "
             'for example to "loss"'
         )
     return args

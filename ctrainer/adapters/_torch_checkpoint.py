@@ -192,12 +192,17 @@ def weight_files(folder: str) -> list[str]:
 
     Raises FileNotFoundError without any.
     """
-    for stem in ("model.safetensors", "pytorch_model.bin"):
-        path = os.path.join(folder, stem)
-        if is_there(path):
-            return [path]
-        if is_there(f"{path}.index.json"):
-            return [os.path.join(folder, n) for n in shard_names(f"{path}.index.json")]
+    stems = ("model.safetensors", "pytorch_model.bin")
+    names = [name for stem in stems for name in (stem, f"{stem}.index.json")]
+    paths = [os.path.join(folder, name) for name in names]
+    # Somebody may have replaced what the manifest lists by another of these.
+    found = next(filter(os.path.lexists, paths), None)
+    if found is None:
+        found = next(filter(is_there, paths), None)
+    if found is not None:
+        if not found.endswith(".index.json"):
+            return [found]
+        return [os.path.join(folder, name) for name in shard_names(found)]
     raise FileNotFoundError(
         f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, "
         "whole or in shards; give a checkpoint's folder, such as checkpoint-500"

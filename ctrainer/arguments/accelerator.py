@@ -21,6 +21,8 @@ from ctrainer.arguments.settings import (
 @dataclass(slots=True)
 class _Accumulation:
     num_steps: Count = 1
+    adjust_scheduler: bool = True  # of a schedule that accelerate prepares: none is
+    sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
 
@@ -33,8 +35,9 @@ class AcceleratorConfig:
     even_batches: the last round is filled up. use_seedable_sampler: the order follows
     from the seed and the epoch, else from torch's generator. non_blocking: asynchronous
     copies to a device. gradient_accumulation_kwargs: num_steps, in place of a
-    gradient_accumulation_steps of 1, and sync_each_batch, which averages gradients
-    after every micro-batch. use_configured_state: take the device of an existing
+    gradient_accumulation_steps of 1; sync_each_batch, which averages gradients after
+    every micro-batch; adjust_scheduler and sync_with_dataloader, which are for
+    trainer.accelerator alone. use_configured_state: take the device of an existing
     accelerate state.
 
     Source: transformers 5.17, AcceleratorConfig, whose names, order and defaults.
@@ -84,6 +87,11 @@ def config_of(config: Any) -> AcceleratorConfig:
     """
     if isinstance(config, AcceleratorConfig):
         return config
+    if isinstance(config, type):
+        raise NotImplementedError(
+            f"accelerator_config is the class {config.__name__}: give an object of it, "
+            f"{config.__name__}(...)"
+        )
     if isinstance(config, str | os.PathLike):
         return AcceleratorConfig.from_json_file(config)
     if config is None:
@@ -112,9 +120,9 @@ def take_accumulation(args: Any) -> None:
         return
     if args.gradient_accumulation_steps > 1:
         raise ValueError(
-            f"accelerator_config has num_steps={steps}, and "
-            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}; set "
-            "one of them"
+            f"The `AcceleratorConfig`'s `num_steps` is set but differs: it is {steps}, "
+            f"and gradient_accumulation_steps is {args.gradient_accumulation_steps}; "
+            "set one of them"
         )
     args.gradient_accumulation_steps = steps
 

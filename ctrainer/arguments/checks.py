@@ -19,7 +19,10 @@ from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.arguments.older_fields import ALIASES, default_of
 from ctrainer.arguments.settings import hints, parse_json, read
 from ctrainer.enums import (
+    DebugOption,
+    HubStrategy,
     IntervalStrategy,
+    OptimizerNames,
     SaveStrategy,
     SchedulerType,
 )
@@ -45,6 +48,15 @@ _ELSEWHERE = frozenset(
 )
 # Types beyond the annotation, which transformers' parser reads too.
 _ALSO = {"resume_from_checkpoint": bool, "logging_steps": None, "save_steps": None}
+# Whose defaults are texts, as in transformers, and whose values are members.
+_WORDS: dict[str, Callable[[Any], Any]] = {
+    "eval_strategy": IntervalStrategy,
+    "hub_strategy": HubStrategy,
+    "logging_strategy": IntervalStrategy,
+    "lr_scheduler_type": SchedulerType,
+    "optim": OptimizerNames,
+    "save_strategy": SaveStrategy,
+}
 _SCHEDULES_ON_METRIC = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
@@ -65,12 +77,15 @@ def normalize(args: TrainingArguments, trackers: Callable[[], list[str]]) -> Non
         setattr(args, name, value)
     for name, typed in _read(args, type(args)):
         setattr(args, name, typed)
+    for name, member in _WORDS.items():
+        setattr(args, name, member(getattr(args, name)))
     args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
     if args.logging_dir is not None:
         args.logging_dir = os.path.expanduser(args.logging_dir)
     config: Any = accelerator.config_of(args.accelerator_config)
     args.accelerator_config = config
-    args.debug = args.debug.split() if isinstance(args.debug, str) else args.debug or []
+    words = args.debug.split() if isinstance(args.debug, str) else args.debug or []
+    args.debug = [DebugOption(word) for word in words]
     if isinstance(args.include_num_input_tokens_seen, bool):
         counted = "all" if args.include_num_input_tokens_seen else "no"
         args.include_num_input_tokens_seen = counted
@@ -190,9 +205,7 @@ def derive(args: TrainingArguments) -> None:
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
     wants_metric = (
-        args.load_best_model_at_end
-        or args.save_strategy == SaveStrategy.BEST
-        or args.lr_scheduler_type in _SCHEDULES_ON_METRIC
+        args.load_best_model_at_end or args.lr_scheduler_type in _SCHEDULES_ON_METRIC
     )
     if args.metric_for_best_model is None and wants_metric:
         args.metric_for_best_model = "loss"

@@ -193,7 +193,9 @@ class CurrentFields:
     )
     save_on_each_node: bool = arg(False, "Save once per machine.")
     save_total_limit: int | None = arg(
-        None, "Checkpoints to keep; the best and the last always stay."
+        None,
+        "Checkpoints to keep; the best and the last always stay, and at the "
+        "end of a run with 1 the best.",
     )
     enable_jit_checkpoint: bool = arg(
         False, "Save a checkpoint on SIGTERM; see save_on_signal."

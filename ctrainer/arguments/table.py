@@ -56,12 +56,8 @@ REJECTED = {
     "use_liger_kernel": "apply Liger's kernels to the model before it is passed on",
     "auto_find_batch_size": "another batch size changes the result; lower "
     "per_device_train_batch_size and raise gradient_accumulation_steps instead",
-    "push_to_hub": "upload the saved folder with huggingface_hub.upload_folder, or "
-    "call model.push_to_hub",
     "parallelism_config": "ranks hold the whole model; leave it unset",
     "deepspeed": "DeepSpeed's engine is not used; leave it unset",
-    "debug": "use torch.autograd.detect_anomaly for overflows; nonfinite_policy finds "
-    "gradients that are NaN or Inf",
     "use_mps_device": "training runs on a CPU or a CUDA device",
     "jit_mode_eval": "trace the model yourself, or set torch_compile",
     "tpu_num_cores": "training runs on a CPU or a CUDA device",
@@ -90,6 +86,11 @@ def one_of(*words: Any, instead: str = "") -> Limit:
 
 
 LIMITED = {
+    "debug": Limit(
+        lambda words: "tpu_metrics_debug" not in words,
+        "underflow_overflow, by transformers' DebugUnderflowOverflow,",
+        "leave tpu_metrics_debug out: training runs on a CPU or a CUDA device",
+    ),
     "optim": Limit(
         optimizers.supported,
         ", ".join(map(repr, optimizers.RECIPES)) + " and optimizers of packages",

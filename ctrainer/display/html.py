@@ -169,12 +169,19 @@ def _numbers(p: Progress) -> list[str]:
     return [escape(" · ".join(row)) for row in (parts, measured)]
 
 
+def title(column: str) -> str:
+    """A column's name as transformers' notebook table has it."""
+    losses = {"eval loss": "Validation Loss", "train loss": "Training Loss"}
+    words = column.replace("_", " ").split()
+    return losses.get(column) or " ".join(word.capitalize() for word in words)
+
+
 def _table(history: Sequence[Mapping[str, Any]]) -> str:
     rows = evaluation_rows(history)
     if not rows:
         return ""
     columns = columns_of(rows)
-    head = "".join(f"<th {_CELL}>{escape(c)}</th>" for c in columns)
+    head = "".join(f"<th {_CELL}>{escape(title(c))}</th>" for c in columns)
     body = "".join(
         "<tr>"
         + "".join(f"<td {_CELL}>{escape(row.get(c, ''))}</td>" for c in columns)

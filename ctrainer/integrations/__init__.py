@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 from ctrainer.arguments.accelerator import config_of
 from ctrainer.arguments.settings import reject_unknown
 from ctrainer.comm.environment import set_local_rendezvous
+from ctrainer.runtime import messages
 
 
 def _integrations() -> Any:
@@ -64,20 +67,18 @@ def search_backend(name: Any) -> tuple[Any, Any, Any]:
     return kind, backend, default_compute_objective
 
 
-def new_accelerator(args: Any, cpu: bool, ddp_options: dict[str, Any]) -> Any:
+def new_accelerator(trainer: Any, cpu: bool) -> Any:
     """accelerate's Accelerator on this process's device, or on the CPU, of all
     processes of the run: with several it initialises torch.distributed. It shards
-    batches as args.accelerator_config says, and wraps models by ddp_options.
+    batches as args.accelerator_config says, and has what the trainer's
+    _build_accelerator_args() adds.
 
     Raises ImportError without accelerate.
     """
     from accelerate import Accelerator
-    from accelerate.utils import (
-        DataLoaderConfiguration,
-        DistributedDataParallelKwargs,
-        GradientAccumulationPlugin,
-    )
+    from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
+    args = trainer.args
     if args.world_size > 1:
         partial_state(args, cpu)
     config = config_of(args.accelerator_config).to_dict()
@@ -85,14 +86,24 @@ def new_accelerator(args: Any, cpu: bool, ddp_options: dict[str, Any]) -> Any:
     accumulation = config.pop("gradient_accumulation_kwargs") or {}
     loaders = DataLoaderConfiguration(**config)
     loaders.data_seed = args.data_seed
-    return Accelerator(
-        cpu=cpu,
+    options = trainer._build_accelerator_args(
         dataloader_config=loaders,
+        fsdp_plugin=None,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             **{**accumulation, "num_steps": 1}
         ),
-        kwargs_handlers=[DistributedDataParallelKwargs(**ddp_options)],
     )
+    return Accelerator(**{"cpu": cpu, **options})
+
+
+def ddp_handler(options: dict[str, Any]) -> Any:
+    """accelerate's settings of torch's DistributedDataParallel.
+
+    Raises ImportError without accelerate.
+    """
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    return DistributedDataParallelKwargs(**options)
 
 
 def configured_state() -> Any:
@@ -137,5 +148,80 @@ def model_card(trainer: Any, **facts: Any) -> str:
     """
     from transformers.modelcard import TrainingSummary
 
+    if not hasattr(trainer.model, "config"):
+        trainer = _WithoutConfig(trainer)
     summary = TrainingSummary.from_trainer(trainer, **facts)  # type: ignore[no-untyped-call]
     return str(summary.to_model_card())
+
+
+class _WithoutConfig:
+    """A trainer whose model has an empty configuration."""
+
+    model = SimpleNamespace(config=None)
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+def card_facts(path: str) -> tuple[str | None, list[str]]:
+    """library_name and tags of the model card at `path`; none where there is no card.
+
+    Raises ImportError without huggingface_hub.
+    """
+    if not os.path.exists(path):
+        return None, []
+    from huggingface_hub import ModelCard
+
+    data = ModelCard.load(path).data
+    return getattr(data, "library_name", None), list(getattr(data, "tags", None) or [])
+
+
+def detect_overflow(model: Any) -> None:
+    """Have transformers' DebugUnderflowOverflow look at the outputs of all modules: it
+    prints the last ones and raises ValueError where one is NaN or infinite.
+
+    Raises ImportError without transformers.
+    """
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    DebugUnderflowOverflow(model)  # type: ignore[no-untyped-call]
+
+
+def align_special_tokens(model: Any, processing_class: Any) -> None:
+    """Give a model's configuration and generation configuration the padding, begin and
+    end tokens of a tokenizer, or a processor's tokenizer, of transformers.
+
+    End tokens that the generation configuration has are kept beside the tokenizer's.
+    """
+    loaded = sys.modules.get("transformers")
+    if loaded is None or getattr(model, "config", None) is None:
+        return  # a tokenizer of transformers would have imported it
+    from transformers.processing_utils import ProcessorMixin
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    if not isinstance(processing_class, ProcessorMixin | PreTrainedTokenizerBase):
+        return
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    generation: Any = getattr(model, "generation_config", None)
+    ends = getattr(generation, "eos_token_id", None)
+    if isinstance(ends, int):  # as transformers leaves it, also where nothing changes
+        ends = generation.eos_token_id = [ends]
+    changed = {}
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        token = getattr(tokenizer, name)
+        several = name == "eos_token_id" and ends is not None
+        had: Any = ends if several else [getattr(generation, name, None)]
+        differs = token != getattr(model.config, name, None)
+        if differs or (generation is not None and token not in had):
+            changed[name] = token
+            setattr(model.config, name, token)
+            if generation is not None and name == "eos_token_id":
+                every = [token, *(ends or [])]
+                generation.eos_token_id = [t for t in every if t is not None]
+            elif generation is not None:
+                setattr(generation, name, token)
+    if changed:
+        messages.aligned_tokens(changed)

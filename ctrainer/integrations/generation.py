@@ -27,6 +27,7 @@ def load_generation_config(given: Any) -> Any:
         config.validate(strict=True)
     except ValueError as error:
         raise ValueError(
-            f"generation_config cannot be saved with the model: {error}"
+            f"generation_config cannot be saved with the model: {error}\n\nFix these "
+            "issues to train your model."
         ) from error
     return config

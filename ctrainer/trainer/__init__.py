@@ -14,11 +14,15 @@ from ctrainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
     PrinterCallback,
+    is_display,
+    like_transformers,
     listed,
 )
 from ctrainer.display.progress import ProgressCallback
 from ctrainer.memory_tracker import TrainerMemoryTracker
-from ctrainer.trainer import shards
+from ctrainer.runtime import messages
+from ctrainer.trainer import hub, shards
+from ctrainer.trainer.checkpoint import is_overridden
 from ctrainer.trainer.run import TrainerRun
 from ctrainer.trainer_state import TrainerControl, TrainerState
 from ctrainer.trainer_utils import has_length
@@ -142,8 +146,10 @@ class Trainer(TrainerRun):
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self._seed()
         self._take_model(model)
+        if is_overridden(self, "create_accelerator_and_postprocess"):
+            self.create_accelerator_and_postprocess()
         self.data_collator = data_collator or self._default_collator()
-        self._validate()
+        self._validate_args()
         self._start_state(listed(callbacks))
         self._memory_tracker.stop_and_update_metrics(stage="init")
 
@@ -180,10 +186,13 @@ class Trainer(TrainerRun):
         self._main_input_name = "input_ids"
         self._loss_shifts_labels = self._adapter.shifts_labels(base)
         self.label_smoother = None
-        if self.args.label_smoothing_factor != 0:
-            self.label_smoother = introspect.LabelSmoother(
-                self.args.label_smoothing_factor
-            )
+        if self.args.label_smoothing_factor == 0:
+            return
+        config = getattr(self.model, "config", None)
+        if getattr(config, "problem_type", None) == "multi_label_classification":
+            messages.no_smoothing()
+            return
+        self.label_smoother = introspect.LabelSmoother(self.args.label_smoothing_factor)
 
     def _default_collator(self) -> Callable[..., Any]:
         """Padding by the tokenizer where there is one, else plain stacking."""
@@ -191,7 +200,8 @@ class Trainer(TrainerRun):
             return self._adapter.padding_collator(self.processing_class)  # type: ignore[no-any-return]
         return self._adapter.default_collator  # type: ignore[no-any-return]
 
-    def _validate(self) -> None:
+    def _validate_args(self) -> None:
+        """Raise for arguments that contradict each other or the data. Hook."""
         args = self.args
         if self.optimizer_cls_and_kwargs is not None and self.optimizer is not None:
             raise RuntimeError("pass optimizers or optimizer_cls_and_kwargs, not both")
@@ -204,6 +214,8 @@ class Trainer(TrainerRun):
             raise ValueError(
                 f'eval_strategy="{args.eval_strategy}" needs an eval_dataset'
             )
+        if args.max_steps > 0 and args.num_train_epochs > 0:
+            messages.overridden_epochs()
         if not callable(self.data_collator):
             raise TypeError(
                 f"data_collator must be callable, not {self.data_collator!r}"
@@ -228,11 +240,17 @@ class Trainer(TrainerRun):
         display = PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
         reporters = integrations.reporting_callbacks(args.report_to, args.logging_dir)
         more = adapters.callbacks_of(args, self._adapter)
-        defaults: list[Any] = [*DEFAULT_CALLBACKS, *reporters, display, *more]
+        own = map(like_transformers, DEFAULT_CALLBACKS)
+        defaults: list[Any] = [*own, *reporters, *more]
         self.callback_handler = CallbackHandler(
             [*defaults, *callbacks], self.model, self.processing_class,
             self.optimizer, self.lr_scheduler,
         )  # fmt: skip
+        if not any(map(is_display, self.callback_handler.callbacks)):
+            self.add_callback(like_transformers(display))
+        self.__dict__.update(dict.fromkeys(_NONE), **dict.fromkeys(_FALSE, False))
+        if getattr(args, "push_to_hub", False):
+            self.init_hf_repo()
         if args.should_save:
             os.makedirs(args.output_dir, exist_ok=True)
         self.control = TrainerControl()
@@ -240,7 +258,6 @@ class Trainer(TrainerRun):
             is_local_process_zero=self.is_local_process_zero(),
             is_world_process_zero=self.is_world_process_zero(),
         )
-        self.__dict__.update(dict.fromkeys(_NONE), **dict.fromkeys(_FALSE, False))
         self.current_flos, self.current_gradient_accumulation_steps = 0, 1
         shards.plan_shards(self)
         self._resume_state, self._rank_files, self._eval_dataloaders = {}, {}, {}
@@ -299,11 +316,19 @@ class Trainer(TrainerRun):
         """Make self.accelerator: on the trainer's device, by accelerator_config and the
         ddp_ arguments, without mixed precision or accumulation of its own, which are
         ours."""
-        options = self._adapter.ddp_options(self.model, self.args)
-        self.accelerator = integrations.new_accelerator(
-            self.args, self._inputs_stay, options
-        )
+        self.accelerator = integrations.new_accelerator(self, self._inputs_stay)
         self.accelerator.gradient_state._set_sync_gradients(self._syncs_gradients)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of the Accelerator: those given, and the settings of torch's
+        DistributedDataParallel. Hook."""
+        options = self._adapter.ddp_options(self.model, self.args)
+        return {"kwargs_handlers": [integrations.ddp_handler(options)], **kwargs}
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of the missing and unexpected keys that torch's load_state_dict()
+        returned. For overrides that load weights themselves: ours raise."""
+        messages.loaded_keys(load_result)
 
     @property
     def tokenizer(self) -> Any:
@@ -400,95 +425,11 @@ class Trainer(TrainerRun):
         if self.is_world_process_zero():
             trainer_utils.write_metrics(self.args.output_dir, split, metrics, combined)
 
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-    ) -> None:
-        """Write README.md with the run's facts into output_dir, through transformers'
-        TrainingSummary.
-
-        Args:
-            language, license, tags, model_name, finetuned_from, tasks, dataset_tags,
-                dataset, dataset_args (str | None, default None): As in
-                TrainingSummary.from_trainer.
-
-        Raises:
-            ImportError: transformers is not installed.
-        """
-        if not self.is_world_process_zero():
-            return
-        card = integrations.model_card(
-            self, language=language, license=license, tags=tags, model_name=model_name,
-            finetuned_from=finetuned_from, tasks=tasks, dataset_tags=dataset_tags,
-            dataset=dataset, dataset_args=dataset_args,
-        )  # fmt: skip
-        path = os.path.join(self.args.output_dir, "README.md")
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(card)
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Save the model and upload output_dir, without its checkpoints, to the Hub.
-
-        Args:
-            commit_message (str | None, default 'End of training'): Of the upload.
-            blocking (bool, default True): Wait for its end.
-            token (str | None, default None): For logging in; None: hub_token.
-            revision (str | None, default None): Branch; None: hub_revision.
-            **kwargs: Of the model card.
-
-        Returns:
-            What huggingface_hub.upload_folder returns; None on ranks other than 0.
-
-        Raises:
-            ImportError: huggingface_hub is not installed.
-        """
-        import huggingface_hub
-
-        self.save_model(_internal_call=True)
-        if not self.is_world_process_zero():
-            return None
-        self.init_hf_repo(token)
-        assert self.hub_model_id is not None
-        self.create_model_card(**kwargs)
-        token = token or getattr(self.args, "hub_token", None)
-        options: dict[str, Any] = {"run_as_future": not blocking}
-        return huggingface_hub.upload_folder(
-            repo_id=self.hub_model_id, folder_path=self.args.output_dir, token=token,
-            commit_message=commit_message, revision=revision,
-            ignore_patterns=["_*", "checkpoint-*", ".*"], **options,
-        )  # fmt: skip
-
-    def init_hf_repo(self, token: str | None = None) -> None:
-        """Make the repository on the Hub, and set hub_model_id to its full name.
-
-        It is hub_model_id's or else has the name of output_dir.
-
-        Args:
-            token (str | None, default None): For logging in; None: hub_token.
-        """
-        import huggingface_hub
-
-        repo = self.hub_model_id or getattr(self.args, "hub_model_id", None)
-        if not repo:
-            repo = os.path.basename(os.path.abspath(self.args.output_dir))
-        token = token or getattr(self.args, "hub_token", None)
-        url = huggingface_hub.create_repo(repo, token=token, exist_ok=True)
-        self.hub_model_id = url.repo_id
+    create_model_card = hub.create_model_card
+    push_to_hub = hub.push_to_hub
+    init_hf_repo = hub.init_hf_repo
+    _push_from_checkpoint = hub.push_from_checkpoint
+    _finish_current_push = hub.finish_current_push
 
 
 # tokenizer= and model_path= of older releases are taken and not shown, as transformers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,9 @@ class TrainerBase(_C.Trainer):
     place_model_on_device: bool
     hub_model_id: str | None
     push_to_hub: Callable[..., Any]
+    push_in_progress: Any
+    _push_from_checkpoint: Callable[..., None]
+    _finish_current_push: Callable[..., None]
     current_flos: float
     current_gradient_accumulation_steps: int
     compute_loss_func: Callable[..., Any] | None
@@ -65,7 +68,10 @@ class TrainerBase(_C.Trainer):
     _initial_num_input_tokens_seen = 0
     _globalstep_last_logged = 0
     weight_average: WeightAverage | None = None
-    _neftune: Any = None
+    neftune_hook_handle: Any = None
+    _run: _C.Run | None = None  # while train() runs
+    _first_place = (0, 0)  # epoch and micro-batch that train() began with
+    _debugged: Any = None  # the model that debug looks at
     _rank_files: dict[str, str]  # base64 of files, for the ranks that write
     _resume_state: dict[str, Any]
     _reader: Any = None  # of the training data, while train() runs
@@ -111,9 +117,20 @@ class TrainerBase(_C.Trainer):
             return None
         return chosen.applied() if chosen.core.n_averaged > 0 else None
 
+    def _prepares_plainly(self) -> bool:
+        """Is _prepare_input() ours?"""
+        own = getattr(self._prepare_input, "__func__", None)
+        return own is TrainerBase._prepare_input
+
     def _prepare_input(self, data: Any) -> Any:
-        """`data` with its tensors on the device; overrides see every batch here that
-        is no plain dict, or goes to a GPU."""
+        """`data` with its tensors on the device. Hook: an override sees each part of a
+        batch, too."""
+        if not self._prepares_plainly() and isinstance(data, Mapping):
+            parts = {key: self._prepare_input(part) for key, part in data.items()}
+            return type(data)(parts)  # type: ignore[call-arg]
+        if not self._prepares_plainly() and isinstance(data, tuple | list):
+            items = [self._prepare_input(part) for part in data]
+            return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
         return self._adapter.prepare_input(data, self.args.device)
 
     # Work that ranks succeed or fail in together
@@ -198,6 +215,11 @@ class TrainerBase(_C.Trainer):
         if tokens:
             self.state.num_input_tokens_seen += int(tokens)
             self._counted_tokens = 0.0
+
+    def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> Any:
+        """The norm of an update's gradients, as it is logged. Hook, called between
+        clipping and update with the norm before clipping."""
+        return self._last_grad_norm if grad_norm is None else grad_norm
 
     def _get_learning_rate(self) -> float:
         """The learning rate of the first parameter group's last update."""

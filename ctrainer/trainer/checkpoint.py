@@ -36,6 +36,7 @@ from ctrainer.checkpoint import (
 )
 from ctrainer.checkpoint.disk import replacing
 from ctrainer.checkpoint.files import is_there, naming
+from ctrainer.runtime import messages
 from ctrainer.runtime.fork import temporary_folder
 from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import has_length
@@ -90,6 +91,10 @@ def save_atomically(
         raise
     finally:
         trainer._staged_folder = None
+    if getattr(trainer.args, "push_to_hub", False):
+        trainer._wait_for_save()  # what is uploaded is in its place
+        folder = step_folder(trainer, run_dir(trainer, trial))
+        trainer._push_from_checkpoint(folder)
 
 
 def save_checkpoint(
@@ -356,6 +361,20 @@ def rotate_checkpoints(
         remove(folder)
 
 
+def leave_best(trainer: TrainerRun, trial: Any) -> None:
+    """At the end of a run with save_total_limit=1, remove all checkpoints but the
+    best."""
+    best, args = trainer.state.best_model_checkpoint, trainer.args
+    if best is None or args.save_total_limit != 1 or not args.should_save:
+        return
+    found = find_checkpoints(run_dir(trainer, trial))
+    if realpath(best) in map(realpath, found):
+        for folder in found:
+            if realpath(folder) != realpath(best):
+                messages.deleting(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def beyond_limit(
     trainer: TrainerRun, limit: int, run: str, new: str | None
 ) -> list[str]:
@@ -457,6 +476,11 @@ def load_trainer_state(trainer: TrainerRun, checkpoint: str) -> None:
     path = os.path.join(checkpoint, STATE)
     fresh = trainer.state
     trainer.state = TrainerState.load_from_json(path)
+    best = trainer.state.best_model_checkpoint
+    if best is not None and not os.path.isdir(best):
+        messages.no_best(best)
+        trainer.state.best_model_checkpoint = None
+    trainer.compare_trainer_and_checkpoint_args(trainer.args, trainer.state)
     for name in ("logging_steps", "eval_steps", "save_steps", "train_batch_size"):
         setattr(trainer.state, name, getattr(fresh, name))
     with naming(path):
@@ -480,6 +504,10 @@ def load_callback_state(trainer: TrainerRun) -> None:
             values = state.get("args", {}) if full else {}
             for name, value in {**values, **state.get("attributes", {})}.items():
                 setattr(callback, name, value)
+    there = {type(c).__name__ for c in [*trainer.callback_handler.callbacks]}
+    messages.missing_callbacks(
+        name for name in left if name not in there | {type(trainer.control).__name__}
+    )
 
 
 def add_file(trainer: TrainerRun, folder: str, write: Callable[[Sink], None]) -> None:
@@ -570,45 +598,44 @@ def load_own_state(trainer: TrainerRun, checkpoint: str) -> None:
     content = read_own_state(path)
     with naming(path):
         trainer._set_loss_state(**content["loss"])
-    saved_by = content.get("world_size", 1)
+    saved_by, resume = content.get("world_size", 1), content["resume"]
     trainer._resumes_ranks = saved_by == trainer.args.world_size
-    if trainer._resumes_ranks:
-        trainer._resume_state = content["resume"]
+    rows = (resume.get("data") or {}).get("rows", step_rows(trainer))
+    trainer._resume_state = resume
+    if trainer._resumes_ranks and rows == step_rows(trainer):
         return
-    trainer._resume_state = for_other_ranks(trainer, content, checkpoint)
+    if not trainer._resumes_ranks:
+        changed = f"by {saved_by} rank(s) and {trainer.args.world_size} resume from it"
+    else:
+        changed = f"with {rows} rows a micro-batch and resumes with "
+        changed += f"{step_rows(trainer)}"
+    trainer._resume_state, again = for_other_batches(trainer, resume)
     logger.warning(
-        "%s was saved by %d rank(s) and %d resume from it: the epoch continues "
-        "with the following rows, distributed anew, and with other random numbers",
-        checkpoint, saved_by, trainer.args.world_size,
+        "%s was saved %s: the epoch continues with the following rows, distributed "
+        "anew, and with other random numbers%s", checkpoint, changed,
+        f"; the last {again} rows before them are trained on again, where the update "
+        "that has them begins" if again else "",
     )  # fmt: skip
 
 
-def for_other_ranks(
-    trainer: TrainerRun, content: dict[str, Any], checkpoint: str
-) -> dict[str, Any]:
-    """Where this number of ranks is in the data when the ranks that saved it have
-    seen their rows. Raises ValueError where that is within an update."""
-    resume: dict[str, Any] = content["resume"]
+def for_other_batches(
+    trainer: TrainerRun, resume: dict[str, Any]
+) -> tuple[dict[str, Any], int]:
+    """Where this run's ranks and batches are in the data when those that saved the
+    checkpoint have seen their rows, and how many of these are seen again, since an
+    update has begun before them."""
     data = resume.get("data")
     if data is None or trainer.args.ignore_data_skip:
-        return {}
+        return {}, 0
     seen = data["place"] * data["rows"]
     if 0 < (data["length"] or 0) <= data["place"]:
-        return resume | {"epoch_done": True}  # at the end of an epoch
+        return resume | {"epoch_done": True}, 0  # at the end of an epoch
     rows = step_rows(trainer)
-    update = rows * trainer.args.gradient_accumulation_steps
-    if seen % update:
-        raise ValueError(
-            f"{checkpoint} was saved by {content['world_size']} rank(s) after "
-            f"{seen} rows of the epoch, and the updates of this run, of "
-            f"{update} rows, begin at none "
-            "of their multiples: choose per_device_train_batch_size and "
-            "gradient_accumulation_steps so that an update has as many rows as "
-            "before, or begin the epoch's data anew with ignore_data_skip=True"
-        )
-    data.pop("last", None)
-    data["place"], data["length"] = seen // rows, None
-    return resume
+    again = seen % (rows * trainer.args.gradient_accumulation_steps)
+    for known in ("last", "states") if trainer._resumes_ranks or again else ("last",):
+        data.pop(known, None)
+    data["place"], data["length"] = (seen - again) // rows, None
+    return resume, again
 
 
 def step_rows(trainer: TrainerRun) -> int:

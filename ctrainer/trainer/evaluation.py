@@ -15,6 +15,7 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer.comm.run import unpickled
+from ctrainer.runtime import messages
 from ctrainer.runtime.hooks import wrong_return
 from ctrainer.runtime.notes import computed
 from ctrainer.trainer.checkpoint import set_mode
@@ -220,11 +221,9 @@ def evaluation_loop(
     keeps_losses = "loss" in args.include_for_metrics
     by_batch = _MetricsByBatch(compute, keeps_losses)
     with _evaluated_model(trainer) as model:
-        shown = ": Unknown" if n_rows is None else f" = {n_rows}"
-        logger.info(
-            "***** Running %s *****\n  Num examples%s\n  Batch size = %d",
-            description, shown, args.eval_batch_size,
-        )  # fmt: skip
+        known = _length(dataloader) is not None
+        shown = f" = {trainer.num_examples(dataloader)}" if known else ": Unknown"
+        messages.evaluating(description, shown, args.eval_batch_size)
         trainer.callback_handler.eval_dataloader = dataloader
         if getattr(trainer, "_past", None) is not None:
             trainer._past = None

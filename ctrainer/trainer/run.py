@@ -15,15 +15,24 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ctrainer import _C, adapters, average, throughput
+from ctrainer import _C, adapters, average, integrations, throughput
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.arguments.settings import reject_keywords
 from ctrainer.comm import world
 from ctrainer.display.terminal import release
+from ctrainer.runtime import messages
 from ctrainer.runtime.hooks import check_optimizer_made
 from ctrainer.runtime.stop import end_by
-from ctrainer.trainer import blocks, checkpoint, data, evaluation, search, shards, step
+from ctrainer.trainer import (
+    blocks,
+    checkpoint,
+    data,
+    evaluation,
+    search,
+    shards,
+    step,
+)
 from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer.checkpoint import set_mode
 from ctrainer.trainer.shards import is_on_meta
@@ -137,7 +146,7 @@ class TrainerRun(TrainerBase):
     ) -> Any:
         """Run all epochs and return a TrainOutput; train() has resolved the
         checkpoint."""
-        run = _C.Run()
+        self._run = run = _C.Run()
         run.args = self.args if args is None else args
         run.checkpoint, run.trial = resume_from_checkpoint, trial
         run.ignore_keys = ignore_keys_for_eval
@@ -161,7 +170,7 @@ class TrainerRun(TrainerBase):
                 "set_initial_training_values must return a tuple of 7 values, got "
                 f"{values!r}"
             )
-        run.epochs, run.updates_in_epoch, rows, _, _, steps, run.max_steps = values
+        run.epochs, run.updates_in_epoch, rows, _, total, steps, run.max_steps = values
         run.steps_in_epoch = steps
         if self._communicator.world_size > 1:
             self._agree_on_length(run, rows)
@@ -171,8 +180,36 @@ class TrainerRun(TrainerBase):
         run.model, run.loader = self._prepare_for_training(
             run.max_steps, run.loader, run.checkpoint
         )
+        messages.running(self, run, rows, total)
+        self._first_place = run.epoch, run.micro_step
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         run.start_time = time.time()
+
+    def _run_epoch(
+        self,
+        model: Any,
+        epoch: int,
+        train_dataloader: Any,
+        steps_in_epoch: int,
+        num_update_steps_per_epoch: int,
+        trial: Any,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        resume_from_checkpoint: str | None,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+    ) -> None:
+        """Train for one epoch of the run that is under way, and do what is due at its
+        end. Hook, called after on_epoch_begin.
+
+        The model and the loader may be others than those that the hook got; the other
+        arguments say where the run is.
+        """
+        run = self._run
+        if run is None:
+            raise RuntimeError("_run_epoch() is a part of train(): call that")
+        run.model, run.loader = model, train_dataloader
+        self._train_epoch(run)
 
     def _agree_on_length(self, run: _C.Run, rows: Any) -> None:
         """Make the run as long as the shortest of the ranks' loaders, with as many
@@ -225,10 +262,12 @@ class TrainerRun(TrainerBase):
             self.model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs=options
             )
+        self._align_special_tokens()
         if self.neftune_noise_alpha is not None:
-            self._neftune = self._adapter.add_embedding_noise(
-                self.model, self.neftune_noise_alpha
-            )
+            self.model = self._activate_neftune(self.model)
+        if "underflow_overflow" in args.debug and self._debugged is not self.model:
+            integrations.detect_overflow(self.model)
+            self._debugged = self.model
         folder = self._resolve_checkpoint(resume)
         if folder is not None:
             self._load_from_checkpoint(folder)
@@ -249,15 +288,17 @@ class TrainerRun(TrainerBase):
             found = checkpoint.last_checkpoint(self)
             if found is None:
                 raise ValueError(
-                    f"resume_from_checkpoint=True, but {self.args.output_dir} holds no "
-                    "whole checkpoint; train without it, or name a folder"
+                    "No valid checkpoint found in output directory "
+                    f"({self.args.output_dir}), which resume_from_checkpoint=True "
+                    "needs; train without it, or name a folder"
                 )
             return str(found)
         folder = os.fspath(resume)
         if not os.path.isdir(folder):
             raise ValueError(
-                f"resume_from_checkpoint: no folder {folder!r}; give a checkpoint's "
-                "folder, or True for the newest in output_dir"
+                f"Can't find a valid checkpoint at {folder!r}: there is no such folder; "
+                "give resume_from_checkpoint a checkpoint's folder, or True for the "
+                "newest in output_dir"
             )
         return folder
 
@@ -298,7 +339,7 @@ class TrainerRun(TrainerBase):
             samples = args.max_steps * total
             return epochs, updates, examples, samples, total, length, args.max_steps
         steps = math.ceil(args.num_train_epochs * updates)
-        samples = examples * args.num_train_epochs
+        samples = self.num_examples(dataloader) * args.num_train_epochs
         epochs = math.ceil(args.num_train_epochs)
         return epochs, updates, examples, samples, total, length, steps
 
@@ -441,6 +482,7 @@ class TrainerRun(TrainerBase):
         self, trial: Any, num_train_samples: int, start_time: float
     ) -> TrainOutput:
         """The last block, metrics of the run, the best model, on_train_end."""
+        messages.completed()
         if self._blocks is not None:
             self._blocks.finish()  # the average that is still pending
         loss = self._training_loss()
@@ -457,9 +499,11 @@ class TrainerRun(TrainerBase):
         set_mode("eval", self.optimizer)  # a schedule-free one leaves its average
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best_model()
+        checkpoint.leave_best(self, trial)
         self.control = self.callback_handler.on_train_end(
             self.args, self.state, self.control
         )
+        self._finish_current_push()
         return TrainOutput(self.state.global_step, loss, metrics)
 
     def _end_train(self, whole: bool) -> None:
@@ -473,10 +517,30 @@ class TrainerRun(TrainerBase):
             self._reader = None
         self._memory_tracker.cur_stage = None
         self._adapter.leave_mixed_precision(self.model)
-        if self._neftune is not None:
-            self._neftune.remove()
-            self._neftune = None
+        self._run = None
+        if self.neftune_hook_handle is not None:
+            self._deactivate_neftune(self.model)
         self._wait_for_save(release=True)
+
+    # Noise, and special tokens: by their names in transformers 4
+
+    def _activate_neftune(self, model: Any) -> Any:
+        """Add neftune_noise_alpha's noise to the model's embeddings while it trains;
+        return the model. Hook."""
+        self.neftune_hook_handle = self._adapter.add_embedding_noise(
+            model, self.neftune_noise_alpha
+        )
+        return model
+
+    def _deactivate_neftune(self, model: Any) -> None:
+        """End the noise of _activate_neftune(). Hook."""
+        self.neftune_hook_handle.remove()
+        self.neftune_hook_handle = None
+
+    def _align_special_tokens(self) -> None:
+        """Give the model's configurations the tokenizer's special tokens, with a
+        warning where they had others. Hook."""
+        integrations.align_special_tokens(self.model, self.processing_class)
 
     def _wrap_model(
         self, model: Any, training: bool = True, dataloader: Any = None
@@ -601,6 +665,18 @@ class TrainerRun(TrainerBase):
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    @staticmethod
+    def compare_trainer_and_checkpoint_args(
+        training_args: Any, trainer_state: Any
+    ) -> None:
+        """Warn of arguments that differ from those of a checkpoint.
+
+        Args:
+            training_args (TrainingArguments): The run's.
+            trainer_state (TrainerState): The checkpoint's.
+        """
+        messages.differing_arguments(training_args, trainer_state)
 
     # Batches
 
@@ -739,6 +815,27 @@ class TrainerRun(TrainerBase):
 
 
 # Functions that C calls by name
+
+
+def call_run_epoch(trainer: TrainerRun, run: _C.Run) -> None:
+    """Call an override of _run_epoch() for the run's epoch."""
+    epochs_trained, steps_trained = trainer._first_place
+    model, loader = run.model, run.loader
+    trainer._call_hook(
+        "_run_epoch",
+        model=run.model,
+        epoch=run.epoch,
+        train_dataloader=run.loader,
+        steps_in_epoch=run.steps_in_epoch,
+        num_update_steps_per_epoch=run.updates_in_epoch,
+        trial=run.trial,
+        ignore_keys_for_eval=run.ignore_keys,
+        start_time=run.start_time,
+        resume_from_checkpoint=trainer.state.resumed_from or None,
+        epochs_trained=epochs_trained,
+        steps_trained_in_current_epoch=steps_trained,
+    )
+    run.model, run.loader = model, loader  # an epoch may have had others
 
 
 def log_save_evaluate(

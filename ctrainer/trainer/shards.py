@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctrainer.arguments.fsdp import sharding_of
 from ctrainer.checkpoint.files import naming
+from ctrainer.runtime import messages
 from ctrainer.trainer import checkpoint as files
 from ctrainer.trainer.checkpoint import (
     add_file,
@@ -282,7 +283,7 @@ def load_best_model(trainer: TrainerRun) -> None:
     """Load the weights of the best checkpoint. Hook."""
     best = trainer.state.best_model_checkpoint
     assert best is not None
-    logger.info("Loading the best model from %s (%s).", best, trainer.state.best_metric)
+    messages.loading_best(best, trainer.state.best_metric)
     if trainer._shard_group is None:
         trainer._adapter.checkpoints.load_model(trainer.model, best)
     else:

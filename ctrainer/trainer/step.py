@@ -94,7 +94,8 @@ def prepare_inputs(trainer: TrainerRun, inputs: Any) -> Any:
         ValueError: the batch is empty; names the columns that the model's forward
             accepts.
     """
-    if trainer._inputs_stay and type(inputs) is dict:
+    stays = trainer._inputs_stay and trainer._prepares_plainly()
+    if stays and type(inputs) is dict:
         inputs = inputs.copy()  # hooks may pop from it
     else:
         inputs = trainer._prepare_input(inputs)

@@ -97,7 +97,7 @@ done:
 static const char Trainer__call_hook_doc[] =
     "_call_hook($self, name, /, *args, **keywords)\n--\n\n"
     "Call the method of that name with those of the keywords that it accepts, since\n"
-    "overrides may have been written for another release. At most 10 values.";
+    "overrides may have been written for another release. At most 11 values.";
 
 static PyObject *
 Trainer__call_hook(PyObject *op, PyObject *const *args, Py_ssize_t nargs,

@@ -123,7 +123,7 @@ PyObject *ctpy_enter_context_steal(PyObject *context, PyObject *enter_name);
 PyObject *
 ctpy_leave_context_steal(PyObject *context, PyObject *exit_name, PyObject *result);
 
-#define CTPY_HOOK_MAX_ARGS 10
+#define CTPY_HOOK_MAX_ARGS 11
 
 /* Calls op.name(*args) by attribute lookup, so that a Python override wins.
  * Borrows everything; returns a new reference or NULL. A hook runs arbitrary code:

@@ -364,10 +364,14 @@ account_batch(PyObject *op, PyObject *inputs)
           ctpy_set_double(op, names->str_current_flos, had + flos) < 0))) {
         return -1;
     }
-    return ((Trainer *)op)->counts_tokens
-               ? ctpy_drop_steal(PyObject_CallMethodOneArg(
-                     op, names->str__track_num_input_tokens, inputs))
-               : 0;
+    const int silent = ((Trainer *)op)->counts_tokens
+                           ? 0
+                           : ctpy_is_default(op, names->str__track_num_input_tokens);
+    if (silent != 0) {
+        return silent < 0 ? -1 : 0;
+    }
+    return ctpy_drop_steal(
+        PyObject_CallMethodOneArg(op, names->str__track_num_input_tokens, inputs));
 }
 
 /* Forward and backward of one micro-batch; adds its weighted loss to *loss. */
@@ -620,16 +624,12 @@ drop_loader_steal(const ctpy_run *run, PyObject *loader)
     }
 }
 
+/* The updates of an epoch, on_epoch_end and what is due then. */
 static int
-run_epoch(PyObject *op, ctpy_run *run)
+train_epoch(PyObject *op, ctpy_run *run)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     int stop = 0; /* in the middle of the epoch, where a longer run would continue */
-    ((Trainer *)op)->epoch_done = false;
-    Py_CLEAR(((Trainer *)op)->last_learning_rate);
-    if (ctpy_trainer_fire(op, names->str_on_epoch_begin) < 0) {
-        return -1;
-    }
     PyObject *iterator =
         PyObject_CallMethodOneArg(op, names->str__epoch_iterator, (PyObject *)run);
     int result = iterator == NULL ? -1 : run_updates(op, run, iterator);
@@ -652,6 +652,36 @@ run_epoch(PyObject *op, ctpy_run *run)
     const int failed = do_what_is_due(op, run, last == NULL ? Py_None : last);
     Py_XDECREF(last);
     return failed;
+}
+
+static const char Trainer__train_epoch_doc[] =
+    "_train_epoch($self, run, /)\n--\n\n"
+    "Train for one epoch, from the run's place in it: what _run_epoch() does.";
+
+static PyObject *
+Trainer__train_epoch(PyObject *op, PyObject *arg)
+{
+    if (!Py_IS_TYPE(arg, ctpy_state_borrow(op)->Run)) {
+        return PyErr_Format(PyExc_TypeError, "expected a Run, got %.100R", arg);
+    }
+    return train_epoch(op, (ctpy_run *)arg) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* One epoch: on_epoch_begin, and _run_epoch() or what it does. */
+static int
+run_epoch(PyObject *op, ctpy_run *run)
+{
+    ctpy_state *names = ctpy_state_borrow(op);
+    ((Trainer *)op)->epoch_done = false;
+    Py_CLEAR(((Trainer *)op)->last_learning_rate);
+    const int native = ctpy_trainer_fire(op, names->str_on_epoch_begin) < 0
+                           ? -1
+                           : ctpy_is_default(op, names->str__run_epoch);
+    if (native != 0) {
+        return native < 0 ? -1 : train_epoch(op, run);
+    }
+    return ctpy_drop_steal(
+        ctpy_call_function("ctrainer.trainer.run", "call_run_epoch", "(OO)", op, run));
 }
 
 /* Counters and schedule become right also after an exception, and the caller gets that
@@ -743,6 +773,7 @@ Trainer__count_targets(PyObject *op, PyObject *batches)
 PyMethodDef Trainer_trainer_loop_methods[] = {
     {"_call_loop",     Trainer__call_loop,     METH_O, Trainer__call_loop_doc    },
     {"_run_epochs",    Trainer__run_epochs,    METH_O, Trainer__run_epochs_doc   },
+    {"_train_epoch",   Trainer__train_epoch,   METH_O, Trainer__train_epoch_doc  },
     {"_count_targets", Trainer__count_targets, METH_O, Trainer__count_targets_doc},
     {NULL,             NULL,                   0,      NULL                      },
 };

@@ -30,6 +30,8 @@ typedef struct ctpy_update {
     bool logs_layers; /* the norms of layers, too */
     bool overridden;  /* somebody else's _clip_grad_norm clips by norm */
     bool begun;       /* on_pre_optimizer_step has been called */
+    bool
+        reports_norm; /* somebody else's _get_grad_norm has the last word on the norm */
     bool clip_first;  /* somebody looks at the gradients between clipping and update */
     ctpy_grads grads; /* those clipped in place */
     ct_step_config config;
@@ -101,8 +103,10 @@ open_config(PyObject *op, ctpy_update *u)
     clip->max_norm = clip->max_norm > 0.0 ? clip->max_norm : 0.0;
     Py_DECREF(args);
     const int clips = failed ? -1 : ctpy_is_default(op, names->str__clip_grad_norm);
+    const int reports = clips < 0 ? -1 : ctpy_is_default(op, names->str__get_grad_norm);
     u->overridden = clips == 0 && clip->max_norm > 0.0;
-    return clips < 0 ? -1 : 0;
+    u->reports_norm = reports == 0;
+    return reports < 0 ? -1 : 0;
 }
 
 static int
@@ -169,7 +173,7 @@ update_open(PyObject *op, ctpy_update *u)
             ? -1
             : ctpy_callbacks_listens(names, handler, names->str_on_pre_optimizer_step);
     Py_XDECREF(handler);
-    u->clip_first = u->overridden || listened > 0;
+    u->clip_first = u->overridden || u->reports_norm || listened > 0;
     return listened < 0 || ctpy_optimizer_engine(names, u->optimizer, &u->engine) < 0
                ? -1
                : 0;
@@ -316,22 +320,45 @@ clip_in_place(PyObject *op, ctpy_update *u, const ct_clip *clip)
                               : ctpy_grads_clip(&u->grads, clip, u->loss_scale);
 }
 
+/* The norm that an override returns; None leaves the measured one. */
+static int
+take_norm_steal(ctpy_update *u, PyObject *norm)
+{
+    if (norm == NULL) {
+        return -1;
+    }
+    const double value = Py_IsNone(norm) ? u->result.grad_norm : PyFloat_AsDouble(norm);
+    Py_DECREF(norm);
+    if (value == -1.0 && PyErr_Occurred()) {
+        return -1;
+    }
+    u->result.grad_norm = value;
+    return 0;
+}
+
 /* An override of _clip_grad_norm(model) clips by itself and returns the norm. */
 static int
 clip_by_override(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
+    return take_norm_steal(
+        u, PyObject_CallMethodOneArg(op, ctpy_state_borrow(op)->str__clip_grad_norm,
+                                     run->model));
+}
+
+/* An override of _get_grad_norm(model, grad_norm) returns the norm that is logged. */
+static int
+report_norm(PyObject *op, ctpy_run *run, ctpy_update *u)
+{
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *norm =
-        PyObject_CallMethodOneArg(op, names->str__clip_grad_norm, run->model);
+    PyObject *norm = u->reports_norm ? PyFloat_FromDouble(u->result.grad_norm) : NULL;
     if (norm == NULL) {
-        return -1;
+        return u->reports_norm ? -1 : 0;
     }
-    const double value = Py_IsNone(norm) ? 0.0 : PyFloat_AsDouble(norm);
-    if (!Py_IsNone(norm)) {
-        u->result.grad_norm = value;
-    }
+    PyObject *stack[] = {run->model, norm};
+    PyObject *answer =
+        ctpy_call_adapted(op, names->str__get_grad_norm, stack, 1, names->kw_grad_norm);
     Py_DECREF(norm);
-    return value == -1.0 && PyErr_Occurred() ? -1 : 0;
+    return take_norm_steal(u, answer);
 }
 
 /* After an override, which may have put other tensors in place of the gradients. */
@@ -544,7 +571,8 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
     if ((!local_steps && average_grads(op, u) < 0) || measure(op, u) < 0 ||
         (!local_steps && agree_finite(op, &u->result.finite) < 0) ||
         measure_layers(op, run, u) < 0 || report_if_nonfinite(op, u) < 0 ||
-        (u->result.finite && clip_update(op, run, u) < 0)) {
+        (u->result.finite && clip_update(op, run, u) < 0) ||
+        report_norm(op, run, u) < 0) {
         return -1;
     }
     ((Trainer *)op)->last_grad_norm = u->result.grad_norm;
@@ -628,7 +656,7 @@ leave_pending(PyObject *op, ctpy_update *u)
     self->enqueued_due = u->average_due;
     Py_XSETREF(self->enqueued_scaler, Py_XNewRef(u->scaler));
     Py_XSETREF(self->enqueued_average, Py_XNewRef(u->average));
-    Py_XSETREF(self->enqueued_engine, Py_NewRef(u->engine));
+    Py_XSETREF(self->enqueued_engine, Py_XNewRef(u->engine));
     return 0;
 }
 

@@ -372,8 +372,10 @@ def test_old_models_get_their_past_dropped_and_kept(tmp_path: Path) -> None:
 
 
 def test_run_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="ctrainer.trainer"):
-        make(tmp_path).evaluate()
+    for name in ("ctrainer", "transformers"):  # whichever is loaded
+        logging.getLogger(f"{name}.trainer").addHandler(caplog.handler)
+        caplog.set_level(logging.INFO, logger=f"{name}.trainer")
+    make(tmp_path).evaluate()
     assert "Running Evaluation" in caplog.text
     assert "Num examples = 10" in caplog.text
 

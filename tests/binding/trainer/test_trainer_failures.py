@@ -310,12 +310,12 @@ def test_bad_input_is_told_by_its_cause() -> None:
         (
             lambda: make(ctrainer.Trainer, Net(), rows()).train("/nowhere"),
             ValueError,
-            "no folder '/nowhere'",
+            "at '/nowhere': there is no such",
         ),
         (
             lambda: make(ctrainer.Trainer, Net(), rows()).train(True),
             ValueError,
-            "no whole checkpoint",
+            "No valid checkpoint found",
         ),
     ]  # fmt: skip
     for call, error, words in cases:

@@ -263,7 +263,7 @@ class TestTable:
         [
             ({"use_seedable_sampler": "never"}, "use_seedable_sampler must be true or"),
             ({"even_batches": None}, "even_batches must be true or false, not None"),
-            ({"gradient_accumulation_kwargs": {"adjust_scheduler": 1}}, "there is num"),
+            ({"gradient_accumulation_kwargs": {"adjust_schedule": 1}}, "did you mean"),
             ({"gradient_accumulation_kwargs": {"num_steps": 0}}, "num_steps must be a"),
             ({"even_batch": True}, "has no 'even_batch'; did you mean 'even_batches'"),
             ([], "must be a dict, or the path"),
@@ -292,7 +292,7 @@ class TestTable:
         args = TrainingArguments(
             tmp_path, accelerator_config=config, gradient_accumulation_steps=2
         )
-        with pytest.raises(ValueError, match=r"num_steps=4, and .* is 2; set one"):
+        with pytest.raises(ValueError, match=r"it is 4, and .* is 2; set one"):
             adopt(args)
 
     def test_a_configured_state_has_to_be_there(self, tmp_path) -> None:
@@ -689,7 +689,7 @@ class TestAdopt:
         ("name", "value"),
         [
             ("optim", "lomo"),
-            ("debug", "underflow_overflow"),
+            ("debug", "tpu_metrics_debug"),
         ],
     )
     def test_transformers_object_is_checked_too(
@@ -698,6 +698,32 @@ class TestAdopt:
         args = hf.TrainingArguments(str(tmp_path), use_cpu=True, **{name: value})
         with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
             adopt(args)
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {},
+            {
+                "eval_strategy": "steps", "save_strategy": "steps", "optim": "sgd",
+                "lr_scheduler_type": "cosine", "hub_strategy": "end",
+                "save_steps": 20.0,
+                "logging_strategy": "epoch", "logging_steps": 0.5, "eval_steps": 10,
+                "load_best_model_at_end": True, "debug": "underflow_overflow",
+                "lr_scheduler_kwargs": '{"a": 1}',
+                "include_num_input_tokens_seen": True,
+            },
+        ],
+        ids=["defaults", "given"],
+    )  # fmt: skip
+    def test_fields_have_transformers_types_and_values(
+        self, hf, given, tmp_path
+    ) -> None:
+        given = {"output_dir": str(tmp_path), "use_cpu": True, **given}
+        theirs, ours = hf.TrainingArguments(**given), TrainingArguments(**given)
+        for field in dataclasses.fields(theirs):
+            a, b = getattr(theirs, field.name), getattr(ours, field.name)
+            assert type(a).__name__ == type(b).__name__, field.name
+            assert a == b or hasattr(a, "to_dict"), field.name
 
     def test_object_of_an_older_release_is_completed(self) -> None:
         from types import SimpleNamespace

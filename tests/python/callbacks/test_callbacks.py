@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import sys
 import weakref
 from types import SimpleNamespace
@@ -350,9 +351,12 @@ class TestAddAndRemove:
         handler.add_callback(theirs())
         assert handler.callback_list == "DefaultFlowCallback\nNotebookProgressCallback"
 
-    def test_duplicate_and_missing_flow_are_told(self, caplog) -> None:
+    def test_duplicate_and_missing_flow_are_told(self, caplog, monkeypatch) -> None:
+        monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+        caplog.set_level(logging.WARNING, "transformers")
         handler_of(DefaultFlowCallback())
-        assert "DefaultFlowCallback is among the callbacks already" in caplog.text
+        added = "You are adding a <class 'ctrainer.callbacks.DefaultFlowCallback'>"
+        assert added in caplog.text
         CallbackHandler([PrinterCallback], None, None, None, None)
         assert "No DefaultFlowCallback among the callbacks (PrinterCallback)" in (
             caplog.text

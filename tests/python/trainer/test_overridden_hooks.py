@@ -1,0 +1,365 @@
+"""Each method of transformers' Trainer that a subclass overrides is called here as it
+is called there; the calls themselves are the oracle."""
+
+import collections
+import inspect
+import logging
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import ctrainer  # noqa: E402
+
+hf_trainer = transformers.trainer.Trainer
+
+# Parallel contexts and meshes, which are rejected; the size of the batch after running
+# out of memory, and what Ray stores.
+NOT_OURS = {
+    "_has_mixed_mesh_grads",
+    "_mixed_mesh_grad_norm",
+    "_prepare_context_parallel_inputs",
+    "_tune_save_checkpoint",
+    "_update_auto_batch_size",
+}
+SIZES = {"get_cp_size", "get_sp_size", "get_tp_size"}
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3, 1)
+
+    def forward(self, x, labels=None):
+        y = self.layer(x).squeeze(-1)
+        return {"loss": ((y - labels) ** 2).mean(), "logits": y}
+
+
+def rows(n=10):
+    torch.manual_seed(1)
+    return [{"x": torch.randn(3), "labels": torch.tensor(float(i))} for i in range(n)]
+
+
+def arguments(folder, **options):
+    options = {"num_train_epochs": 2, "save_steps": 3, **options}
+    return transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        logging_steps=2, use_cpu=True, disable_tqdm=True, report_to=[], **options,
+    )  # fmt: skip
+
+
+def names():
+    found = vars(hf_trainer).items()
+    return [n for n, f in found if inspect.isfunction(f) and not n.startswith("__")]
+
+
+def counting(base, calls):
+    """A subclass whose every method notes that it was called."""
+
+    def noting(name, method):
+        def call(self, *args, **kwargs):
+            calls[name] += 1
+            return method(self, *args, **kwargs)
+
+        call.__signature__ = inspect.signature(method)
+        return call
+
+    body = {
+        name: noting(name, getattr(base, name))
+        for name in names()
+        if not isinstance(inspect.getattr_static(base, name, None), staticmethod)
+        and hasattr(base, name)
+    }
+    return type("Counting", (base,), body)
+
+
+def counted(base, folder, **options):
+    calls = collections.Counter()
+    trainer = counting(base, calls)(
+        Net(), arguments(folder, eval_strategy="epoch", **options),
+        train_dataset=rows(),
+        eval_dataset=rows(4), compute_metrics=lambda p: {"a": 0.0},
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    trainer.predict(rows(4))
+    trainer.save_model(str(folder / "saved"))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_grad_norm": 0.0}, {"include_num_input_tokens_seen": "all"}],
+    ids=str,
+)
+def test_every_override_is_called_as_often(tmp_path, options) -> None:
+    assert {n for n in names() if not hasattr(ctrainer.Trainer, n)} <= NOT_OURS
+    theirs = counted(hf_trainer, tmp_path / "theirs", **options)
+    ours = counted(ctrainer.Trainer, tmp_path / "ours", **options)
+    assert {n for n in theirs if not ours[n]} <= NOT_OURS | SIZES
+    differing = {
+        name: (theirs[name], ours[name])
+        for name in theirs.keys() & ours.keys()
+        if theirs[name] != ours[name]
+    }
+    # The reader of the data takes its generators; a folder is asked for once less; each
+    # train() looks where the model is.
+    assert differing.keys() <= {
+        "_get_output_dir", "_load_rng_state", "_move_model_to_device"
+    }  # fmt: skip
+
+
+def test_run_epoch_gets_what_it_gets_there(tmp_path) -> None:
+    def seen_by(base, folder, resume=None):
+        seen = []
+
+        class Own(base):
+            def _run_epoch(self, **kwargs):
+                began = kwargs.pop("start_time")
+                assert began > 0
+                model, loader = kwargs.pop("model"), kwargs.pop("train_dataloader")
+                assert isinstance(model, torch.nn.Module)
+                assert len(loader) == 5
+                path = kwargs.pop("resume_from_checkpoint")
+                seen.append((kwargs, path is not None))
+                super()._run_epoch(
+                    model=model, train_dataloader=loader, start_time=began,
+                    resume_from_checkpoint=path, **kwargs,
+                )  # fmt: skip
+
+        args = arguments(folder, save_steps=2)
+        Own(Net(), args, train_dataset=rows()).train(resume_from_checkpoint=resume)
+        return seen
+
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    assert seen_by(hf_trainer, theirs) == seen_by(ctrainer.Trainer, ours)
+    again = seen_by(hf_trainer, theirs, str(theirs / "checkpoint-2"))
+    assert again == seen_by(ctrainer.Trainer, ours, str(ours / "checkpoint-2"))
+
+
+def test_run_epoch_may_take_another_loader_and_model(tmp_path) -> None:
+    used = []
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, **batch):
+            used.append(len(batch["x"]))
+            return self.inner(**batch)
+
+    class Own(ctrainer.Trainer):
+        def _run_epoch(self, model, train_dataloader, **kwargs):
+            batches = list(train_dataloader)
+            super()._run_epoch(
+                model=Wrapped(model), train_dataloader=batches[::-1], **kwargs
+            )
+
+    trainer = Own(Net(), arguments(tmp_path), train_dataset=rows(9))
+    assert trainer.train().global_step == 6
+    assert used == [1, 2, 2, 2, 2] * 2  # the short batch first
+
+
+def test_run_epoch_may_be_a_loop_of_ones_own(tmp_path) -> None:
+    class Own(ctrainer.Trainer):
+        def _run_epoch(self, model, train_dataloader, epoch, **kwargs):
+            for batch in train_dataloader:
+                self.training_step(model, batch)
+                self.optimizer.step()
+                model.zero_grad()
+                self.state.global_step += 1
+            self.state.epoch = epoch + 1
+
+    trainer = Own(Net(), arguments(tmp_path), train_dataset=rows())
+    assert trainer.train().global_step == 10
+    with pytest.raises(RuntimeError, match="part of train"):
+        ctrainer.Trainer._run_epoch(trainer, *[None] * 11)
+
+
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+def test_the_last_word_on_the_norm_is_the_override_s(tmp_path, clip) -> None:
+    def logged(base, folder):
+        class Own(base):
+            def _get_grad_norm(self, model, grad_norm=None):
+                grads = [p.grad for p in model.parameters()]
+                clipped = float(torch.nn.utils.get_total_norm(grads))
+                before = super()._get_grad_norm(model, grad_norm)
+                return float(before) + 1000.0 * round(clipped, 4)
+
+        args = arguments(folder, max_grad_norm=clip)
+        args.logging_steps = 1
+        trainer = Own(Net(), args, train_dataset=rows())
+        trainer.train()
+        return [e["grad_norm"] for e in trainer.state.log_history if "grad_norm" in e]
+
+    theirs = logged(hf_trainer, tmp_path / "theirs")
+    assert logged(ctrainer.Trainer, tmp_path / "ours") == pytest.approx(
+        theirs, rel=1e-4
+    )
+
+
+def test_prepare_input_sees_every_part(tmp_path) -> None:
+    def parts_of(base, folder):
+        parts = []
+
+        class Own(base):
+            def _prepare_input(self, data):
+                parts.append(type(data).__name__)
+                return super()._prepare_input(data)
+
+            def compute_loss(self, model, inputs, *args, **kwargs):
+                inputs.pop("more")
+                return super().compute_loss(model, inputs, *args, **kwargs)
+
+        def collate(batch):
+            stacked = {k: torch.stack([row[k] for row in batch]) for k in batch[0]}
+            return {**stacked, "more": [(stacked["x"], "text"), {"y": stacked["x"]}]}
+
+        args = arguments(folder, max_steps=2, remove_unused_columns=False)
+        Own(Net(), args, data_collator=collate, train_dataset=rows()).train()
+        return collections.Counter(parts)
+
+    theirs = parts_of(hf_trainer, tmp_path / "theirs")
+    assert parts_of(ctrainer.Trainer, tmp_path / "ours") == theirs
+
+
+def test_an_override_makes_the_accelerator(tmp_path) -> None:
+    class Own(ctrainer.Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.made = self.accelerator
+
+        def _build_accelerator_args(self, **kwargs):
+            found = super()._build_accelerator_args(**kwargs)
+            return {**found, "step_scheduler_with_optimizer": False}
+
+    trainer = Own(Net(), arguments(tmp_path), train_dataset=rows())
+    assert trainer.made is trainer.accelerator
+    assert trainer.accelerator.step_scheduler_with_optimizer is False
+
+
+# ---- the log, in transformers' words
+
+
+def lines_of(base, folder, caplog):
+    """What a run, its evaluation and a resume with other arguments say."""
+    log = logging.getLogger("transformers")
+    caplog.clear()
+    log.addHandler(caplog.handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        options = {"eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1}
+        best = {"load_best_model_at_end": True, "save_steps": 2, "max_steps": 4}
+        data = {"train_dataset": rows(), "eval_dataset": rows(4)}
+        early = transformers.EarlyStoppingCallback(9)
+        args = arguments(folder, **options, **best)
+        base(Net(), args, callbacks=[early, early], **data).train()
+        args = arguments(folder, max_steps=6, save_steps=3, eval_strategy="no")
+        args.restore_callback_states_from_checkpoint = True
+        args.per_device_train_batch_size = 4
+        args.ignore_data_skip = True
+        trainer = base(Net(), args, **data)
+        trainer.train(resume_from_checkpoint=True)
+        trainer.evaluate()
+    finally:
+        log.setLevel(level)
+        log.removeHandler(caplog.handler)
+    texts = "\n".join(record.getMessage() for record in caplog.records)
+    texts = texts.replace(str(folder), "FOLDER").replace("ctrainer.", "transformers.")
+    texts = texts.replace("currentlist", "current list")
+    return {line for line in texts.splitlines() if line.strip()}
+
+
+def test_the_log_has_transformers_lines(tmp_path, caplog) -> None:
+    theirs = lines_of(hf_trainer, tmp_path / "theirs", caplog)
+    ours = lines_of(ctrainer.Trainer, tmp_path / "ours", caplog)
+    assert len(theirs) > 25
+    elsewhere = (
+        "Saving model checkpoint to",  # the writer's thread does
+        "Configuration saved in",
+        "Model weights saved in",
+        "Loading model from",
+        "  Fast-forwarding the dataloader past",  # no row is read
+        "Trainer.model is not a `PreTrainedModel`",
+        "Continuing training from checkpoint, restoring",
+        "transformers.trainer_callback",  # in the list of the callbacks
+        "mtime may not be reliable",  # it decides on nothing here
+    )
+    missing = {line for line in theirs - ours if not line.startswith(elsewhere)}
+    assert missing <= {"ProgressCallback", "PrinterCallback"}
+
+
+# ---- special tokens, against transformers' own function
+
+
+TOKENS = [None, 0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_special_tokens_are_aligned_as_there(seed) -> None:
+    import random
+
+    from transformers.trainer_utils import align_special_tokens
+
+    from ctrainer.integrations import align_special_tokens as align
+
+    draw = random.Random(seed)
+    names = ("eos_token_id", "bos_token_id", "pad_token_id")
+    tokens = {name: draw.choice(TOKENS) for name in names}
+    config = {name: draw.choice(TOKENS) for name in names}
+    generation = {name: draw.choice(TOKENS) for name in names}
+    if draw.random() < 0.4:
+        generation["eos_token_id"] = draw.choice([[1], [0, 2], [2, 1]])
+    has_generation = draw.random() < 0.8
+
+    def aligned(function):
+        tokenizer = transformers.PreTrainedTokenizerFast.__new__(_Tokens)
+        tokenizer.ids = tokens
+        model = Net()
+        model.config = transformers.GPT2Config(**config)
+        if has_generation:
+            given = {
+                k: v[:] if isinstance(v, list) else v for k, v in generation.items()
+            }
+            model.generation_config = transformers.GenerationConfig(**given)
+        function(model, tokenizer)
+        made = getattr(model, "generation_config", None)
+        return [[getattr(c, n) for n in names] for c in (model.config, made) if c]
+
+    assert aligned(align) == aligned(align_special_tokens)
+
+
+class _Tokens(transformers.PreTrainedTokenizerFast):
+    eos_token_id = property(lambda self: self.ids["eos_token_id"])
+    bos_token_id = property(lambda self: self.ids["bos_token_id"])
+    pad_token_id = property(lambda self: self.ids["pad_token_id"])
+
+
+def test_a_trainer_aligns_them_before_the_first_batch(tmp_path) -> None:
+    model = Net()
+    model.config = transformers.GPT2Config(eos_token_id=5, pad_token_id=None)
+    tokenizer = transformers.PreTrainedTokenizerFast.__new__(_Tokens)
+    tokenizer.ids = {"eos_token_id": 7, "bos_token_id": 3, "pad_token_id": 7}
+    tokenizer.save_pretrained = lambda folder: None
+    args = arguments(tmp_path, max_steps=1)
+    collate = transformers.default_data_collator
+    ctrainer.Trainer(
+        model, args, collate, train_dataset=rows(), processing_class=tokenizer
+    ).train()
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (7, 7)
+
+
+def test_overflow_is_found_where_it_begins(tmp_path, capsys) -> None:
+    class Bad(Net):
+        def forward(self, x, labels=None):
+            return super().forward(self.layer.weight[0] * x * 1e38 * 1e38, labels)
+
+    args = arguments(tmp_path, max_steps=1, debug="underflow_overflow")
+    trainer = ctrainer.Trainer(Bad(), args, train_dataset=rows())
+    with pytest.raises(ValueError, match="inf/nan detected"):
+        trainer.train()
+    assert "Detected inf/nan" in capsys.readouterr().out
