@@ -79,6 +79,7 @@ _NEEDS_TORCH: dict[str, Any] = {
     "label_smoothing_factor": 0,
     "neftune_noise_alpha": None,
     "torch_compile": False,
+    "auto_find_batch_size": False,
     "dataloader_num_workers": 0,
 }
 

@@ -15,6 +15,7 @@ from ctrainer import _C, schedules
 from ctrainer.adapters import _torch_average as averages  # noqa: F401
 from ctrainer.adapters import _torch_batches as batches
 from ctrainer.adapters import _torch_checkpoint as checkpoints  # noqa: F401
+from ctrainer.adapters import _torch_memory as memory
 from ctrainer.adapters import _torch_optim as optimizers
 from ctrainer.adapters import _torch_precision as precision
 from ctrainer.adapters import _torch_ranks as ranks
@@ -25,6 +26,11 @@ Args = Any
 Model = nn.Module
 
 default_collator = batches.default_collator
+gradient_marks = memory.gradient_marks
+zero_grads = memory.zero_grads
+same_rng = memory.same_rng
+normalizes_batches = memory.normalizes_batches
+evaluated = memory.evaluated
 decay_parameter_names = optimizers.decay_parameter_names
 grad_norms = optimizers.grad_norms
 is_metric_scheduler = optimizers.is_metric_scheduler

@@ -132,7 +132,11 @@ class CurrentFields:
     torch_empty_cache_steps: Count | None = arg(
         None, "Empty the device's allocator cache every so many steps."
     )
-    auto_find_batch_size: bool = arg(False, "Halve the batch until it fits in memory.")
+    auto_find_batch_size: bool = arg(
+        False,
+        "A micro-batch that runs out of memory is trained on in parts that fit: the "
+        "update stays the same.",
+    )
     logging_strategy: IntervalStrategy | str = arg("steps", "When to log.")
     logging_steps: Finite = arg(
         500, "Updates between logs; below 1, a fraction of the run."

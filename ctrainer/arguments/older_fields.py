@@ -227,6 +227,11 @@ class OwnFields(OlderFields):
         "For updates whose gradients are NaN or Inf: skip them, stop with an error, or "
         "keep them.",
     )
+    split_coupled_rows: bool = arg(
+        False,
+        "auto_find_batch_size also splits where the loss of a row depends on the other "
+        "rows (negatives of the batch, BatchNorm), which changes it.",
+    )
     loss_scaler: dict[str, Any] | str | None = arg(
         None,
         "Loss scaler of fp16: 'torch', 'fairseq', 'deepspeed' or 'static'; with "

@@ -282,7 +282,8 @@ class Setters(OwnFields):
                 prefetched.
             multiprocessing_context (str | None, default None): How the processes start.
             in_order (bool, default True): Return batches in the order of their indices.
-            auto_find_batch_size (bool, default False): True is rejected by the Trainer.
+            auto_find_batch_size (bool, default False): Split a micro-batch that runs
+                out of memory.
             ignore_data_skip (bool, default False): Begin a resumed epoch's data anew.
             sampler_seed (int | None, default None): Of the order of rows; None: the
                 seed of the run.

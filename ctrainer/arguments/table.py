@@ -54,8 +54,6 @@ WITHOUT_EFFECT = {
 
 REJECTED = {
     "use_liger_kernel": "apply Liger's kernels to the model before it is passed on",
-    "auto_find_batch_size": "another batch size changes the result; lower "
-    "per_device_train_batch_size and raise gradient_accumulation_steps instead",
     "parallelism_config": "ranks hold the whole model; leave it unset",
     "deepspeed": "DeepSpeed's engine is not used; leave it unset",
     "use_mps_device": "training runs on a CPU or a CUDA device",

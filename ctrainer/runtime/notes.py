@@ -59,7 +59,8 @@ _REMEDIES = (
     ),
     (
         r"out of memory",
-        "set a smaller per_device_train_batch_size and as many times more "
+        "set auto_find_batch_size=True, which splits what does not fit, a smaller "
+        "per_device_train_batch_size and as many times more "
         "gradient_accumulation_steps, or gradient_checkpointing=True",
     ),
     (

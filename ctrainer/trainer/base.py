@@ -71,6 +71,10 @@ class TrainerBase(_C.Trainer):
     neftune_hook_handle: Any = None
     _run: _C.Run | None = None  # while train() runs
     _first_place = (0, 0)  # epoch and micro-batch that train() began with
+    _part_rows = 0  # at most so many of a micro-batch in memory at once; 0: all
+    _split_at = 0  # global_step of the last split
+    _retried_at = -1  # global_step in which a single row was tried once more
+    _part_kind: str | None = None  # "mean" or "sum": what the loss of rows is
     _debugged: Any = None  # the model that debug looks at
     _rank_files: dict[str, str]  # base64 of files, for the ranks that write
     _resume_state: dict[str, Any]

@@ -29,6 +29,7 @@ from ctrainer.trainer import (
     checkpoint,
     data,
     evaluation,
+    memory,
     search,
     shards,
     step,
@@ -296,9 +297,9 @@ class TrainerRun(TrainerBase):
         folder = os.fspath(resume)
         if not os.path.isdir(folder):
             raise ValueError(
-                f"Can't find a valid checkpoint at {folder!r}: there is no such folder; "
-                "give resume_from_checkpoint a checkpoint's folder, or True for the "
-                "newest in output_dir"
+                f"Can't find a valid checkpoint at {folder!r}: there is no such "
+                "folder; give resume_from_checkpoint a checkpoint's folder, or True "
+                "for the newest in output_dir"
             )
         return folder
 
@@ -393,6 +394,7 @@ class TrainerRun(TrainerBase):
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model
         self._syncs_each_batch = accelerator.syncs_each_batch(self.args)
+        memory.prepare(self)
         self._loss_scaler = self._make_loss_scaler()
         made = average.from_arguments(self.args, self.model)
         self.weight_average = self.weight_average if made is None else made
@@ -555,6 +557,7 @@ class TrainerRun(TrainerBase):
         if training and self.args.torch_compile:
             model = self._adapter.compile_model(model, self.args)
         apart = self._blocks is not None or self._shard_group is not None
+        apart |= bool(getattr(self.args, "auto_find_batch_size", False))
         if training and self.args.world_size > 1 and not apart:
             model = self._adapter.data_parallel(model, self.args, self._communicator)
         return model

@@ -267,6 +267,14 @@ AREAS = {
                 "python/trainer/test_copies.py "
                 "binding/trainer/test_trainer_hooks.py "
                 "python/optim/test_trainer_average.py parity/test_training.py",
+            "csrc/binding/trainer/micro_batches.c ctrainer/trainer/memory.py "
+            "ctrainer/adapters/_torch_memory.py":
+                "python/trainer/test_out_of_memory.py "
+                "binding/trainer/test_trainer_hooks.py parity/test_training.py",
+            "ctrainer/trainer/hub.py":
+                "python/trainer/test_hub.py",
+            "ctrainer/runtime/messages.py":
+                "python/trainer/test_overridden_hooks.py",
             "ctrainer/trainer/search.py":
                 "python/trainer/test_search.py",
             "ctrainer/hf.py":

@@ -192,62 +192,6 @@ ranks_stop(PyObject *op)
 /* ---- the sum of losses ------------------------------------------------------------
  */
 
-/* Reads a loss in host memory, a tensor or array of one element. 1 when *value is set,
- * 0 for a loss on a device, -1 with an exception. */
-static int
-host_scalar(ctpy_state *names, PyObject *loss, double *value)
-{
-    ct_span span;
-    if (PyFloat_Check(loss)) {
-        *value = PyFloat_AS_DOUBLE(loss);
-        return 1;
-    }
-    if (ctpy_span_from(names, loss, "loss", 0, &span) < 0) {
-        return ctpy_forgive() ? 0 : -1;
-    }
-    if (span.n != 1) {
-        PyErr_Format(
-            PyExc_ValueError,
-            "the loss must be a scalar, got %zu elements; take its mean or sum "
-            "in compute_loss",
-            span.n);
-        return -1;
-    }
-    if (span.dtype == CT_F32) {
-        *value = *(const float *)span.data;
-        return 1;
-    }
-    if (span.dtype == CT_F64) {
-        *value = *(const double *)span.data;
-        return 1;
-    }
-    return 0;
-}
-
-/* Reads the loss of a micro-batch in host memory. A loss on a device is added to
- * device_loss, and *value is 0. */
-static int
-read_loss(PyObject *op, PyObject *loss, double *value)
-{
-    Trainer *self = (Trainer *)op;
-    ctpy_state *names = ctpy_state_borrow(op);
-    const int found = host_scalar(names, loss, value);
-    if (found != 0) {
-        return found < 0 ? -1 : 0;
-    }
-    /* On a device: summed there, so that nothing waits for it until a log is due. */
-    PyObject *had = self->device_loss == NULL ? Py_None : self->device_loss;
-    PyObject *stack[] = {Py_NewRef(had), loss};
-    PyObject *sum = ctpy_ask_adapter(op, names->str_add_device_loss, stack, 2);
-    Py_DECREF(had);
-    *value = 0.0;
-    if (sum == NULL) {
-        return -1;
-    }
-    Py_XSETREF(self->device_loss, sum);
-    return 0;
-}
-
 /* Adds the update's loss to the logging window, or counts a loss that is Inf or NaN. */
 static int
 record_loss(PyObject *op, double loss)
@@ -269,48 +213,7 @@ record_loss(PyObject *op, double loss)
     return 0;
 }
 
-/* ---- micro-batches --------------------------------------------------------------- */
-
-/* On several ranks: enters model.no_sync(), by which gradients are exchanged after the
- * last micro-batch of an update only. *context is NULL for a model without no_sync(),
- * or if the arguments ask for an exchange after each micro-batch. */
-static int
-enter_no_sync(PyObject *op, PyObject *model, PyObject **context)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    const int ranks = ctpy_trainer_world_size(op);
-    PyObject *method;
-    *context = NULL;
-    if (ranks <= 1 || ((Trainer *)op)->syncs_each_batch) {
-        return ranks < 0 ? -1 : 0;
-    }
-    const int has = ctpy_lookup(model, names->str_no_sync, &method);
-    if (has <= 0) {
-        return has;
-    }
-    *context =
-        ctpy_enter_context_steal(PyObject_CallNoArgs(method), names->str___enter__);
-    Py_DECREF(method);
-    return *context == NULL ? -1 : 0;
-}
-
-static int
-flag(PyObject *op, PyObject *name, int *value)
-{
-    return ctpy_field_bool(op, ctpy_state_borrow(op)->str_control, name, value);
-}
-
-/* Whether a callback ends the epoch or the run: 1, 0 or -1. */
-static int
-callback_stops(PyObject *op)
-{
-    const ctpy_state *names = ctpy_state_borrow(op);
-    int epoch = 0, training = 0;
-    return flag(op, names->str_should_epoch_stop, &epoch) < 0 ||
-                   flag(op, names->str_should_training_stop, &training) < 0
-               ? -1
-               : epoch || training;
-}
+/* ---- one update ------------------------------------------------------------------ */
 
 /* After Ctrl-C or SIGTERM: saves a checkpoint of the last whole update and ends. */
 static int
@@ -333,147 +236,6 @@ is_interrupt(PyObject *op)
         return true;
     }
     return false;
-}
-
-/* Adds the rows of a micro-batch to state.samples_done, for the samples a second. */
-static int
-count_rows(PyObject *op, ctpy_run *run, PyObject *inputs)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    const Py_ssize_t rows = ctpy_batch_size(inputs, names);
-    PyObject *state = rows == -2 ? NULL : PyObject_GetAttr(op, names->str_state);
-    run->samples += rows < 0 ? 0 : rows; /* -1: not known */
-    const int result =
-        state == NULL ? -1
-                      : ctpy_set_int64(state, names->str_samples_done, run->samples);
-    Py_XDECREF(state);
-    return result;
-}
-
-/* Counts floating-point operations and tokens by transformers' hooks. */
-static int
-account_batch(PyObject *op, PyObject *inputs)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    double flos, had;
-    if (ctpy_double_steal(
-            PyObject_CallMethodOneArg(op, names->str_floating_point_ops, inputs),
-            &flos) < 0 ||
-        (flos != 0.0 &&
-         (ctpy_get_double(op, names->str_current_flos, &had) < 0 ||
-          ctpy_set_double(op, names->str_current_flos, had + flos) < 0))) {
-        return -1;
-    }
-    const int silent = ((Trainer *)op)->counts_tokens
-                           ? 0
-                           : ctpy_is_default(op, names->str__track_num_input_tokens);
-    if (silent != 0) {
-        return silent < 0 ? -1 : 0;
-    }
-    return ctpy_drop_steal(
-        PyObject_CallMethodOneArg(op, names->str__track_num_input_tokens, inputs));
-}
-
-/* Forward and backward of one micro-batch; adds its weighted loss to *loss. */
-static int
-run_micro_batch(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
-                double *loss)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *stack[] = {run->model, inputs, count};
-    double value = 0.0;
-    int failed = 0;
-    PyObject *seen = count == Py_None
-                         ? NULL
-                         : ctpy_get_optional(count, names->str_was_read, &failed);
-    if (seen != NULL) {
-        failed = PyObject_SetAttr(count, names->str_was_read, Py_False);
-        Py_DECREF(seen);
-    }
-    PyObject *answer = failed || count_rows(op, run, inputs) < 0
-                           ? NULL
-                           : ctpy_call_adapted(op, names->str_training_step, stack, 2,
-                                               names->kw_num_items_in_batch);
-    if (answer == NULL) {
-        return -1;
-    }
-    int result = read_loss(op, answer, &value);
-    Py_DECREF(answer);
-    *loss += value;
-    result = result < 0 ? -1 : account_batch(op, inputs);
-    run->micro_step += result == 0;
-    return result;
-}
-
-/* Forward and backward of a micro-batch other than the last, within no_sync(). */
-static int
-run_without_exchange(PyObject *op, ctpy_run *run, PyObject *inputs, PyObject *count,
-                     double *loss)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *context;
-    if (enter_no_sync(op, run->model, &context) < 0) {
-        return -1;
-    }
-    PyObject *done =
-        run_micro_batch(op, run, inputs, count, loss) < 0 ? NULL : Py_NewRef(Py_None);
-    return ctpy_drop_steal(
-        ctpy_leave_context_steal(context, names->str___exit__, done));
-}
-
-/* Subclasses of transformers' Trainer read accelerator.sync_gradients, true in the last
- * micro-batch of an update. The accelerator is made at its first use and reads
- * _syncs_gradients then. */
-static int
-note_sync(PyObject *op, bool last)
-{
-    ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *state = NULL;
-    PyObject *made = ctpy_field(((Trainer *)op)->accelerator);
-    int failed = 0;
-    ((Trainer *)op)->syncs_gradients = last;
-    if (made != NULL) {
-        state = ctpy_get_optional(made, names->str_gradient_state, &failed);
-        Py_DECREF(made);
-    }
-    if (state != NULL) {
-        failed = ctpy_drop_steal(PyObject_CallMethodOneArg(
-            state, names->str__set_sync_gradients, last ? Py_True : Py_False));
-        Py_DECREF(state);
-    }
-    return failed ? -1 : 0;
-}
-
-/* All micro-batches. 1: the update follows; 0: a callback has stopped training; -1. */
-static int
-run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count,
-                  const double *shares, double *loss)
-{
-    Trainer *self = (Trainer *)op;
-    ctpy_state *names = ctpy_state_borrow(op);
-    const int ranks = ctpy_trainer_world_size(op);
-    for (Py_ssize_t i = 0; ranks > 0 && i < PyList_GET_SIZE(batches); i++) {
-        PyObject *inputs = Py_NewRef(PyList_GET_ITEM(batches, i));
-        self->batch_weight = shares[i];
-        const bool last = i + 1 == PyList_GET_SIZE(batches);
-        int result = note_sync(op, last);
-        if (result == 0) {
-            result = (last ? run_micro_batch : run_without_exchange)(op, run, inputs,
-                                                                     count, loss);
-        }
-        self->batch_weight = 0.0;
-        Py_DECREF(inputs);
-        if (result < 0 ||
-            (!last && ctpy_trainer_fire(op, names->str_on_substep_end) < 0)) {
-            return -1;
-        }
-        /* On several ranks an update ends whole. */
-        const int stop = last || ranks > 1 ? 0 : callback_stops(op);
-        if (stop != 0) {
-            return stop < 0 ? -1 : 0;
-        }
-    }
-    return ranks < 0 ? -1 : 1;
 }
 
 /* Weights of the micro-batches in the update's loss, in proportion to their targets, or
@@ -529,7 +291,7 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
                        (int64_t)n) == 0 &&
         ctpy_batch_shares(op, run, batches, shares) == 0 &&
         ctpy_trainer_fire(op, names->str_on_step_begin) == 0) {
-        result = run_micro_batches(op, run, batches, count, shares, &loss);
+        result = ctpy_run_micro_batches(op, run, batches, count, shares, &loss);
     }
     PyMem_Free(shares);
     if (result == 1 &&
@@ -592,7 +354,7 @@ run_one_update(PyObject *op, ctpy_run *run, PyObject *iterator, bool *more)
     if (result < 0 && !((Trainer *)op)->in_update && is_interrupt(op)) {
         result = 1; /* evaluation was cut short, the update before it is whole */
     }
-    const int stop = result < 0 ? -1 : callback_stops(op);
+    const int stop = result < 0 ? -1 : ctpy_callback_stops(op);
     if (stop < 0) {
         return -1;
     }
@@ -638,7 +400,8 @@ train_epoch(PyObject *op, ctpy_run *run)
         result = ctpy_drop_steal(
             ctpy_call_function("ctrainer.trainer.run", "no_batches", "(O)", op));
     }
-    if (result < 0 || flag(op, names->str_should_training_stop, &stop) < 0) {
+    if (result < 0 ||
+        ctpy_control_flag(op, names->str_should_training_stop, &stop) < 0) {
         return -1;
     }
     ((Trainer *)op)->epoch_done = !stop || run->micro_step >= run->steps_in_epoch;
@@ -717,7 +480,7 @@ Trainer__run_epochs(PyObject *op, PyObject *arg)
     for (; !stop && run->epoch < run->epochs; run->epoch++) {
         ((Trainer *)op)->epoch = run->epoch;
         if (run_epoch(op, run) < 0 ||
-            flag(op, names->str_should_training_stop, &stop) < 0) {
+            ctpy_control_flag(op, names->str_should_training_stop, &stop) < 0) {
             await_after_error(op);
             return ctpy_locate_error("training", "(OO)", op, run);
         }

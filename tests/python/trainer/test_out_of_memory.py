@@ -1,0 +1,236 @@
+"""auto_find_batch_size: runs in which passes fail for want of memory, at drawn places,
+equal those in which none does."""
+
+import json
+import random
+
+import pytest
+from ranks import run, run_alone, told
+
+torch = pytest.importorskip("torch")
+
+import ctrainer  # noqa: E402
+from ctrainer.trainer import memory  # noqa: E402
+
+N = 50
+
+
+class Net(torch.nn.Module):
+    """Fails where `fails(place, rows)` says so, in forward or in the middle of the
+    backward pass."""
+
+    def __init__(self, kind="mean"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+        self.norm = torch.nn.BatchNorm1d(8) if kind == "normalized" else None
+        self.drop = torch.nn.Dropout(0.5 if kind == "dropout" else 0.0)
+        self.kind, self.fails = kind, lambda place, rows: False
+
+    def check(self, place, rows):
+        if self.training and self.fails(place, rows):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    def forward(self, x, labels=None, more=None):
+        rows = len(x)
+        hidden = self.drop(torch.tanh(self.a(x)))
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        self.check("forward", rows)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: self.check("backward", rows))
+        y = self.b(hidden).squeeze(-1)
+        if self.kind == "sum":
+            return {"loss": ((y - labels) ** 2).sum()}
+        if self.kind == "coupled":
+            scores = hidden @ hidden.T
+            return {
+                "loss": torch.nn.functional.cross_entropy(scores, torch.arange(rows))
+            }
+        return {"loss": ((y - labels) ** 2).mean(), "logits": y}
+
+
+def rows_of_data():
+    torch.manual_seed(1)
+    return [
+        {"x": torch.randn(4), "labels": torch.randn(()), "more": torch.zeros(2)}
+        for _ in range(N)
+    ]
+
+
+def trained(folder, fails=None, kind="mean", **options):
+    options = {"num_train_epochs": 6, "gradient_accumulation_steps": 2, **options}
+    args = ctrainer.TrainingArguments(
+        str(folder), per_device_train_batch_size=7, logging_steps=1, report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True, learning_rate=0.02,
+        auto_find_batch_size=True, **options,
+    )  # fmt: skip
+    model = Net(kind)
+    model.fails = fails or model.fails
+    trainer = ctrainer.Trainer(model, args, train_dataset=rows_of_data())
+    trainer.remove_callback(ctrainer.PrinterCallback)
+    trainer.train()
+    return trainer
+
+
+def losses(trainer):
+    return [e["loss"] for e in trainer.state.log_history if "loss" in e]
+
+
+class Drawn:
+    """Fails at most once in each of the drawn updates."""
+
+    def __init__(self, seed, rate=0.5):
+        self.draw, self.rate = random.Random(seed), rate
+        self.trainer, self.failed = None, []
+
+    def __call__(self, place, rows):
+        step = self.step()
+        if step in self.failed or self.draw.random() > self.rate:
+            return False
+        self.failed.append(step)
+        return True
+
+
+def with_failures(folder, seed, **options):
+    draws = Drawn(seed)
+    steps = [0]
+    draws.step = lambda: steps[0]
+
+    class Steps(ctrainer.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            steps[0] = state.global_step
+
+    original = ctrainer.Trainer.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, callbacks=[Steps()], **kwargs)
+
+    ctrainer.Trainer.__init__ = init
+    try:
+        return trained(folder, draws, **options), draws
+    finally:
+        ctrainer.Trainer.__init__ = original
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_with_failures_is_the_run_without(tmp_path, seed, kind) -> None:
+    options = {"kind": kind, "gradient_accumulation_steps": 1 + seed % 3}
+    options["num_train_epochs"] = 12 * (1 + seed % 3)
+    plain = trained(tmp_path / "plain", **options)
+    failing, draws = with_failures(tmp_path / "failing", seed, **options)
+    assert len(draws.failed) > 50
+    assert losses(failing) == pytest.approx(losses(plain), rel=1e-6, abs=1e-6)
+    for a, b in zip(failing.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert failing.state.global_step == plain.state.global_step
+    assert failing.state.epoch == plain.state.epoch
+
+
+def test_parts_fit_from_then_on_and_grow_again(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(memory, "_GROWTH_INTERVAL", 10)
+    seen = []
+
+    def fails(place, rows):
+        seen.append(rows)
+        return rows > 3 and len(seen) < 60
+
+    plain = trained(tmp_path / "plain")
+    trainer = trained(tmp_path / "failing", fails)
+    assert losses(trainer) == pytest.approx(losses(plain), rel=1e-6)
+    assert max(seen[2:20]) <= 4
+    assert seen[-1] >= 7 or seen[-3] >= 7
+    assert "from here on at most 4 rows are in memory at once" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["coupled", "normalized"])
+def test_rows_that_depend_on_each_other_are_not_split_quietly(tmp_path, kind) -> None:
+    def fails(place, rows):
+        return place == "forward" and rows > 4
+
+    whole = {"dataloader_drop_last": True}
+    with pytest.raises(ValueError, match="split_coupled_rows=True"):
+        trained(tmp_path, fails, kind, **whole)
+    trainer = trained(tmp_path, fails, kind, split_coupled_rows=True, **whole)
+    assert trainer._part_rows == 4
+
+
+def test_what_draws_is_reported_and_keeps_the_generators(tmp_path, caplog) -> None:
+    failed = []
+
+    def fails(place, rows):
+        failed.append(place)
+        return place == "forward" and len(failed) == 9
+
+    trainer = trained(tmp_path, fails, "dropout", max_steps=8)
+    assert trainer._part_rows == 4
+    assert "the model draws random numbers" in caplog.text
+
+
+def test_other_errors_and_a_single_row_stop_the_run(tmp_path) -> None:
+    def fails(place, rows):
+        return True
+
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        trained(tmp_path, fails)
+
+    def broken(place, rows):
+        raise RuntimeError("size mismatch")
+
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        trained(tmp_path, broken)
+
+
+def test_a_tensor_without_rows_is_named(tmp_path) -> None:
+    def collate(rows):
+        batch = {k: torch.stack([r[k] for r in rows]) for k in ("x", "labels")}
+        return {**batch, "more": torch.zeros(3, len(rows))}
+
+    args = ctrainer.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=7, use_cpu=True, max_steps=1,
+        auto_find_batch_size=True, report_to=[], disable_tqdm=True,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    model = Net()
+    model.fails = lambda place, rows: True
+    trainer = ctrainer.Trainer(model, args, collate, train_dataset=rows_of_data())
+    with pytest.raises(ValueError, match=r"tensor of shape \(3, 7\)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("[enforce fail] not enough memory: you tried"), True),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("out of memory"), False),
+    ],
+)  # fmt: skip
+def test_reports_of_too_little_memory(error, found) -> None:
+    assert memory.is_out_of_memory(error) == found
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
+def test_ranks_fail_each_at_its_own_times(tmp_path, rate) -> None:
+    ranks = told(run(tmp_path, "trainer.out_of_memory", rate=rate))
+    assert (sum(rank["failed"] for rank in ranks) > 1) == (rate > 0)
+    for rank in ranks:
+        for plain, failing in zip(rank["plain"], rank["failing"], strict=True):
+            assert failing == pytest.approx(plain, rel=1e-5, abs=1e-6)
+    assert ranks[0]["failing"] == ranks[1]["failing"]
+
+
+def test_a_process_with_little_memory_trains_as_one_with_much(tmp_path) -> None:
+    def trained_with(megabytes):
+        done = run_alone("trainer.little_memory", str(megabytes), str(tmp_path))
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    much, little = trained_with(0), trained_with(200)
+    assert much["rows"] == 0
+    assert 0 < little["rows"] < 64
+    assert little["losses"] == pytest.approx(much["losses"], rel=1e-6)
