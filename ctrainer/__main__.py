@@ -32,7 +32,7 @@ COMMANDS = {
         "ctrainer.fsdp.memory_plan",
         "print memory and traffic of sharded training on 8 to 1024 GPUs",
     ),
-    "replay": ("ctrainer.fairseq.replay", "run the update of a crash.pt again"),
+    "replay": ("ctrainer.commands.replay", "run a failed update again"),
 }
 
 

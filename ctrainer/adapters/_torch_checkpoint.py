@@ -225,13 +225,23 @@ def _load_adapter(model: Any, folder: str) -> bool:
     return True
 
 
+def save_tensors(sink: Sink, name: str, tensors: dict[str, Any]) -> None:
+    """Write tensors, or arrays of NumPy, as a safetensors file."""
+    sink.tensors(name, _raw({n: torch.as_tensor(t) for n, t in tensors.items()}))
+
+
+def load_tensors(path: str) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, on the CPU."""
+    index = _C.safetensors_index(path)[1]
+    tensors = {name: _empty(tag, shape) for name, tag, shape, _ in index}
+    _C.load_safetensors_into(path, _raw(tensors), True, True, expected_of(path))
+    return tensors
+
+
 def _adapter_tensors(place: str) -> dict[str, Any]:
     path = os.path.join(place, "adapter_model.safetensors")
     if is_there(path):
-        index = _C.safetensors_index(path)[1]
-        tensors = {name: _empty(tag, shape) for name, tag, shape, _ in index}
-        _C.load_safetensors_into(path, _raw(tensors), True, True, expected_of(path))
-        return tensors
+        return load_tensors(path)
     path = os.path.join(place, "adapter_model.bin")
     state: dict[str, Any] = load_plain(path, expected_of(path))
     return state

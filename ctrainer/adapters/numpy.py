@@ -80,6 +80,7 @@ _NEEDS_TORCH: dict[str, Any] = {
     "neftune_noise_alpha": None,
     "torch_compile": False,
     "auto_find_batch_size": False,
+    "crash_record": False,
     "dataloader_num_workers": 0,
 }
 

@@ -227,6 +227,11 @@ class OwnFields(OlderFields):
         "For updates whose gradients are NaN or Inf: skip them, stop with an error, or "
         "keep them.",
     )
+    crash_record: bool = arg(
+        False,
+        "An exception in an update leaves its batches, the generators' states and the "
+        "weights in output_dir/crash, for ctrainer replay.",
+    )
     split_coupled_rows: bool = arg(
         False,
         "auto_find_batch_size also splits where the loss of a row depends on the other "

@@ -1,4 +1,4 @@
-"""`ctrainer replay crash.pt`: the update that failed, once more.
+"""`ctrainer replay crash.pt`: an update of fairseq's Trainer that failed, once more.
 
 The file holds the run's configuration, from which task, model and criterion are made as
 fairseq-train makes them. It is read as plain data; what the run imported, its
@@ -7,35 +7,13 @@ fairseq-train makes them. It is read as plain data; what the run imported, its
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
-from importlib import import_module
 from typing import Any
 
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.adapters.nan_detector import NanDetector, NonFiniteError
-from ctrainer.runtime.command_line import HelpFormatter
 
 __all__ = ["replay"]
-
-
-def main(arguments: list[str]) -> int:
-    """The command; 0 when the failure was found again."""
-    parser = argparse.ArgumentParser(
-        prog="ctrainer replay",
-        description="Run the update of a crash.pt again.",
-        formatter_class=HelpFormatter,
-    )
-    parser.add_argument("crash", help="File that a failed update has left.")
-    parser.add_argument(
-        "--setup",
-        metavar="MODULE:FUNCTION",
-        help="Function that is called with the run's config, as nested dicts, for one "
-        "worker; returns its Trainer. It is needed for a Trainer that a program of "
-        "your own has made of a config that is not fairseq-train's.",
-    )
-    return _run(parser.parse_args(arguments))
 
 
 def replay(crash: str, trainer: Any) -> str:
@@ -73,10 +51,14 @@ def replay(crash: str, trainer: Any) -> str:
     return f"nothing failed this time; then it was {failed['error']}"
 
 
-def _run(options: argparse.Namespace) -> int:
-    if not os.path.isfile(options.crash):
-        raise SystemExit(f"there is no file {options.crash}")
-    crash = os.path.abspath(options.crash)
+def run_again(crash: str, setup: Any) -> int:
+    """What `ctrainer replay crash.pt` does; 0 when the failure was found again.
+
+    setup: makes the Trainer of the config, as nested dicts; None: as fairseq-train.
+    """
+    if not os.path.isfile(crash):
+        raise SystemExit(f"there is no file {crash}")
+    crash = os.path.abspath(crash)
     state = tools.load_file(crash)
     if "crash" not in state:
         raise SystemExit(f"{crash} is a checkpoint and holds no failed update")
@@ -84,21 +66,13 @@ def _run(options: argparse.Namespace) -> int:
     for group in ("distributed_training", "bmuf"):
         if group in cfg:  # what one worker did is repeated by itself
             cfg[group]["distributed_world_size"] = 1
-    if options.setup is None:
+    if setup is None:
         trainer = _trainer_of_the_run(cfg, state["crash"].get("folder"))
     else:
-        trainer = _setup(options.setup)(cfg)
+        trainer = setup(cfg)
     verdict = replay(crash, trainer)
     print(verdict)
     return 1 if verdict.startswith("nothing") else 0
-
-
-def _setup(name: str) -> Any:
-    module, _, function = name.partition(":")
-    if not function:
-        raise SystemExit(f"--setup is {name!r}; expected MODULE:FUNCTION")
-    sys.path.insert(0, os.getcwd())
-    return getattr(import_module(module), function)
 
 
 def _trainer_of_the_run(cfg: dict[str, Any], folder: str | None) -> Any:
@@ -116,7 +90,3 @@ def _trainer_of_the_run(cfg: dict[str, Any], folder: str | None) -> Any:
     if folder is not None and os.path.isdir(folder):
         os.chdir(folder)
     return train.trainer_of(cfg)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

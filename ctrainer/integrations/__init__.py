@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib.util import find_spec
@@ -225,3 +226,18 @@ def align_special_tokens(model: Any, processing_class: Any) -> None:
                 setattr(generation, name, token)
     if changed:
         messages.aligned_tokens(changed)
+
+
+def model_of(path: str) -> Any:
+    """A new model of transformers' class that the configuration at `path` names; None
+    where there is no such file or it names none."""
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        named = json.load(file).get("architectures")
+    if not named:
+        return None
+    import transformers
+
+    cls = getattr(transformers, named[0])
+    return cls(cls.config_class.from_json_file(path))

@@ -395,6 +395,7 @@ class TrainerRun(TrainerBase):
         self.model_wrapped = model
         self._syncs_each_batch = accelerator.syncs_each_batch(self.args)
         memory.prepare(self)
+        self._records_crash = bool(getattr(self.args, "crash_record", False))
         self._loss_scaler = self._make_loss_scaler()
         made = average.from_arguments(self.args, self.model)
         self.weight_average = self.weight_average if made is None else made

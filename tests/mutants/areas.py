@@ -271,6 +271,8 @@ AREAS = {
             "ctrainer/adapters/_torch_memory.py":
                 "python/trainer/test_out_of_memory.py "
                 "binding/trainer/test_trainer_hooks.py parity/test_training.py",
+            "ctrainer/trainer/crash.py ctrainer/commands/replay.py":
+                "python/trainer/test_crash_record.py",
             "ctrainer/trainer/hub.py":
                 "python/trainer/test_hub.py",
             "ctrainer/runtime/messages.py":

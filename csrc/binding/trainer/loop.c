@@ -272,6 +272,25 @@ ctpy_batch_shares(PyObject *op, const ctpy_run *run, PyObject *batches, double *
     return 0;
 }
 
+/* The exception of an update, with what is needed to repeat the update, into the record
+ * that args.crash_record asks for. The exception stays set. */
+static void
+record_crash(PyObject *op, const ctpy_run *run, PyObject *batches, PyObject *generators)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL) {
+        (void)PyException_SetTraceback(error, traceback);
+    }
+    if (ctpy_drop_steal(ctpy_call_function("ctrainer.trainer.crash", "record",
+                                           "(OOOOO)", op, run, batches, generators,
+                                           error)) < 0) {
+        PyErr_Clear();
+    }
+    PyErr_Restore(type, error, traceback);
+}
+
 /* The micro-batches of one update, and the update. 1 when an update was made or
  * skipped, 0 when a callback ended the epoch before, -1 with an exception. */
 static int
@@ -280,11 +299,18 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
     ctpy_state *names = ctpy_state_borrow(op);
     size_t n = (size_t)PyList_GET_SIZE(batches);
     double loss = 0.0, *shares = PyMem_New(double, n);
-    PyObject *learning_rate = NULL;
+    PyObject *learning_rate = NULL, *generators = NULL;
     int result = -1;
     if (shares == NULL) {
         (void)PyErr_NoMemory();
         return -1;
+    }
+    if (((Trainer *)op)->records_crash) {
+        generators = ctpy_ask_adapter(op, names->str_rng_state, NULL, 0);
+        if (generators == NULL) {
+            PyMem_Free(shares);
+            return -1;
+        }
     }
     ((Trainer *)op)->in_update = true;
     if (ctpy_set_int64(op, names->str_current_gradient_accumulation_steps,
@@ -299,6 +325,10 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
          do_what_is_due(op, run, learning_rate) < 0)) {
         result = -1;
     }
+    if (result < 0 && generators != NULL && ((Trainer *)op)->in_update) {
+        record_crash(op, run, batches, generators);
+    }
+    Py_XDECREF(generators);
     if (learning_rate != NULL) {
         Py_XSETREF(((Trainer *)op)->last_learning_rate, learning_rate);
     }

@@ -47,7 +47,7 @@ def test_numbers_that_are_not_finite_are_found_again(
     """By the command as users have it, from another folder."""
     crash = _diverging("--dropout", "0.3")
     done = subprocess.run(
-        [sys.executable, "-m", "ctrainer.fairseq.replay", str(crash)],
+        [sys.executable, "-m", "ctrainer", "replay", str(crash)],
         cwd=tmp_path_factory.mktemp("elsewhere"), capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120, check=False,
     )  # fmt: skip
