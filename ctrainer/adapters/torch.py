@@ -206,6 +206,11 @@ def read_device_loss(total: torch.Tensor, accumulation: int) -> tuple[float, int
     return value, -int(-bad // accumulation)
 
 
+def loss_sum(value: float, device: Any) -> torch.Tensor:
+    """A sum of losses as hooks of transformers' Trainer get it."""
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
 def add_embedding_noise(model: Model, alpha: float) -> Any:
     """Uniform noise of alpha / sqrt(tokens * width) on the input embeddings while
     training; remove() of what is returned ends it.

@@ -249,11 +249,27 @@ class TrainerBase(_C.Trainer):
         logs.update(self._grad_metrics or {})
         self._grad_metrics = None
         self._logged_loss += self._window_loss
-        self._logged_bad += self._window_bad
-        self._window_loss, self._window_bad, self._nonfinite_steps = 0.0, 0, 0
-        self._window_start = self._globalstep_last_logged = step
+        self._end_window()
         self.store_flos()
         self._call_hook("log", logs, start_time=start_time)
+
+    def _end_window(self) -> None:
+        """Begin the next window of the log after this update."""
+        self._logged_bad += self._window_bad
+        self._window_loss, self._window_bad, self._nonfinite_steps = 0.0, 0, 0
+        self._window_start = self._globalstep_last_logged = self.state.global_step
+
+    @property
+    def _total_loss_scalar(self) -> float:
+        """The sum of the losses that are logged. An override of
+        _maybe_log_save_evaluate that logs a window itself adds its sum here, which
+        ends the window."""
+        return self._logged_loss
+
+    @_total_loss_scalar.setter
+    def _total_loss_scalar(self, total: float) -> None:
+        self._logged_loss = total
+        self._end_window()
 
     def _take_layer_norms(self, epoch_ends: bool, loss_scale: float) -> None:
         """Keep the norms of layers for the log, if one follows this update."""

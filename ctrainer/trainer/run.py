@@ -377,7 +377,7 @@ class TrainerRun(TrainerBase):
             data.resume_seed(self)
             position = data.position(self, num_update_steps_per_epoch)
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
-        self._globalstep_last_logged = self.state.global_step
+        self._globalstep_last_logged = self._window_start
         self.state.resumed_from = resume_from_checkpoint or ""
         return position
 
@@ -451,8 +451,8 @@ class TrainerRun(TrainerBase):
     ) -> None:
         """Log, evaluate and save, each if the control says that it is due. Hook.
 
-        tr_loss is the sum of the window's losses, for overrides to read; the trainer
-        keeps its own.
+        tr_loss is the sum of the window's losses, for overrides a tensor; the trainer
+        keeps its own, which an override that logs adds to _total_loss_scalar.
         """
         if self.control.should_log and self.state.global_step > self._window_start:
             self._log_window(learning_rate, start_time)
@@ -847,9 +847,14 @@ def log_save_evaluate(
 ) -> None:
     """Call the hook, with keywords for all arguments but the sum, since releases of
     transformers differ in their order."""
+    loss: Any = trainer._window_loss
+    if checkpoint.is_overridden(trainer, "_maybe_log_save_evaluate"):
+        trainer._read_device_loss()
+        device = trainer.args.device
+        loss = trainer._adapter.loss_sum(trainer._window_loss, device)
     trainer._call_hook(
         "_maybe_log_save_evaluate",
-        trainer._window_loss,
+        loss,
         grad_norm=trainer._last_grad_norm,
         model=run.model,
         trial=run.trial,

@@ -201,6 +201,27 @@ def test_the_last_word_on_the_norm_is_the_override_s(tmp_path, clip) -> None:
     )
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_override_may_log_and_save_itself(tmp_path, resume) -> None:
+    def logged(base, folder):
+        class Own(base):
+            _maybe_log_save_evaluate = hf_trainer._maybe_log_save_evaluate
+
+        args = arguments(folder, save_steps=2 if base is hf_trainer else 3)
+        for last in [None, str(folder / f"checkpoint-{args.save_steps}")][: 1 + resume]:
+            trainer = Own(Net(), args, train_dataset=rows())
+            loss = trainer.train(resume_from_checkpoint=last).training_loss
+        entries = [e for e in trainer.state.log_history if "loss" in e]
+        return [(e["step"], e["loss"]) for e in entries], loss
+
+    losses, mean = logged(ctrainer.Trainer, tmp_path / "ours")
+    # Theirs keeps no window in a checkpoint, and resumes where a log has ended one.
+    theirs, their_mean = logged(hf_trainer, tmp_path / "theirs")
+    assert losses == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in theirs]
+    if not resume:
+        assert mean == pytest.approx(their_mean, rel=1e-5)
+
+
 def test_prepare_input_sees_every_part(tmp_path) -> None:
     def parts_of(base, folder):
         parts = []
