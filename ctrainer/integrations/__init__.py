@@ -77,6 +77,7 @@ def new_accelerator(trainer: Any, cpu: bool) -> Any:
     Raises ImportError without accelerate.
     """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
     args = trainer.args
@@ -94,7 +95,12 @@ def new_accelerator(trainer: Any, cpu: bool) -> Any:
             **{**accumulation, "num_steps": 1}
         ),
     )
-    return Accelerator(**{"cpu": cpu, **options})
+    had = AcceleratorState._shared_state.get("_mixed_precision")
+    if had not in (None, options.get("mixed_precision")):
+        AcceleratorState._reset_state()  # of a trainer before
+    made = Accelerator(**{"cpu": cpu, **options})
+    made.scaler = None  # the loss scale is ours
+    return made
 
 
 def ddp_handler(options: dict[str, Any]) -> Any:

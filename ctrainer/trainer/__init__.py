@@ -314,16 +314,22 @@ class Trainer(TrainerRun):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make self.accelerator: on the trainer's device, by accelerator_config and the
-        ddp_ arguments, without mixed precision or accumulation of its own, which are
-        ours."""
+        ddp_ arguments, with the type of autocast, but without a loss scale or
+        accumulation of its own, which are ours."""
         self.accelerator = integrations.new_accelerator(self, self._inputs_stay)
         self.accelerator.gradient_state._set_sync_gradients(self._syncs_gradients)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """The arguments of the Accelerator: those given, and the settings of torch's
-        DistributedDataParallel. Hook."""
+        """The arguments of the Accelerator: those given, the type of autocast, and the
+        settings of torch's DistributedDataParallel. Hook."""
         options = self._adapter.ddp_options(self.model, self.args)
-        return {"kwargs_handlers": [integrations.ddp_handler(options)], **kwargs}
+        kind = self.args.mixed_precision
+        return {
+            # accelerate knows fp16 on GPUs only
+            "mixed_precision": "no" if kind == "fp16" and self._inputs_stay else kind,
+            "kwargs_handlers": [integrations.ddp_handler(options)],
+            **kwargs,
+        }
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Warn of the missing and unexpected keys that torch's load_state_dict()

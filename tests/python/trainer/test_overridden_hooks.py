@@ -262,6 +262,17 @@ def test_an_override_makes_the_accelerator(tmp_path) -> None:
     assert trainer.accelerator.step_scheduler_with_optimizer is False
 
 
+def test_the_accelerator_runs_other_models_in_the_trainer_s_precision(tmp_path):
+    other = torch.nn.Linear(3, 1)
+    for bf16 in True, False:
+        args = arguments(tmp_path, bf16=bf16)
+        accelerator = ctrainer.Trainer(Net(), args, train_dataset=rows()).accelerator
+        kind = torch.bfloat16 if bf16 else torch.float32
+        assert accelerator.mixed_precision == ("bf16" if bf16 else "no")
+        with accelerator.autocast():
+            assert other(torch.ones(3)).dtype == kind
+
+
 # ---- the log, in transformers' words
 
 
