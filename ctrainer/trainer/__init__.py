@@ -146,7 +146,9 @@ class Trainer(TrainerRun):
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self._seed()
         self._take_model(model)
-        if is_overridden(self, "create_accelerator_and_postprocess"):
+        if self._is_of_transformers() or is_overridden(
+            self, "create_accelerator_and_postprocess"
+        ):
             self.create_accelerator_and_postprocess()
         self.data_collator = data_collator or self._default_collator()
         self._validate_args()
@@ -193,6 +195,12 @@ class Trainer(TrainerRun):
             messages.no_smoothing()
             return
         self.label_smoother = introspect.LabelSmoother(self.args.label_smoothing_factor)
+
+    def _is_of_transformers(self) -> bool:
+        """Was the class written for transformers' Trainer? It has its arguments, and
+        may use accelerate's state, which that one's __init__ makes."""
+        own = type(self).__module__.partition(".")[0] == __package__.partition(".")[0]
+        return not own and not isinstance(self.args, TrainingArguments)
 
     def _default_collator(self) -> Callable[..., Any]:
         """Padding by the tokenizer where there is one, else plain stacking."""
@@ -299,7 +307,8 @@ class Trainer(TrainerRun):
 
     @property
     def accelerator(self) -> Any:
-        """A real accelerate.Accelerator, made when it is first asked for.
+        """A real accelerate.Accelerator, made when it is first asked for, and at once
+        in subclasses with transformers' arguments.
 
         Nothing of ours needs it; subclasses of transformers' Trainer do. Raises
         ImportError without accelerate.

@@ -262,6 +262,19 @@ def test_an_override_makes_the_accelerator(tmp_path) -> None:
     assert trainer.accelerator.step_scheduler_with_optimizer is False
 
 
+def test_a_subclass_finds_accelerate_s_state(tmp_path) -> None:
+    from accelerate.state import AcceleratorState
+
+    class Own(ctrainer.Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.found = AcceleratorState().process_index
+
+    args = arguments(tmp_path)
+    AcceleratorState._reset_state()
+    assert Own(Net(), args, train_dataset=rows()).found == 0
+
+
 def test_the_accelerator_runs_other_models_in_the_trainer_s_precision(tmp_path):
     other = torch.nn.Linear(3, 1)
     for bf16 in True, False:
