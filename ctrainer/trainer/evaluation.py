@@ -18,7 +18,7 @@ from ctrainer.comm.run import unpickled
 from ctrainer.runtime import messages
 from ctrainer.runtime.hooks import wrong_return
 from ctrainer.runtime.notes import computed
-from ctrainer.trainer.checkpoint import set_mode
+from ctrainer.trainer.checkpoint import is_overridden, set_mode
 from ctrainer.trainer.step import entry, is_mapping
 from ctrainer.trainer_utils import (
     EvalLoopOutput,
@@ -213,7 +213,8 @@ def evaluation_loop(
         EvalLoopOutput: predictions, label_ids, metrics and num_samples.
 
     Raises:
-        ValueError: there is no batch.
+        ValueError: there is no batch. An override of this method may have none, and
+            gets metrics without a loss.
     """
     args, compute = trainer.args, trainer.compute_metrics
     n_rows = _length(getattr(dataloader, "dataset", None))
@@ -245,7 +246,7 @@ def evaluation_loop(
             else None,
             on_batch=by_batch if args.batch_eval_metrics else None,
         )
-    if n_batches == 0:
+    if n_batches == 0 and not is_overridden(trainer, "evaluation_loop"):
         raise ValueError(
             f"{description} got no batch: the dataset is empty, or smaller than a "
             "batch with dataloader_drop_last"

@@ -274,6 +274,22 @@ def test_loop_without_a_batch_says_which_loop(tmp_path: Path) -> None:
         trainer.evaluation_loop(loader, "Prediction")
 
 
+def test_an_override_of_the_loop_may_measure_without_a_batch(tmp_path: Path) -> None:
+    class Evaluator(ctrainer.Trainer):
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return torch.utils.data.DataLoader([])
+
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+            output = super().evaluation_loop(*args, **kwargs)
+            assert (output.num_samples, output.metrics) == (0, {})
+            output.metrics["eval_accuracy"] = 0.5
+            return output
+
+    metrics = make(tmp_path, Evaluator, eval_dataset=None).evaluate()
+    assert metrics["eval_accuracy"] == 0.5
+    assert "eval_loss" not in metrics
+
+
 def test_evaluation_without_a_data_set_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="eval_dataset"):
         make(tmp_path, eval_dataset=None).evaluate()
