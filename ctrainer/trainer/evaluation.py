@@ -340,6 +340,7 @@ def _taker(
     gather, keep_input = vars(trainer).get("gather_function"), _main_input(trainer)
 
     def take(inputs: Any, rows: int, targets: int) -> tuple[Any, ...]:
+        rows = _rows_of_texts(inputs) or rows
         answer = trainer._call_hook(
             "prediction_step", model, inputs, loss_only, ignore_keys=ignore_keys
         )
@@ -359,6 +360,15 @@ def _taker(
         return *values, whole, loss, 0 if trainer._dummy_batch else rows, targets
 
     return take
+
+
+def _rows_of_texts(batch: Any) -> int | None:
+    """The rows of a batch that has texts, which the model tokenizes. Its tensors need
+    not be of rows: cross encoders of sentence-transformers have one of each row."""
+    for value in batch.values() if isinstance(batch, dict) else ():
+        if isinstance(value, list) and value and isinstance(value[0], str):
+            return len(value)
+    return None
 
 
 def _sinks(args: Any, n_rows: int | None) -> tuple[Any, ...]:

@@ -290,6 +290,21 @@ def test_an_override_of_the_loop_may_measure_without_a_batch(tmp_path: Path) -> 
     assert "eval_loss" not in metrics
 
 
+def test_rows_of_texts_count_once_each(tmp_path: Path) -> None:
+    class Lists(torch.nn.Module):
+        def forward(self, text: list[str], labels: list[Any]) -> Any:
+            loss = torch.stack([label.mean() for label in labels]).mean()
+            return {"loss": loss}
+
+    rows = [{"text": str(i), "labels": torch.full((3,), float(i))} for i in range(6)]
+
+    def collate(found: list[Any]) -> dict[str, list[Any]]:
+        return {k: [row[k] for row in found] for k in ("labels", "text")}
+
+    trainer = make(tmp_path, model=Lists(), eval_dataset=rows, data_collator=collate)
+    assert trainer.evaluate()["eval_loss"] == np.mean(range(6))
+
+
 def test_evaluation_without_a_data_set_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="eval_dataset"):
         make(tmp_path, eval_dataset=None).evaluate()
