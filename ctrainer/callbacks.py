@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ctrainer import _C
@@ -407,6 +408,14 @@ class CallbackHandler(_C.CallbackHandler):
                 self.callback_list.replace("\n", ", "),
             )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Every event goes through a call_event that is assigned, as
+        in transformers: setfit's gives callbacks a model of its own."""
+        super().__setattr__(name, value)
+        if name == "call_event":
+            for event in _EVENTS:
+                super().__setattr__(event, partial(_fired, self, event))
+
     def add_callback(self, callback: Any) -> None:
         """Append a callback; one of a class that is there is added with a warning.
 
@@ -486,6 +495,30 @@ def _made_again(cls: type) -> Any:
 
 
 _EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+# Flags that an event sets to False, and the keyword of what else it gets.
+_LOWERED = {
+    "on_train_begin": ["should_training_stop"],
+    "on_epoch_begin": ["should_epoch_stop"],
+    "on_step_begin": ["should_log", "should_evaluate", "should_save"],
+    "on_log": ["should_log"],
+    "on_evaluate": ["should_evaluate"],
+    "on_save": ["should_save"],
+}
+_ADDED = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
+
+
+def _fired(
+    handler: CallbackHandler, event: str, args: Any, state: Any, control: Any,
+    *added: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """What the handler's own method of this event does, through its call_event."""
+    for flag in _LOWERED.get(event, ()):
+        setattr(control, flag, False)
+    if added:
+        (kwargs[_ADDED[event]],) = added
+    return handler.call_event(event, args, state, control, **kwargs)
+
+
 _DISPLAYS = {"ProgressCallback", "NotebookProgressCallback", "PrinterCallback"}
 _COUNTERPARTS = {"NotebookProgressCallback": "ProgressCallback"}
 

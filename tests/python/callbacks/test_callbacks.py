@@ -95,6 +95,39 @@ def test_other_events_reject_a_fourth_positional_argument() -> None:
         fire(handler_of(), "on_save", {})
 
 
+def test_events_go_through_a_call_event_that_is_assigned() -> None:
+    seen = []
+
+    def call_event(event, args, state, control, **rest):
+        seen.append((event, control.should_log, rest))
+        return control
+
+    handler = CallbackHandler([DefaultFlowCallback], None, None, None, None)
+    handler.call_event = call_event
+    control = TrainerControl(should_log=True)
+    assert handler.on_step_end(None, None, control) is control
+    handler.on_log(None, None, control, {"loss": 1.0})
+    assert seen == [
+        ("on_step_end", True, {}),
+        ("on_log", False, {"logs": {"loss": 1.0}}),
+    ]
+
+
+def test_an_assigned_call_event_lowers_the_flags_that_ours_does() -> None:
+    flags = [name for name in vars(TrainerControl()) if name.startswith("should_")]
+    for event in (name for name in dir(CallbackHandler) if name.startswith("on_")):
+        left = []
+        for assigned in (False, True):
+            handler = CallbackHandler([DefaultFlowCallback], None, None, None, None)
+            handler.callbacks.clear()
+            if assigned:
+                handler.call_event = handler.call_event
+            control = TrainerControl(**dict.fromkeys(flags, True))
+            getattr(handler, event)(None, None, control)
+            left.append(vars(control))
+        assert left[0] == left[1]
+
+
 def test_call_event_passes_extra_keywords_and_an_extra_shadows_an_attribute() -> None:
     seen = {}
 
