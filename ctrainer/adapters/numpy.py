@@ -36,6 +36,7 @@ from ctrainer.adapters.parameters import (
     optimizer_groups,  # noqa: F401
     parameter_labels,  # noqa: F401
     stray_parameters,  # noqa: F401
+    updates_others,  # noqa: F401
 )
 from ctrainer.arguments import accelerator
 

@@ -48,6 +48,14 @@ def stray_parameters(model: Any, optimizer: Any) -> bool:
     return not training <= known
 
 
+def updates_others(model: Any, optimizer: Any) -> bool:
+    """Has the optimizer parameters that are not the model's, such as a loss's, beside
+    those that are?"""
+    known = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    own = {id(p) for p in model.parameters()}
+    return not known <= own and not known.isdisjoint(own)
+
+
 def grads_of(group: dict[str, Any]) -> list[Any]:
     """The gradients of a group's parameters that have one."""
     return [p.grad for p in group["params"] if p.grad is not None]

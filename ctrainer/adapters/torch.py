@@ -43,6 +43,7 @@ clip_grads = optimizers.clip_grads
 layer_norms = optimizers.layer_norms
 parameter_labels = parameters.parameter_labels
 stray_parameters = parameters.stray_parameters
+updates_others = parameters.updates_others
 cast_model = precision.cast_model
 enter_mixed_precision = precision.enter_mixed_precision
 leave_mixed_precision = precision.leave_mixed_precision

@@ -82,6 +82,7 @@ class TrainerBase(_C.Trainer):
     _resumes_ranks = False  # does the run resume with the ranks that it was saved by?
     _past: Any  # what models such as XLNet want back with the next batch
     _sharding: Sharding | None = None
+    _clips_model_alone = False  # while train() runs
     _trial: Any = None
 
     # Search of hyper-parameters

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from ctrainer import _C, adapters, average, integrations, throughput
@@ -414,6 +415,7 @@ class TrainerRun(TrainerBase):
         self._stray_parameters = self._adapter.stray_parameters(
             self.model, self.optimizer
         )
+        self._choose_clipping()
         if self._shard_group is None:
             self._flos_per_token = self._adapter.flos_per_token(self.model)
         self._main_input_name = getattr(self.model, "main_input_name", "input_ids")
@@ -423,6 +425,30 @@ class TrainerRun(TrainerBase):
         self.callback_handler.train_dataloader = train_dataloader
         checkpoint.reserve_snapshot(self)
         return model, train_dataloader
+
+    def _choose_clipping(self) -> None:
+        """Where the optimizer has parameters beside the model's, such as those of a
+        loss, clip the model's alone, by their norm, as transformers does; unless the
+        arguments, the groups or an override say how."""
+        own = getattr(self.args, "clip_by_group", False) or any(
+            "max_grad_norm" in group for group in self.optimizer.param_groups
+        )
+        self._clips_model_alone = (
+            self._shard_group is None
+            and not own
+            and self._adapter.updates_others(self.model, self.optimizer)
+            and not checkpoint.is_overridden(self, "_clip_grad_norm")
+        )
+        if self._clips_model_alone:
+            self._clip_grad_norm = self._clip_model  # type: ignore[method-assign]
+
+    def _clip_model(self, model: Any) -> float:
+        """Clip the gradients of the model's parameters; return their norm before."""
+        limit, p = self.args.max_grad_norm, getattr(self.args, "grad_norm_type", 2.0)
+        of_model = SimpleNamespace(param_groups=[{"params": list(model.parameters())}])
+        (norm,) = self._adapter.grad_norms(of_model, p, False)
+        self._adapter.clip_grads(of_model, [min(1.0, limit / (norm + 1e-6))], None)
+        return float(norm)
 
     def _make_loss_scaler(self) -> _C.LossScaler | None:
         """The scale of an fp16 run's loss, as args.loss_scaler says; None without."""
@@ -521,6 +547,9 @@ class TrainerRun(TrainerBase):
         self._memory_tracker.cur_stage = None
         self._adapter.leave_mixed_precision(self.model)
         self._run = None
+        if self._clips_model_alone:
+            del self._clip_grad_norm
+            self._clips_model_alone = False
         if self.neftune_hook_handle is not None:
             self._deactivate_neftune(self.model)
         self._wait_for_save(release=True)

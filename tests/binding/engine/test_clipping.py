@@ -289,6 +289,31 @@ def test_clip_by_group_bounds_each_group_s_norm() -> None:
 
 
 @pytest.mark.parametrize("source", [optim, torch.optim])
+def test_parameters_beside_the_model_s_are_not_clipped(source: Any) -> None:
+    beside = nn.Parameter(torch.zeros(()))
+
+    class Weighs(ctrainer.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **rest: Any) -> Any:
+            return super().compute_loss(model, inputs, **rest) + 500.0 * beside
+
+    model = Net()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = source.SGD([*model.parameters(), beside], lr=1.0)
+    trainer = make(
+        Weighs, model, rows(), max_steps=1, max_grad_norm=0.25,
+        lr_scheduler_type="constant", parts={"optimizers": (optimizer, None)},
+    )  # fmt: skip
+    trainer.train()
+    assert beside.item() == -500.0
+    parts = zip(model.parameters(), before, strict=True)
+    moved = torch.cat([(a - b).flatten() for a, b in parts]).norm().item()
+    logged = [h["grad_norm"] for h in trainer.state.log_history if "loss" in h]
+    assert 0.25 < logged[0] < 100.0
+    assert moved == pytest.approx(0.25, rel=1e-5)
+    assert "_clip_grad_norm" not in vars(trainer)
+
+
+@pytest.mark.parametrize("source", [optim, torch.optim])
 def test_values_are_clipped_after_an_override_of_clipping(source: Any) -> None:
     class Fills(ctrainer.Trainer):
         def _clip_grad_norm(self, model: Any) -> float:
