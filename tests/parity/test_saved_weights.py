@@ -20,6 +20,7 @@ from draws import draws  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import ctrainer  # noqa: E402
+from ctrainer.adapters import _torch_checkpoint as checkpoints  # noqa: E402
 from ctrainer.trainer import shards  # noqa: E402
 
 State = dict[str, torch.Tensor]
@@ -224,3 +225,20 @@ def test_adapters_come_back_or_raise(kind: str, tmp_path: Path) -> None:
               folder / "adapter_model.safetensors")  # fmt: skip
     with pytest.raises(ValueError, match=r"has weights that .*lacks: .*n\.lora_A"):
         run._load_from_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
+def test_prompts_of_peft_come_back_or_raise(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(tiny_architectures.make("LlamaForCausalLM"), config)
+    model.save_pretrained(tmp_path)
+    expected = model.get_prompt_embedding_to_save("default").clone()
+    model.prompt_encoder["default"].embedding.weight.data.zero_()
+    checkpoints.load_model(model, str(tmp_path))
+    assert torch.equal(model.get_prompt_embedding_to_save("default"), expected)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    save_file({**saved, "n.more": saved["prompt_embeddings"].clone()},
+              tmp_path / "adapter_model.safetensors")  # fmt: skip
+    with pytest.raises(ValueError, match=r"has weights that .*lacks: .*n\.more"):
+        checkpoints.load_model(model, str(tmp_path))
