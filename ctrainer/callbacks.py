@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -175,6 +176,13 @@ class DefaultFlowCallback(TrainerCallback):
         True
     """
 
+    _saved_at: float | None = None  # when the last save was asked for
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
+        self._saved_at = time.monotonic()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """By steps, the last step is evaluated and saved, whatever the period."""
         step = state.global_step
@@ -188,6 +196,13 @@ class DefaultFlowCallback(TrainerCallback):
         if args.save_strategy == "steps":
             if last or _is_multiple(step, state.save_steps):
                 control.should_save = True
+        minutes = getattr(args, "save_minutes", None)
+        if minutes and self._saved_at is not None:
+            now = time.monotonic()
+            if now - self._saved_at >= 60.0 * minutes:
+                control.should_save = True
+            if control.should_save:
+                self._saved_at = now
         if last:
             control.should_training_stop = True
         return control

@@ -227,6 +227,16 @@ class OwnFields(OlderFields):
         "For updates whose gradients are NaN or Inf: skip them, stop with an error, or "
         "keep them.",
     )
+    log_outputs: list[str] | None = arg(
+        None,
+        "Outputs of the model that are numbers, such as an auxiliary loss, logged as "
+        "means over micro-batches and ranks; trainer.log_mean() logs others.",
+    )
+    save_minutes: Annotated[float, Range("(0, inf)")] | None = arg(
+        None,
+        "Also save a checkpoint this many minutes after the last, beside what "
+        "save_strategy asks for.",
+    )
     crash_record: bool = arg(
         False,
         "An exception in an update leaves its batches, the generators' states and the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -71,6 +72,7 @@ class TrainerBase(_C.Trainer):
     neftune_hook_handle: Any = None
     _run: _C.Run | None = None  # while train() runs
     _first_place = (0, 0)  # epoch and micro-batch that train() began with
+    _means: dict[str, tuple[Any, float]]  # of log_mean(): sums and weights
     _part_rows = 0  # at most so many of a micro-batch in memory at once; 0: all
     _split_at = 0  # global_step of the last split
     _retried_at = -1  # global_step in which a single row was tried once more
@@ -186,6 +188,49 @@ class TrainerBase(_C.Trainer):
 
     # Logs
 
+    def log_mean(self, name: str, value: Any, weight: float = 1.0) -> None:
+        """Log the mean of a number of each micro-batch, such as an auxiliary loss or an
+        accuracy, beside the loss: over the micro-batches since the last log, of all
+        ranks.
+
+        For compute_loss and training_step; outside of an update, as in an evaluation,
+        it does nothing. A tensor stays on its device until the log.
+
+        Args:
+            name (str): In the log.
+            value (Tensor | float): A number, or a tensor of one element.
+            weight (float, default 1.0): Of the number in the mean, such as its rows.
+
+        Raises:
+            ValueError: the log has another number by this name.
+        """
+        if name in _LOGGED:
+            raise ValueError(f"log_mean: the log has {name!r} already; choose another")
+        if not self._in_update:
+            return
+        if hasattr(value, "detach"):
+            value = value.detach().double()
+        total, weights = self._means.get(name, (0.0, 0.0))
+        self._means[name] = total + value * weight, weights + weight
+
+    def _take_means(self) -> dict[str, float]:
+        """The means of log_mean() since the last call, of all ranks. Collective."""
+        own = {name: [float(v) for v in pair] for name, pair in self._means.items()}
+        self._means = {}
+        if self.args.world_size == 1:
+            each = [own]
+        else:
+            content = json.dumps(own).encode()
+            texts = self._together("averaging what is logged", lambda: content)
+            each = [json.loads(text) for text in texts]
+        sums: dict[str, list[float]] = {}
+        for of_rank in each:
+            for name, (total, weight) in of_rank.items():
+                had = sums.setdefault(name, [0.0, 0.0])
+                had[0] += total
+                had[1] += weight
+        return {name: t / w if w else math.nan for name, (t, w) in sums.items()}
+
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add logs to state.log_history and fire on_log.
 
@@ -249,6 +294,7 @@ class TrainerBase(_C.Trainer):
             logs["nonfinite_steps"] = self._nonfinite_steps
         logs.update(self._grad_metrics or {})
         self._grad_metrics = None
+        logs.update(self._take_means())
         self._logged_loss += self._window_loss
         self._end_window()
         self.store_flos()
@@ -391,6 +437,7 @@ class TrainerBase(_C.Trainer):
             )
 
 
+_LOGGED = frozenset(("loss", "grad_norm", "learning_rate", "epoch", "step"))
 # Sums of losses in a checkpoint, and their fields.
 _SUMS = {
     "window_loss": "_window_loss",

@@ -156,6 +156,8 @@ def compute_loss(
         outputs = model(**{**inputs, "num_items_in_batch": count})
     else:
         outputs = model(**inputs)
+    for name in getattr(trainer.args, "log_outputs", None) or ():
+        trainer.log_mean(name, _number(outputs, name))
     if function is not None:
         loss = function(outputs, labels, num_items_in_batch=count)
     elif labels is not None:
@@ -174,6 +176,22 @@ def compute_loss(
         if ranks > 1 and trainer.args.average_tokens_across_devices:
             loss = loss * ranks
     return (loss, outputs) if return_outputs else loss
+
+
+def _number(outputs: Any, name: str) -> Any:
+    """An output of the model that is one number."""
+    value = outputs.get(name) if isinstance(outputs, dict) else None
+    if value is None:
+        has = list(outputs) if isinstance(outputs, dict) else type(outputs).__name__
+        raise ValueError(
+            f"log_outputs has {name!r}, and the model's outputs have none: {has}"
+        )
+    if getattr(value, "ndim", 0) and value.numel() != 1:
+        raise ValueError(
+            f"log_outputs has {name!r}, of shape {tuple(value.shape)}; it must be one "
+            "number: log its mean with trainer.log_mean() in compute_loss"
+        )
+    return value.reshape(()) if hasattr(value, "reshape") else value
 
 
 def floating_point_ops(trainer: TrainerRun, inputs: Any) -> float:

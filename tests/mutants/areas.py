@@ -264,7 +264,7 @@ AREAS = {
                 "test_release.py",
             "ctrainer/trainer/base.py":
                 "binding/engine/test_gradient_metrics.py "
-                "python/trainer/test_copies.py "
+                "python/trainer/test_copies.py python/trainer/test_logged_means.py "
                 "binding/trainer/test_trainer_hooks.py "
                 "python/optim/test_trainer_average.py parity/test_training.py",
             "csrc/binding/trainer/micro_batches.c ctrainer/trainer/memory.py "
