@@ -19,8 +19,8 @@ OWNERS = re.findall(r"CTPY_NAME\((\w+)\) /\* ([\w.]+) \*/", OWN)
 # and transformers have them on objects of theirs.
 OF_OTHERS = {
     "transformers": """
-        _clip_grad_norm _get_learning_rate
-        _loss_shifts_labels _maybe_log_save_evaluate _track_num_input_tokens""",
+        _clip_grad_norm _get_grad_norm _get_learning_rate _loss_shifts_labels
+        _maybe_log_save_evaluate _run_epoch _track_num_input_tokens""",
     "accelerate": "_set_sync_gradients",
     "fairseq": """
         _build_optimizer _check_grad_norms _ema _log_oom _lr_scheduler _optimizer

@@ -1,0 +1,23 @@
+"""Trainers of sentence-transformers, PEFT and setfit: losses, metrics, weights, events
+and files as on transformers' engine, in whole and in resumed runs."""
+
+from importlib.util import find_spec
+
+import pytest
+from ranks import run_alone
+
+pytest.importorskip("sentence_transformers")
+pytest.importorskip("peft")
+
+FEW = ["sentence_softmax", "sentence_evaluator_alone", "cross_lambda", "peft_prefix"]
+
+
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param([], id="all", marks=pytest.mark.exhaustive)]
+)
+def test_trainings_are_those_on_transformers_engine(names) -> None:
+    if not names and find_spec("setfit") is None:
+        names = ["sentence", "cross", "sparse", "vectors", "lora", "peft"]
+    done = run_alone("parity.sentence_trainings", *names)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.stdout.count("ok ") >= 2 * max(len(names), 1)
