@@ -371,7 +371,7 @@ class TrainerRun(TrainerBase):
         self.state.train_batch_size = self._train_batch_size
         self.state.compute_steps(self.args, max_steps)
         self._set_loss_state()
-        self._resume_state = {}
+        self._means, self._resume_state = {}, {}
         position = (0, 0)
         if resume_from_checkpoint is not None:
             checkpoint.load_trainer_state(self, resume_from_checkpoint)
