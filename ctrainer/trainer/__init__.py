@@ -268,7 +268,6 @@ class Trainer(TrainerRun):
         )
         self.current_flos, self.current_gradient_accumulation_steps = 0, 1
         shards.plan_shards(self)
-        self._resume_state, self._rank_files, self._eval_dataloaders = {}, {}, {}
         self._means = {}
         self._train_batch_size = args.train_batch_size
         self._counts_tokens = args.include_num_input_tokens_seen not in (False, "no")

@@ -7,8 +7,8 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from types import MemberDescriptorType
-from typing import TYPE_CHECKING, Any
+from types import MemberDescriptorType, ModuleType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -93,6 +93,26 @@ class TrainerBase(_C.Trainer):
     hp_name: Callable[..., str] | None
     compute_objective: Callable[[dict[str, float]], Any]
     objective: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """An instance with what saving and logging need, also in subclasses without a
+        call of __init__, such as TRL's PPOTrainer."""
+        made = super().__new__(cls)
+        made.is_in_train = False
+        made._resume_state, made._rank_files, made._eval_dataloaders = {}, {}, {}
+        return made
+
+    @property
+    def _adapter(self) -> ModuleType:
+        """What the model's framework offers."""
+        kept: ModuleType | None = _C.Trainer._adapter.__get__(self)
+        if kept is None:
+            kept = self._adapter = adapters.for_model(self.model)
+        return kept
+
+    @_adapter.setter
+    def _adapter(self, adapter: ModuleType) -> None:
+        _C.Trainer._adapter.__set__(self, adapter)
 
     @property
     def _loss_scaler(self) -> _C.LossScaler | None:

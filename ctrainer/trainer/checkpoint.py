@@ -149,7 +149,7 @@ def commit(trainer: TrainerRun, files: list[bytes]) -> None:
             with open(os.path.join(writer.folder, name), "wb") as file:
                 file.write(base64.b64decode(content))
     check_save(trainer)
-    writer.commit(wait=not trainer.args.async_save)
+    writer.commit(wait=not getattr(trainer.args, "async_save", True))
 
 
 def write(trainer: TrainerRun, trial: Any) -> None:

@@ -275,6 +275,20 @@ def test_a_subclass_finds_accelerate_s_state(tmp_path) -> None:
     assert Own(Net(), args, train_dataset=rows()).found == 0
 
 
+def test_a_loop_of_ones_own_needs_no_init_of_ours(tmp_path) -> None:
+    class Own(ctrainer.Trainer):
+        def __init__(self, model, args):
+            self.model, self.args = model, args
+            self.optimizer = self.lr_scheduler = None
+            self.optimizer_cls_and_kwargs = None
+            self.create_optimizer_and_scheduler(num_training_steps=4)
+
+    trainer = Own(Net(), arguments(tmp_path))
+    assert isinstance(trainer.optimizer, torch.optim.Optimizer)
+    assert trainer.lr_scheduler.get_last_lr() == [5e-5, 5e-5]
+    assert not trainer.is_in_train
+
+
 def test_the_accelerator_runs_other_models_in_the_trainer_s_precision(tmp_path):
     other = torch.nn.Linear(3, 1)
     for bf16 in True, False:

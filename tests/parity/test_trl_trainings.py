@@ -1,0 +1,15 @@
+"""Each trainer of TRL: losses as on transformers' engine, plain, with LoRA, resumed, and
+with TRL's defaults."""
+
+import pytest
+from ranks import run_alone
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+
+@pytest.mark.exhaustive
+def test_trainings_are_those_on_transformers_engine() -> None:
+    done = run_alone("parity.trl_trainings")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.stdout.count("\n") > 50
