@@ -2,8 +2,9 @@
 
     python -m programs.parity.trl_trainings [NAME ...]
 
-Prints a table of differences, and ends with 1 where one of ours fails, differs or enters
-the loop of transformers. ENGINE [NAME ...], "ours" or "theirs", prints that one's JSON.
+Prints a table of differences, and ends with 1 where one of ours fails, differs or
+enters the loop of transformers. ENGINE [NAME ...], "ours" or "theirs", prints that
+one's JSON.
 
 Each trainer runs plain, with LoRA, both resumed from the checkpoint in the middle, and
 with TRL's defaults (bf16, recomputation), evaluations and an epoch that ends within an
