@@ -79,29 +79,6 @@ call(PyObject *op, PyObject *name)
     return ctpy_drop_steal(PyObject_CallMethodNoArgs(op, name));
 }
 
-/* The exception that is set, taken away. */
-static PyObject *
-take_exception(void)
-{
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyErr_NormalizeException(&type, &value, &trace);
-    if (trace != NULL) {
-        (void)PyException_SetTraceback(value, trace);
-    }
-    Py_XDECREF(trace);
-    Py_XDECREF(type);
-    return value;
-}
-
-/* Sets an exception again, over any other. */
-static void
-set_exception_steal(PyObject *value)
-{
-    PyObject *trace = PyException_GetTraceback(value);
-    PyErr_Restore(Py_NewRef(Py_TYPE(value)), value, trace);
-}
-
 /* Is a RuntimeError with the text "out of memory" set? The exception stays set. */
 static bool
 is_oom(void)
@@ -109,11 +86,11 @@ is_oom(void)
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         return false;
     }
-    PyObject *value = take_exception(), *text = PyObject_Str(value);
+    PyObject *value = ctpy_take_exception(), *text = PyObject_Str(value);
     const char *utf8 = text == NULL ? NULL : PyUnicode_AsUTF8(text);
     const bool found = utf8 != NULL && strstr(utf8, "out of memory") != NULL;
     Py_XDECREF(text);
-    set_exception_steal(value);
+    ctpy_set_exception_steal(value);
     return found;
 }
 
@@ -122,7 +99,7 @@ is_oom(void)
 static void
 report(PyObject *op, PyObject *name, PyObject *const *more, size_t n)
 {
-    PyObject *value = take_exception(), *stack[CTPY_HOOK_MAX_ARGS] = {value};
+    PyObject *value = ctpy_take_exception(), *stack[CTPY_HOOK_MAX_ARGS] = {value};
     assert(n < CTPY_HOOK_MAX_ARGS);
     for (size_t i = 0; i < n; i++) {
         stack[1 + i] = more[i];
@@ -130,7 +107,7 @@ report(PyObject *op, PyObject *name, PyObject *const *more, size_t n)
     if (ctpy_drop_steal(ctpy_call_hook(op, name, stack, 1 + n)) < 0) {
         PyErr_WriteUnraisable(op);
     }
-    set_exception_steal(value);
+    ctpy_set_exception_steal(value);
 }
 
 /* Leaves a context as after success, also while an exception is set, and keeps the
@@ -139,12 +116,12 @@ static int
 leave_steal(PyObject *op, PyObject *context)
 {
     PyObject *stack[] = {context, Py_None, Py_None, Py_None};
-    PyObject *failure = PyErr_Occurred() ? take_exception() : NULL;
+    PyObject *failure = PyErr_Occurred() ? ctpy_take_exception() : NULL;
     int result = ctpy_drop_steal(
         PyObject_VectorcallMethod(ctpy_state_borrow(op)->str___exit__, stack, 4, NULL));
     Py_DECREF(context);
     if (failure != NULL) {
-        set_exception_steal(failure);
+        ctpy_set_exception_steal(failure);
     }
     return failure == NULL ? result : -1;
 }
@@ -464,14 +441,14 @@ recover(PyObject *op, update *u)
     if (u->raise_oom || !is_oom()) {
         return -1;
     }
-    PyObject *stack[] = {take_exception(), is_last(u) ? Py_True : Py_False};
+    PyObject *stack[] = {ctpy_take_exception(), is_last(u) ? Py_True : Py_False};
     PyObject *answer = ctpy_call_hook(op, names->str__handle_oom, stack, 2);
     if (answer == NULL) {
         PyErr_WriteUnraisable(op);
     }
     if (answer == NULL || answer == Py_None) {
         Py_XDECREF(answer);
-        set_exception_steal(stack[0]);
+        ctpy_set_exception_steal(stack[0]);
         return -1;
     }
     int failed = !PyArg_ParseTuple(answer, "pp", &lost, &others_wait);
@@ -662,7 +639,7 @@ run_update(PyObject *op, update *u, PyObject **repeated)
         return again == 1 && *repeated != NULL ? 0 : again == 0 ? 1 : -1;
     }
     if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
-        PyObject *error = take_exception(); /* the scaler's: nothing was updated */
+        PyObject *error = ctpy_take_exception(); /* the scaler's: nothing was updated */
         u->overflow = true;
         int failed = on_overflow(op, error) < 0;
         Py_DECREF(error);
@@ -707,10 +684,10 @@ report_failure(PyObject *op, update *u)
         return;
     }
     self->handled = true;
-    PyObject *failure = take_exception();
+    PyObject *failure = ctpy_take_exception();
     PyObject *place = u->place < 0 ? Py_NewRef(Py_None) : PyLong_FromSsize_t(u->place);
     PyErr_Clear();
-    set_exception_steal(failure);
+    ctpy_set_exception_steal(failure);
     PyObject *more[] = {u->samples, place == NULL ? Py_None : place,
                         u->start == NULL ? Py_None : u->start};
     report(op, ctpy_state_borrow(op)->str__report_failure, more, 3);

@@ -196,6 +196,27 @@ ctpy_forgive(void)
 }
 
 PyObject *
+ctpy_take_exception(void)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != NULL) {
+        (void)PyException_SetTraceback(value, trace);
+    }
+    Py_XDECREF(trace);
+    Py_XDECREF(type);
+    return value;
+}
+
+void
+ctpy_set_exception_steal(PyObject *value)
+{
+    PyObject *trace = PyException_GetTraceback(value);
+    PyErr_Restore(Py_NewRef(Py_TYPE(value)), value, trace);
+}
+
+PyObject *
 ctpy_int64_tuple(const int64_t *values, int n)
 {
     PyObject *tuple = PyTuple_New(values == NULL ? 0 : n);

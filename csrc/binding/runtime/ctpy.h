@@ -95,6 +95,12 @@ PyObject *ctpy_int64_tuple(const int64_t *values, int n);
  * Exception, such as KeyboardInterrupt, stay set: false. */
 bool ctpy_forgive(void);
 
+/* The exception that is set, taken away: a new reference. */
+PyObject *ctpy_take_exception(void);
+
+/* Sets an exception again, over any other. */
+void ctpy_set_exception_steal(PyObject *value);
+
 /* tp_traverse and tp_dealloc for instances that own no Python object but the type. */
 int ctpy_leaf_traverse(PyObject *op, visitproc visit, void *arg);
 void ctpy_leaf_dealloc(PyObject *op);

@@ -277,18 +277,13 @@ ctpy_batch_shares(PyObject *op, const ctpy_run *run, PyObject *batches, double *
 static void
 record_crash(PyObject *op, const ctpy_run *run, PyObject *batches, PyObject *generators)
 {
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback != NULL) {
-        (void)PyException_SetTraceback(error, traceback);
-    }
+    PyObject *error = ctpy_take_exception();
     if (ctpy_drop_steal(ctpy_call_function("ctrainer.trainer.crash", "record",
                                            "(OOOOO)", op, run, batches, generators,
                                            error)) < 0) {
         PyErr_Clear();
     }
-    PyErr_Restore(type, error, traceback);
+    ctpy_set_exception_steal(error);
 }
 
 /* The micro-batches of one update, and the update. 1 when an update was made or

@@ -217,19 +217,13 @@ run_pass(PyObject *op, ctpy_run *run, const micro_batch *batch, double *loss)
 static int
 recover(PyObject *op, const ctpy_run *run, PyObject *before, PyObject *part)
 {
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback != NULL) {
-        (void)PyException_SetTraceback(error, traceback);
-    }
-    Py_XDECREF(type);
-    Py_XDECREF(traceback);
+    PyObject *error = ctpy_take_exception();
     PyObject *answer =
-        ctpy_call_function("ctrainer.trainer.memory", "recover", "(OOOON)", op,
+        ctpy_call_function("ctrainer.trainer.memory", "recover", "(OOOOO)", op,
                            run->model, before, part, error);
     const int again = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
+    Py_DECREF(error);
     return again;
 }
 
