@@ -67,7 +67,8 @@ def take_part(trainer: TrainerRun, inputs: Any, row: int) -> tuple[Any, float, i
     part = _rows_of(inputs, rows, row, end)
     weight = 1.0
     if trainer._part_kind == "mean":
-        weight = _weight(trainer, part, end - row) / _weight(trainer, inputs, rows)
+        whole = _weight(trainer, inputs, rows)  # 0 without any target
+        weight = _weight(trainer, part, end - row) / whole if whole else 0.0
     return part, weight, end if end < rows else -1
 
 

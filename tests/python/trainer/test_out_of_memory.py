@@ -199,6 +199,51 @@ def test_a_tensor_without_rows_is_named(tmp_path) -> None:
         trainer.train()
 
 
+def test_parts_weigh_what_they_have_of_the_targets(tmp_path) -> None:
+    hf = pytest.importorskip("transformers")
+    config = hf.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    rows = []
+    for i in range(40):
+        ids = [(i * 5 + j) % 16 for j in range(6)]
+        hidden = 6 if 8 <= i < 16 else i % 6  # some micro-batches have no target
+        rows.append({"input_ids": ids, "labels": [-100] * hidden + ids[hidden:]})
+
+    def run_with(fails):
+        torch.manual_seed(0)
+        model = hf.GPT2LMHeadModel(config)
+        if fails:
+            model.transformer.register_forward_pre_hook(
+                _fails_above(3), with_kwargs=True
+            )
+        args = ctrainer.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=8, logging_steps=1, max_steps=5,
+            gradient_accumulation_steps=2, save_strategy="no", use_cpu=True,
+            report_to=[], disable_tqdm=True, auto_find_batch_size=True,
+            train_sampling_strategy="sequential",
+        )  # fmt: skip
+        trainer = ctrainer.Trainer(model, args, train_dataset=rows)
+        trainer.remove_callback(ctrainer.PrinterCallback)
+        trainer.train()
+        return trainer
+
+    plain, split = run_with(False), run_with(True)
+    assert split._part_rows == 2
+    assert losses(split) == pytest.approx(losses(plain), rel=1e-5)
+    for a, b in zip(plain.model.parameters(), split.model.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def _fails_above(rows):
+    def hook(module, args, kwargs):
+        if module.training and len(args[0]) > rows:
+            raise MemoryError
+
+    return hook
+
+
 @pytest.mark.parametrize(
     ("error", "found"),
     [
