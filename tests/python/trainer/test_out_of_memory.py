@@ -60,8 +60,9 @@ def rows_of_data():
 
 def trained(folder, fails=None, kind="mean", **options):
     options = {"num_train_epochs": 6, "gradient_accumulation_steps": 2, **options}
+    options = {"per_device_train_batch_size": 7, **options}
     args = ctrainer.TrainingArguments(
-        str(folder), per_device_train_batch_size=7, logging_steps=1, report_to=[],
+        str(folder), logging_steps=1, report_to=[],
         save_strategy="no", use_cpu=True, disable_tqdm=True, learning_rate=0.02,
         auto_find_batch_size=True, **options,
     )  # fmt: skip
@@ -168,6 +169,14 @@ def test_what_draws_is_reported_and_keeps_the_generators(tmp_path, caplog) -> No
     assert "the model draws random numbers" in caplog.text
 
 
+def test_a_row_that_is_tried_again_draws_what_it_has_drawn(tmp_path) -> None:
+    one = {"kind": "dropout", "per_device_train_batch_size": 1, "num_train_epochs": 1}
+    plain = trained(tmp_path / "plain", **one)
+    failing, draws = with_failures(tmp_path / "failing", 3, **one)
+    assert len(draws.failed) > 8
+    assert losses(failing) == losses(plain)
+
+
 def test_other_errors_and_a_single_row_stop_the_run(tmp_path) -> None:
     def fails(place, rows):
         return True
@@ -241,7 +250,7 @@ def test_parts_weigh_what_they_have_of_the_targets(tmp_path, made) -> None:
             str(tmp_path), per_device_train_batch_size=8, logging_steps=1, max_steps=5,
             gradient_accumulation_steps=2, save_strategy="no", use_cpu=True,
             report_to=[], disable_tqdm=True, auto_find_batch_size=True,
-            train_sampling_strategy="sequential", learning_rate=0.05,
+            train_sampling_strategy="sequential", learning_rate=0.5, optim="sgd",
         )  # fmt: skip
         trainer = ctrainer.Trainer(model, args, train_dataset=rows)
         trainer.remove_callback(ctrainer.PrinterCallback)
