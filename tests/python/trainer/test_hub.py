@@ -26,6 +26,8 @@ class Hub(ThreadingHTTPServer):
         self.commits: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
         self.private: dict[str, object] = {}
         self.refuses = False
+        self.goes_on = threading.Event()
+        self.goes_on.set()
 
     @property
     def url(self) -> str:
@@ -57,6 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(200, {"errors": [], "warnings": []})
         found = re.fullmatch(r"/api/models/(.+)/(preupload|commit)/[^/]+", self.path)
         assert found, self.path
+        self.server.goes_on.wait(60)
         if self.server.refuses:
             return self.answer(403, {"error": "no write access"})
         if found[2] == "preupload":
@@ -164,7 +167,17 @@ def test_strategies(server, tmp_path, strategy, folders) -> None:
     assert found == folders
 
 
-def test_a_failed_upload_is_told_and_loses_nothing(server, tmp_path, caplog) -> None:
+@pytest.mark.parametrize(("always", "uploads"), [(False, 1), (True, 2)])
+def test_a_save_during_an_upload(server, tmp_path, always, uploads) -> None:
+    server.goes_on.clear()
+    threading.Timer(2.0, server.goes_on.set).start()
+    trained(tmp_path / "run", hub_always_push=always)
+    assert len(server.commits["somebody/run"]) == uploads
+
+
+def test_a_failed_upload_is_reported_and_loses_nothing(
+    server, tmp_path, caplog
+) -> None:
     server.refuses = True
     trainer = trained(tmp_path / "run", hub_model_id="team/model")
     assert trainer.state.global_step == 4
