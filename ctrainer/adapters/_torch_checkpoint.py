@@ -227,7 +227,11 @@ def _load_adapter(model: Any, folder: str) -> bool:
 
 def save_tensors(sink: Sink, name: str, tensors: dict[str, Any]) -> None:
     """Write tensors, or arrays of NumPy, as a safetensors file."""
-    sink.tensors(name, _raw({n: torch.as_tensor(t) for n, t in tensors.items()}))
+    on_host = {
+        n: t if isinstance(t, torch.Tensor) else torch.as_tensor(t, device="cpu")
+        for n, t in tensors.items()
+    }
+    sink.tensors(name, _raw(on_host))
 
 
 def load_tensors(path: str) -> dict[str, torch.Tensor]:

@@ -207,6 +207,13 @@ def compile_model(model: Any, args: Any) -> NoReturn:
     _reject("torch_compile")
 
 
+def _split(*args: Any) -> NoReturn:
+    _reject("auto_find_batch_size")
+
+
+gradient_marks = zero_grads = same_rng = normalizes_batches = evaluated = _split
+
+
 def no_grad() -> contextlib.AbstractContextManager[Any]:
     """Gradients are made by Loss.backward() alone."""
     return contextlib.nullcontext()
