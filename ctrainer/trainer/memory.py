@@ -5,7 +5,7 @@ The micro-batch is trained on in parts of half the rows, and so are later ones; 
 the order of the data and the generators stay as they are, and each part weighs what it
 has of the update's targets. That is the same update
 where the loss is a mean or a sum over rows, which is tried out before the first split.
-C calls these functions; see micro_batches.c.
+C calls these functions; see binding/trainer/loop.c.
 """
 
 from __future__ import annotations

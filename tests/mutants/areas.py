@@ -267,8 +267,7 @@ AREAS = {
                 "python/trainer/test_copies.py python/trainer/test_logged_means.py "
                 "binding/trainer/test_trainer_hooks.py "
                 "python/optim/test_trainer_average.py parity/test_training.py",
-            "csrc/binding/trainer/micro_batches.c ctrainer/trainer/memory.py "
-            "ctrainer/adapters/_torch_memory.py":
+            "ctrainer/trainer/memory.py ctrainer/adapters/_torch_memory.py":
                 "python/trainer/test_out_of_memory.py "
                 "binding/trainer/test_trainer_hooks.py parity/test_training.py",
             "ctrainer/trainer/crash.py ctrainer/commands/replay.py":

@@ -14,19 +14,6 @@
 
 #include <stdbool.h>
 
-/* ---- micro_batches.c ---- */
-
-/* A flag of the control, by name. */
-int ctpy_control_flag(PyObject *op, PyObject *name, int *value);
-
-/* Whether a callback ends the epoch or the run: 1, 0 or -1. */
-int ctpy_callback_stops(PyObject *op);
-
-/* All micro-batches of an update, with their shares in its loss, which is added up in
- * *loss. 1: the update follows; 0: a callback has stopped training; -1. */
-int ctpy_run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches,
-                           PyObject *count, const double *shares, double *loss);
-
 /* ---- update.c; each function returns 0, or -1 with an exception ---- */
 
 /* From the summed gradients to the end of the step: update, schedule, counters and
