@@ -20,7 +20,6 @@ from ctrainer.arguments.settings import nearest, read
 
 _SCRIPTS = "for the script that makes the trainer; the trainer does not read it"
 _TRACKERS = "passed on to the trackers of report_to"
-_HUB = "no effect without push_to_hub"
 
 RECORDED = {
     "liger_kernel_config": "no effect without use_liger_kernel",
@@ -30,12 +29,6 @@ RECORDED = {
     "trackio_bucket_id": _TRACKERS,
     "trackio_static_space_id": _TRACKERS,
     "eval_use_gather_object": "outputs that are no tensors are always sent pickled",
-    "hub_token": _HUB,
-    "hub_private_repo": _HUB,
-    "hub_model_id": _HUB,
-    "hub_strategy": _HUB,
-    "hub_always_push": _HUB,
-    "hub_revision": _HUB,
     "do_train": _SCRIPTS,
     "do_eval": _SCRIPTS,
     "do_predict": _SCRIPTS,

@@ -47,15 +47,16 @@ def record(
         return  # Ctrl-C
     rank = trainer.args.process_index
     folder = os.path.join(trainer.args.output_dir, f"crash_{rank}" if rank else "crash")
+    made = None
     try:
         os.makedirs(trainer.args.output_dir, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=".ctrainer-crash-", dir=trainer.args.output_dir
-        ) as made:
-            _write(trainer, run, batches, generators, error, made)
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(made, folder)
+        made = tempfile.mkdtemp(".saving", ".ctrainer-crash-", trainer.args.output_dir)
+        _write(trainer, run, batches, generators, error, made)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(made, folder)
     except Exception as problem:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
         error.add_note(
             f"ctrainer: the failed update could not be recorded in {folder}: {problem}"
         )

@@ -37,19 +37,17 @@ _WEIGHTS = (
 _INDEX = "model.safetensors.index.json"
 
 
-def _hub(trainer: Trainer, what: str, call: str, **kwargs: Any) -> Any:
-    """Call a function of huggingface_hub; an error names what was tried, and what is
-    there without the Hub."""
+def _hub(what: str, instead: str, call: str, **kwargs: Any) -> Any:
+    """Call a function of huggingface_hub; an error names what was tried, and what to
+    do instead."""
     import huggingface_hub
 
     try:
         return getattr(huggingface_hub, call)(**kwargs)
     except Exception as error:  # of HTTP, of the Hub, of files
         raise RuntimeError(
-            f"push_to_hub: {what} failed ({type(error).__name__}: {error}). What is to "
-            f"be uploaded is saved in {trainer.args.output_dir}; log in (huggingface-"
-            "cli login, or hub_token), look at the network, or set push_to_hub=False "
-            "and upload the folder later with trainer.push_to_hub()"
+            f"push_to_hub: {what} failed ({type(error).__name__}: {error}). Log in "
+            f"(hf auth login, or hub_token), look at the network, or {instead}"
         ) from error
 
 
@@ -70,8 +68,9 @@ def init_hf_repo(trainer: Trainer, token: str | None = None) -> None:
     args = trainer.args
     repo = getattr(args, "hub_model_id", None) or Path(args.output_dir).absolute().name
     url = _hub(
-        trainer, f"making the repository {repo!r}", "create_repo",
-        repo_id=repo, token=_token(trainer, token), exist_ok=True,
+        f"making the repository {repo!r}",
+        "set push_to_hub=False and call trainer.push_to_hub() when the Hub is there",
+        "create_repo", repo_id=repo, token=_token(trainer, token), exist_ok=True,
         private=getattr(args, "hub_private_repo", None),
     )  # fmt: skip
     trainer.hub_model_id = url.repo_id
@@ -240,8 +239,9 @@ def _upload(
     blocking: bool, **options: Any,
 ) -> Any:  # fmt: skip
     return _hub(
-        trainer, f"uploading {folder}", "upload_folder", repo_id=trainer.hub_model_id,
-        folder_path=folder, commit_message=message, token=_token(trainer, token),
+        f"uploading {folder}", "call push_to_hub() later: all of it is saved there",
+        "upload_folder", repo_id=trainer.hub_model_id, folder_path=folder,
+        commit_message=message, token=_token(trainer, token),
         run_as_future=not blocking, **options,
     )  # fmt: skip
 

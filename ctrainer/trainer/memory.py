@@ -3,9 +3,9 @@
 The micro-batch is trained on in parts of half the rows, and so are later ones; after
 100 updates parts twice as large are tried again. The rows of an update, its number,
 the order of the data and the generators stay as they are, and each part weighs what it
-has of the update's targets. That is the same update
-where the loss is a mean or a sum over rows, which is tried out before the first split.
-C calls these functions; see binding/trainer/loop.c.
+has of the update's targets. That is the same update where the loss is a mean or a sum
+over rows, which is tried out before the first split. C calls these functions; see
+binding/trainer/loop.c.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def prepare(trainer: TrainerRun) -> None:
     trainer._split_at, trainer._retried_at = 0, -1
 
 
-def before(trainer: TrainerRun) -> tuple[Any, Any]:
-    """What recover() and rewind() need: states of the generators, marks of the
-    gradients."""
-    adapter = trainer._adapter
-    return adapter.rng_state(), adapter.gradient_marks(trainer.model)
+def before(trainer: TrainerRun) -> tuple[Any, Any, Any]:
+    """What recover() and rewind() need: states of the generators, what log_mean() has
+    added up, and marks of the gradients."""
+    adapter, means = trainer._adapter, dict(trainer._means)
+    return adapter.rng_state(), means, adapter.gradient_marks(trainer.model)
 
 
 def take_part(trainer: TrainerRun, inputs: Any, row: int) -> tuple[Any, float, int]:
@@ -73,7 +73,7 @@ def take_part(trainer: TrainerRun, inputs: Any, row: int) -> tuple[Any, float, i
 
 
 def recover(
-    trainer: TrainerRun, model: Any, began: tuple[Any, Any], part: Any, error: Any
+    trainer: TrainerRun, model: Any, began: tuple[Any, Any, Any], part: Any, error: Any
 ) -> bool:
     """Choose smaller parts after an error in one; True where the update has to begin
     anew, since some gradients have been added.
@@ -88,7 +88,7 @@ def recover(
         raise error
     traceback.clear_frames(error.__traceback__)  # which hold what the pass has made
     adapter.empty_cache()
-    generators, marks = began
+    generators, means, marks = began
     draws = not adapter.same_rng(adapter.rng_state(), generators)
     touched = bool(adapter.gradient_marks(trainer.model) != marks)
     if once_more:
@@ -96,7 +96,7 @@ def recover(
     elif trainer._part_kind is None:
         trainer._part_kind = _kind_of_loss(trainer, model, part, rows)
     adapter.set_rng_state(generators)
-    trainer._split_at = step
+    trainer._means, trainer._split_at = means, step
     if once_more:
         return touched
     trainer._part_rows = (rows + 1) // 2
@@ -110,10 +110,12 @@ def recover(
     return touched
 
 
-def rewind(trainer: TrainerRun, began: tuple[Any, Any]) -> None:
-    """Begin an update anew: without gradients, with its generators."""
+def rewind(trainer: TrainerRun, began: tuple[Any, Any, Any]) -> None:
+    """Begin an update anew: without gradients, with its generators and means."""
+    generators, means, _ = began
     trainer._adapter.zero_grads(trainer.model)
-    trainer._adapter.set_rng_state(began[0])
+    trainer._adapter.set_rng_state(generators)
+    trainer._means = dict(means)  # the next beginning may be this one again
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -284,6 +284,23 @@ class TestTable:
                 **TrainingArguments(tmp_path).to_dict()["accelerator_config"], **given
             }  # fmt: skip
 
+    def test_keywords_of_accumulation_are_read_and_a_class_is_rejected(
+        self, tmp_path
+    ) -> None:
+        keywords = {
+            "num_steps": 10, "adjust_scheduler": False, "sync_with_dataloader": False,
+            "sync_each_batch": True,
+        }  # fmt: skip
+        config = {"gradient_accumulation_kwargs": keywords}
+        args = adopt(TrainingArguments(tmp_path, accelerator_config=config))
+        assert args.gradient_accumulation_steps == 10
+        found = args.accelerator_config
+        assert found.gradient_accumulation_kwargs == keywords
+        with pytest.raises(
+            NotImplementedError, match=r"is the class AcceleratorConfig"
+        ):
+            TrainingArguments(tmp_path, accelerator_config=type(found))
+
     def test_num_steps_is_the_accumulation_unless_both_are_set(self, tmp_path) -> None:
         config = {"gradient_accumulation_kwargs": {"num_steps": 4}}
         args = TrainingArguments(tmp_path, accelerator_config=config)

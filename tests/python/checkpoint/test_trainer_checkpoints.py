@@ -16,6 +16,7 @@ import pytest
 from places import PYTHONPATH
 
 torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
 
 from ctrainer.callbacks import TrainerCallback  # noqa: E402
 from ctrainer.checkpoint import (  # noqa: E402
@@ -287,6 +288,25 @@ def with_scores(folder: Path, scores: list[float], **changes: Any) -> Any:
     trainer = Scored(model=Net(), args=args, train_dataset=rows(), eval_dataset=rows(4))
     trainer.train()
     return trainer
+
+
+def test_weights_that_somebody_has_converted_load(tmp_path: Path) -> None:
+    """Into shards, which the manifest does not list; a lost file is still missed."""
+    whole = make(tmp_path / "whole", save_steps=4)
+    whole.train()
+    folder = tmp_path / "whole" / "checkpoint-4"
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    index = {name: f"{i}.safetensors" for i, name in enumerate(tensors)}
+    for name, file in index.items():
+        safetensors.save_file({name: tensors[name]}, folder / file)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="lists it"):
+        make(tmp_path / "resumed").train(str(folder))
+    written = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(written)
+    resumed = make(tmp_path / "resumed", save_strategy="no")
+    resumed.train(str(folder))
+    assert same_weights(whole, resumed)
 
 
 def test_the_best_survives_a_limit_of_one(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from screen import screen
 from ctrainer.display import html, progress, text
 from ctrainer.display.progress import ProgressCallback, choose_mode
 from ctrainer.display.text import Progress, render
-from ctrainer.trainer_state import TrainerState
+from ctrainer.trainer_state import TrainerControl, TrainerState
 
 HERE = Path(__file__).resolve().parent
 RUN = HERE / "display_run.py"
@@ -237,6 +237,31 @@ class TestPicture:
         assert "⚠ &lt;careful&gt; &amp; so on" in page
         assert " 140/200 · epoch 1.40/2 · 00:52&lt;00:22 · loss 1.200</div>" in page
         assert ">lr 6.0e-05 · gn 0.830 · 87.0 samples/s · 12.4k tok/s · 1.9G<" in page
+
+    def test_columns_have_the_names_of_transformers_table(self) -> None:
+        notebook = pytest.importorskip("transformers.utils.notebook")
+        pytest.importorskip("IPython")
+        metrics = {"eval_loss": 0.5, "eval_accuracy": 0.75, "eval_exact_match": 0.25}
+        history = [{"loss": 1.0, "step": 4}, {**metrics, "step": 4, "epoch": 1.0}]
+        written: list[str] = []
+
+        class Tracker:
+            def write_line(self, values: dict[str, object]) -> None:
+                written.extend(values)
+
+            def remove_child(self) -> None: ...
+
+        callback = notebook.NotebookProgressCallback()
+        callback.training_tracker, callback.prediction_bar = Tracker(), None
+        callback.first_column = "Step"
+        state = TrainerState(global_step=4, epoch=1.0, log_history=history)
+        args = SimpleNamespace(eval_strategy="steps")
+        control = TrainerControl()
+        callback.on_evaluate(args, state, control, metrics=dict(metrics))
+        names = re.findall(r"<th [^>]*>([^<]*)</th>", html.page(a_run(), history))
+        assert {"Validation Loss", "Training Loss", "Exact Match"} <= set(written)
+        assert names[0] == "Step"
+        assert set(names) == {*written, "Step", "Epoch"}
 
     def test_no_row_is_wider_than_900_pixels(self) -> None:
         far = a_run(

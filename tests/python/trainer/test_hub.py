@@ -147,6 +147,15 @@ def test_each_save_is_uploaded_and_the_end_with_a_card(server, tmp_path) -> None
     assert commits[0][1]["model.safetensors"] in [path.read_bytes() for path in saved]
 
 
+def test_a_card_keeps_the_tags_that_it_had(server, tmp_path) -> None:
+    trainer = trained(tmp_path / "run", hub_strategy="end")
+    trainer.model.model_tags = ["of-the-model"]
+    trainer.push_to_hub(tags="first")
+    trainer.push_to_hub(tags=["second"])
+    card = hub.ModelCard.load(tmp_path / "run" / "README.md")
+    assert {"first", "second", "of-the-model"} <= set(card.data.tags)
+
+
 @pytest.mark.parametrize(
     ("strategy", "folders"),
     [
@@ -182,7 +191,7 @@ def test_a_failed_upload_is_reported_and_loses_nothing(
     trainer = trained(tmp_path / "run", hub_model_id="team/model")
     assert trainer.state.global_step == 4
     assert "push_to_hub: an upload of a checkpoint failed" in caplog.text
-    with pytest.raises(RuntimeError, match=r"is saved in .*run"):
+    with pytest.raises(RuntimeError, match=r"(?s)uploading .*run failed.*saved there"):
         trainer.push_to_hub()
     assert (tmp_path / "run" / "README.md").exists()
     assert server.commits == {"team/model": []}

@@ -129,6 +129,41 @@ def test_a_run_with_failures_is_the_run_without(tmp_path, seed, kind) -> None:
     assert failing.state.epoch == plain.state.epoch
 
 
+def test_what_is_logged_of_a_pass_that_is_repeated_counts_once(tmp_path) -> None:
+    class Own(ctrainer.Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            rows = len(inputs["x"])
+            self.log_mean("first", inputs["x"][:, 0].mean(), weight=rows)
+            self.log_mean("ones", 1.0, weight=rows)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def logged(fails):
+        args = ctrainer.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=8, max_steps=3, logging_steps=1,
+            gradient_accumulation_steps=2, report_to=[], save_strategy="no",
+            use_cpu=True, disable_tqdm=True, auto_find_batch_size=True,
+        )  # fmt: skip
+        model = Net()
+        model.fails = fails
+        trainer = Own(model, args, train_dataset=rows_of_data())
+        trainer.remove_callback(ctrainer.PrinterCallback)
+        weights = []
+        take = trainer._take_means
+        trainer._take_means = lambda: (
+            weights.append(trainer._means["ones"][1]), take()
+        )[1]  # fmt: skip
+        trainer.train()
+        firsts = [e["first"] for e in trainer.state.log_history if "first" in e]
+        return firsts, weights
+
+    firsts, weights = logged(lambda place, rows: False)
+    assert weights == [16.0, 16.0, 16.0]
+    for where in ("forward", "backward"):
+        found = logged(lambda place, rows, at=where: place == at and rows > 3)
+        assert found[0] == pytest.approx(firsts, rel=1e-6)
+        assert found[1] == weights
+
+
 def test_parts_fit_from_then_on_and_grow_again(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(memory, "_GROWTH_INTERVAL", 10)
     seen = []

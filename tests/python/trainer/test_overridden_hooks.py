@@ -300,6 +300,50 @@ def test_the_accelerator_runs_other_models_in_the_trainer_s_precision(tmp_path):
             assert other(torch.ones(3)).dtype == kind
 
 
+def test_names_of_transformers_4_are_called(tmp_path) -> None:
+    calls = []
+
+    class Own(ctrainer.Trainer):
+        def _activate_neftune(self, model):
+            calls.append("activate")
+            made = super()._activate_neftune(model)
+            assert made is model
+            assert self.neftune_hook_handle is not None
+            return made
+
+        def _deactivate_neftune(self, model):
+            calls.append("deactivate")
+            super()._deactivate_neftune(model)
+
+        def _align_special_tokens(self):
+            calls.append("align")
+
+        def compare_trainer_and_checkpoint_args(self, args, state):
+            calls.append(state.global_step)
+
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2
+    )
+    data = [{"input_ids": [i % 16] * 4, "labels": [i % 16] * 4} for i in range(24)]
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        args = arguments(tmp_path, save_steps=2, max_steps=4, neftune_noise_alpha=5.0)
+        trainer = Own(transformers.GPT2LMHeadModel(config), args, train_dataset=data)
+        trainer.train(resume)
+        assert trainer.neftune_hook_handle is None
+    around = ["align", "activate", "deactivate"]
+    assert calls == [*around, "align", "activate", 2, "deactivate"]
+
+
+def test_keys_that_a_load_lacks_are_named(tmp_path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")
+    trainer = ctrainer.Trainer(Net(), arguments(tmp_path), train_dataset=rows())
+    result = trainer.model.load_state_dict({"more": torch.ones(1)}, strict=False)
+    trainer._issue_warnings_after_load(result)
+    assert "missing keys in the checkpoint model loaded: ['layer.weight'" in caplog.text
+    assert "unexpected keys in the checkpoint model loaded: ['more']" in caplog.text
+
+
 # ---- the log, in transformers' words
 
 
