@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ctrainer import _C
@@ -496,6 +496,11 @@ def like_transformers(cls: type) -> type:
     theirs = getattr(loaded, cls.__name__, None)
     if cls.__module__ != __name__ or not isinstance(theirs, type):
         return cls
+    return _joined(cls, theirs)
+
+
+@cache
+def _joined(cls: type, theirs: type) -> type:
     names = {"__module__": __name__, "__reduce__": _reduced}
     return type(cls.__name__, (cls, theirs), names)
 

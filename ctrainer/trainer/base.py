@@ -72,6 +72,7 @@ class TrainerBase(_C.Trainer):
     neftune_hook_handle: Any = None
     _run: _C.Run | None = None  # while train() runs
     _first_place = (0, 0)  # epoch and micro-batch that train() began with
+    _stopped = False  # by Ctrl-C or SIGTERM
     _means: dict[str, tuple[Any, float]]  # of log_mean(): sums and weights
     _part_rows = 0  # at most so many of a micro-batch in memory at once; 0: all
     _split_at = 0  # global_step of the last split

@@ -504,10 +504,9 @@ def load_callback_state(trainer: TrainerRun) -> None:
             values = state.get("args", {}) if full else {}
             for name, value in {**values, **state.get("attributes", {})}.items():
                 setattr(callback, name, value)
-    there = {type(c).__name__ for c in [*trainer.callback_handler.callbacks]}
-    messages.missing_callbacks(
-        name for name in left if name not in there | {type(trainer.control).__name__}
-    )
+    everyone = [*trainer.callback_handler.callbacks, trainer.control]
+    there = {type(callback).__name__ for callback in everyone}
+    messages.missing_callbacks(name for name in left if name not in there)
 
 
 def add_file(trainer: TrainerRun, folder: str, write: Callable[[Sink], None]) -> None:

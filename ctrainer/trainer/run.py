@@ -371,7 +371,7 @@ class TrainerRun(TrainerBase):
         self.state.train_batch_size = self._train_batch_size
         self.state.compute_steps(self.args, max_steps)
         self._set_loss_state()
-        self._means, self._resume_state = {}, {}
+        self._means, self._resume_state, self._stopped = {}, {}, False
         position = (0, 0)
         if resume_from_checkpoint is not None:
             checkpoint.load_trainer_state(self, resume_from_checkpoint)
@@ -505,7 +505,7 @@ class TrainerRun(TrainerBase):
                 logger.warning("Asked to stop: saving a checkpoint of step %d.", step)
             self._save_atomically(model, trial)
         self._wait_for_save()
-        self.control.should_training_stop = True
+        self._stopped = self.control.should_training_stop = True
 
     def _finalize_training(
         self, trial: Any, num_train_samples: int, start_time: float
@@ -528,7 +528,8 @@ class TrainerRun(TrainerBase):
         set_mode("eval", self.optimizer)  # a schedule-free one leaves its average
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best_model()
-        checkpoint.leave_best(self, trial)
+        if not self._stopped:  # a run that is stopped resumes from its last
+            checkpoint.leave_best(self, trial)
         self.control = self.callback_handler.on_train_end(
             self.args, self.state, self.control
         )

@@ -1,15 +1,17 @@
 """Callbacks: who is called, with what, and what becomes of the control."""
 
+import copy
 import functools
 import gc
 import logging
+import pickle
 import sys
 import weakref
 from types import SimpleNamespace
 
 import pytest
 
-from ctrainer import _C
+from ctrainer import _C, callbacks
 from ctrainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -394,6 +396,16 @@ class TestAddAndRemove:
         assert "No DefaultFlowCallback among the callbacks (PrinterCallback)" in (
             caplog.text
         )
+
+    def test_default_ones_are_transformers_too_and_can_be_copied(self) -> None:
+        hf = pytest.importorskip("transformers")
+        made = callbacks.like_transformers(DefaultFlowCallback)()
+        assert isinstance(made, hf.DefaultFlowCallback)
+        assert type(made) is callbacks.like_transformers(DefaultFlowCallback)
+        made.note = 3
+        for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+            assert type(copied) is type(made)
+            assert copied.note == 3
 
     def test_transformers_callbacks_run(self) -> None:
         hf = pytest.importorskip("transformers")

@@ -321,6 +321,33 @@ def test_the_best_survives_a_limit_of_one(tmp_path: Path) -> None:
     assert same_weights(trainer, best)
 
 
+def test_a_run_that_is_stopped_keeps_its_last_checkpoint(tmp_path: Path) -> None:
+    class Stopped(TrainerCallback):
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
+            if state.global_step == 9:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    class Scored(Trainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            value = abs(self.state.global_step - 4.0)
+            self.log({"eval_loss": value})
+            return {"eval_loss": value}
+
+    args = arguments(
+        tmp_path, eval_strategy="steps", eval_steps=2, save_steps=2,
+        save_total_limit=1, load_best_model_at_end=True, greater_is_better=False,
+        metric_for_best_model="loss",
+    )  # fmt: skip
+    data = {"train_dataset": rows(), "eval_dataset": rows(4)}
+    with pytest.raises(KeyboardInterrupt):
+        Scored(model=Net(), args=args, callbacks=[Stopped()], **data).train()
+    assert steps_of(tmp_path) == [4, 9]
+    Scored(model=Net(), args=args, **data).train(resume_from_checkpoint=True)
+    assert steps_of(tmp_path) == [4]
+
+
 def test_rotation_by_hand_keeps_the_best_and_the_last(tmp_path: Path) -> None:
     trainer = with_scores(
         tmp_path, [3, 1, 2, 4, 5, 6], metric_for_best_model="loss",
