@@ -8,13 +8,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from ctrainer.adapters import reading
+from ctrainer.adapters import lengths, reading
 from ctrainer.adapters.batch_shard import BatchShard
 from ctrainer.adapters.generators import place_word
+from ctrainer.adapters.lengths import TokenBatches, as_lengths
 from ctrainer.arguments.accelerator import BatchPlan
 from ctrainer.runtime.hooks import rows_by_name
-
-_AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
 
 
 class SequentialSampler:
@@ -44,35 +43,32 @@ class SeededSampler(SequentialSampler, reading.SeededOrder):
     def __iter__(self) -> Iterator[int]:
         order = np.random.default_rng([self.seed, self.epoch])
         self.epoch += 1
-        permuted = order.permutation(len(self.dataset))
-        for at in range(0, len(permuted), _AT_ONCE):
-            yield from permuted[at : at + _AT_ONCE].tolist()
+        return lengths.indices(order.permutation(len(self.dataset)))
 
 
 class LengthGroupedSampler(SequentialSampler):
-    """Indices shuffled, then sorted by length within stretches of 50 batches."""
+    """Indices shuffled, then grouped by length, as `lengths.group` does."""
 
     def __init__(
         self, batch_size: int, lengths: Sequence[int], seed: int | None = None
     ) -> None:
-        super().__init__(lengths)
-        self.stretch = 50 * batch_size
+        super().__init__(as_lengths(lengths))
+        self.batch_size = batch_size
         self.seed = seed
 
     def __iter__(self) -> Iterator[int]:
-        n = len(self.dataset)
         seed = np.random.randint(2**31) if self.seed is None else self.seed
-        order = np.random.default_rng(seed).permutation(n).tolist()
-        for start in range(0, n, self.stretch):
-            part = order[start : start + self.stretch]
-            yield from sorted(part, key=self.dataset.__getitem__, reverse=True)
+        order = np.random.default_rng(seed).permutation(len(self))
+        lengths.group(order, self.dataset, self.batch_size)
+        return lengths.indices(order)
 
 
 class DataLoader:
     """Batches of a data set, read in the training process.
 
     dataset has examples by index, in the sampler's order, or is an iterable and then
-    taken as it comes. plan: how the batches are sharded to several ranks.
+    taken as it comes. sampler: of indices, or TokenBatches, which have batches of their
+    own. plan: how the batches are sharded to several ranks.
     """
 
     def __init__(
@@ -85,20 +81,21 @@ class DataLoader:
         plan: BatchPlan | None = None,
     ) -> None:
         self.dataset = dataset
-        self.batch_size = batch_size
+        self.batch_size = None if isinstance(sampler, TokenBatches) else batch_size
         self.sampler = sampler
         self.collate_fn = collate_fn
         self.drop_last = drop_last
         self._shard: BatchShard | None = None
         if plan is not None:
             self._shard = BatchShard(
-                plan.rank, plan.world_size, batch_size, plan.split_batches,
+                plan.rank, plan.world_size, self.batch_size, plan.split_batches,
                 plan.even_batches, drop_last and plan.drops_last,
             )  # fmt: skip
 
     def __len__(self) -> int:
         n = len(self.dataset if self.sampler is None else self.sampler)
-        n = n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+        if self.batch_size is not None:
+            n = n // self.batch_size if self.drop_last else -(-n // self.batch_size)
         return n if self._shard is None else self._shard.count(n)
 
     def __iter__(self) -> Iterator[Any]:
@@ -134,6 +131,9 @@ class DataLoader:
     def _lists(self) -> Iterator[list[Any]]:
         """The batches of all ranks, of indices where examples have one."""
         source = iter(self.dataset if self.sampler is None else self.sampler)
+        if self.batch_size is None:
+            yield from source
+            return
         while batch := list(itertools.islice(source, self.batch_size)):
             if len(batch) == self.batch_size or not self.drop_last:
                 yield batch

@@ -15,19 +15,11 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from ctrainer.adapters import lengths
+from ctrainer.adapters.lengths import Seekable, as_lengths
 from ctrainer.adapters.reading import SeededOrder
 from ctrainer.arguments.accelerator import config_of
 from ctrainer.runtime.hooks import rows_by_name
-
-_AT_ONCE = 1 << 16  # indices of an order that are Python's at a time
-
-
-class Seekable:
-    """An order that goes to a place without making what lies before it."""
-
-    def after(self, n: int, keep: int = 0) -> Iterator[Any]:
-        """The order without what lies from number `keep` up to number n."""
-        raise NotImplementedError
 
 
 class _EpochSampler(Sampler[int], Seekable, SeededOrder):
@@ -104,19 +96,15 @@ def _permutations(rows: int, num_samples: int) -> list[int]:
 def _permuted(
     rows: int, sizes: list[int], generator: torch.Generator, n: int, keep: int
 ) -> Iterator[int]:
-    """The order of a RandomSampler without replacement, as Seekable.after(). Only some
-    of its indices are Python's numbers at a time: all of 10**8 take 4 GB, and longer
-    than to draw them.
+    """The order of a RandomSampler without replacement, as Seekable.after().
 
     Source: torch 2.13, RandomSampler.
     """
     first = 0  # the permutation's place in the order
     for size in filter(None, sizes):
         order = torch.randperm(rows, generator=generator, device="cpu")[:size]
-        for begin, end in ((0, keep), (n, first + size)):
-            part = order[max(begin - first, 0) : max(end - first, 0)]
-            for at in range(0, len(part), _AT_ONCE):
-                yield from part[at : at + _AT_ONCE].tolist()
+        skipped, kept = max(n - first, 0), max(keep - first, 0)
+        yield from lengths.indices(order.numpy(), skipped, kept)
         first += size
 
 
@@ -148,9 +136,8 @@ def seeded(sampler: Any, args: Any, sharded: bool) -> Any:
     return DrawnSampler(sampler.data_source, sampler.num_samples)
 
 
-class LengthGroupedSampler(Sampler[int]):
-    """Indices shuffled, then sorted by length within stretches of 50 batches, so that
-    a batch needs little padding; the longest example comes first.
+class LengthGroupedSampler(lengths.Seekable, Sampler[int]):
+    """Indices shuffled, then grouped by length, as `lengths.group` does.
 
     Source: transformers 5.17, LengthGroupedSampler, whose order it has.
     """
@@ -162,23 +149,17 @@ class LengthGroupedSampler(Sampler[int]):
         generator: torch.Generator | None = None,
     ) -> None:
         self.batch_size = batch_size
-        self.lengths = list(lengths)
+        self.lengths = as_lengths(lengths)
         self.generator = generator
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __iter__(self) -> Iterator[int]:
-        n, lengths = len(self.lengths), self.lengths
-        stretch = max(min(n // (self.batch_size * 4), 50), 1) * self.batch_size
-        order = torch.randperm(n, generator=self.generator, device="cpu").tolist()
-        parts = [
-            sorted(order[i : i + stretch], key=lengths.__getitem__, reverse=True)
-            for i in range(0, n, stretch)
-        ]
-        longest = max(range(len(parts)), key=lambda i: lengths[parts[i][0]])
-        parts[0][0], parts[longest][0] = parts[longest][0], parts[0][0]
-        return itertools.chain.from_iterable(parts)
+    def after(self, n: int, keep: int = 0) -> Iterator[int]:
+        drawn = torch.randperm(len(self), generator=self.generator, device="cpu")
+        order = drawn.numpy()
+        lengths.group(order, self.lengths, self.batch_size)
+        return lengths.indices(order, n, keep)
 
 
 def default_collator(features: list[Any]) -> dict[str, Any]:

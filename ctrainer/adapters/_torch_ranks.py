@@ -22,11 +22,11 @@ from ctrainer import _C
 from ctrainer.adapters._torch_batches import (
     DrawnSampler,
     SeededSampler,
-    Seekable,
     after,
 )
 from ctrainer.adapters._torch_rank_eval import WholeBatchLoader, receive, scatter
 from ctrainer.adapters.batch_shard import BatchShard
+from ctrainer.adapters.lengths import Seekable, TokenBatches
 from ctrainer.arguments.accelerator import BatchPlan
 
 
@@ -210,10 +210,10 @@ def rank_loader(
         if plan.evaluates and plan.dispatch_batches is not False:
             return scatter(dataset, plan, batch_size, drop_last, options)
         return _stream_loader(dataset, plan, batch_size, drop_last, options)
-    batches: Any = BatchSampler(
-        SequentialSampler(dataset) if sampler is None else sampler,
-        batch_size, drop_last,
-    )  # fmt: skip
+    batches: Any = sampler
+    if not isinstance(sampler, TokenBatches):
+        sampler = SequentialSampler(dataset) if sampler is None else sampler
+        batches = BatchSampler(sampler, batch_size, drop_last)
     if plan.dispatch_batches:
         loader = DataLoader(dataset, batch_sampler=batches, **options)
         return (WholeBatchLoader if plan.evaluates else DispatchedLoader)(loader, plan)
@@ -244,7 +244,7 @@ def share_order(loader: Any, group: _C.Communicator) -> None:
     """Give all ranks rank 0's generator, where the order of the epoch depends on it:
     they shard batches of one order only if they draw the same one."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    alike = isinstance(sampler, SeededSampler | SequentialSampler)
+    alike = isinstance(sampler, SeededSampler | SequentialSampler | TokenBatches)
     if alike or isinstance(loader, DispatchedLoader):
         return
     if isinstance(sampler, DrawnSampler):

@@ -30,6 +30,7 @@ from ctrainer.adapters._numpy_optim import (
     RMSprop,
 )
 from ctrainer.adapters.generators import rng_state, set_rng_state  # noqa: F401
+from ctrainer.adapters.lengths import TokenBatches
 from ctrainer.adapters.parameters import (
     grads_of,
     named_parameters,
@@ -82,6 +83,7 @@ _NEEDS_TORCH: dict[str, Any] = {
     "torch_compile": False,
     "auto_find_batch_size": False,
     "crash_record": False,
+    "pack_sequences": False,
     "dataloader_num_workers": 0,
 }
 
@@ -342,7 +344,7 @@ def is_data_parallel(model: Any) -> bool:
 def share_order(loader: Any, group: _C.Communicator) -> None:
     """Give all ranks rank 0's generator, which the order of an epoch may depend on."""
     sampler = getattr(loader, "sampler", None)
-    if isinstance(sampler, batches.SeededSampler):
+    if isinstance(sampler, batches.SeededSampler | TokenBatches):
         return
     mine: Any = np.random.get_state()
     state = json.dumps([mine[0], mine[1].tolist(), *mine[2:]]).encode()

@@ -17,9 +17,11 @@ from ctrainer.adapters import _torch_batches as batches
 from ctrainer.adapters import _torch_checkpoint as checkpoints  # noqa: F401
 from ctrainer.adapters import _torch_memory as memory
 from ctrainer.adapters import _torch_optim as optimizers
+from ctrainer.adapters import _torch_packing as packing  # noqa: F401
 from ctrainer.adapters import _torch_precision as precision
 from ctrainer.adapters import _torch_ranks as ranks
 from ctrainer.adapters import generators, parameters, reading
+from ctrainer.adapters.lengths import TokenBatches
 from ctrainer.arguments import accelerator
 
 Args = Any
@@ -368,6 +370,7 @@ def data_loader(
         options["multiprocessing_context"] = context
         options["in_order"] = args.dataloader_in_order
     plan = accelerator.batch_plan(args, training)
+    by_tokens = isinstance(sampler, TokenBatches)
     if not is_iterable(dataset):
         sharded = plan is not None and not plan.dispatch_batches
         chosen = batches.seeded(sampler, args, sharded) if training else sampler
@@ -376,12 +379,15 @@ def data_loader(
         if training and workers > 0:
             seeder = batches.worker_seeder(workers, args.process_index)
             options["worker_init_fn"] = seeder
-    if plan is None:
-        loader: Any = DataLoader(dataset, **options)
+    if plan is None and by_tokens:
+        own = {"batch_sampler": sampler, "batch_size": 1, "drop_last": False}
+        loader: Any = DataLoader(dataset, **{**options, **own, "sampler": None})
+    elif plan is None:
+        loader = DataLoader(dataset, **options)
     else:
         rest = {"sampler": None, "drop_last": False, **options}
         loader = ranks.rank_loader(dataset, plan, **rest)
-    if not is_iterable(dataset):  # as accelerate's loaders have it
+    if not is_iterable(dataset) and not by_tokens:  # as accelerate's loaders have it
         parts = 1 if plan is None or plan.split_batches else plan.world_size
         loader.total_batch_size = options["batch_size"] * parts
         loader.total_dataset_length = len(dataset)

@@ -367,6 +367,18 @@ class OwnFields(OlderFields):
         "Also report eval_loss_by_token, the mean over targets; eval_loss is the mean "
         "over rows and so depends on the batch size.",
     )
+    max_tokens_per_batch: Count | None = arg(
+        None,
+        "Batches of rows of like length, for training and evaluation, each of as many "
+        "rows as have this many tokens when padded to the longest; batch sizes have no "
+        "effect then. Lengths as for train_sampling_strategy='group_by_length'.",
+    )
+    pack_sequences: bool = arg(
+        False,
+        "Join the rows of a training micro-batch into one without padding, for causal "
+        "language models of transformers, after a check that the model keeps them "
+        "apart; max_tokens_per_batch then limits their sum.",
+    )
     eval_spill_bytes: Natural | None = arg(
         None,
         "Size of predictions in bytes from which on they are written to a temporary "

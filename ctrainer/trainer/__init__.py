@@ -151,6 +151,7 @@ class Trainer(TrainerRun):
         ):
             self.create_accelerator_and_postprocess()
         self.data_collator = data_collator or self._default_collator()
+        self._own_collator = None if data_collator else self.data_collator
         self._validate_args()
         self._start_state(listed(callbacks))
         self._memory_tracker.stop_and_update_metrics(stage="init")

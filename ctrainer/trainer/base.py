@@ -81,6 +81,9 @@ class TrainerBase(_C.Trainer):
     _debugged: Any = None  # the model that debug looks at
     _rank_files: dict[str, str]  # base64 of files, for the ranks that write
     _resume_state: dict[str, Any]
+    _own_collator: Any = None  # the default of data_collator
+    _with_all_columns: tuple[Any, Any] = None, None  # a data set before and after
+    _known_lengths: dict[int, tuple[Any, Any]]  # of a data set's rows, by its id()
     _reader: Any = None  # of the training data, while train() runs
     _resumes_ranks = False  # does the run resume with the ranks that it was saved by?
     _past: Any  # what models such as XLNet want back with the next batch
@@ -101,6 +104,7 @@ class TrainerBase(_C.Trainer):
         made = super().__new__(cls)
         made.is_in_train = False
         made._resume_state, made._rank_files, made._eval_dataloaders = {}, {}, {}
+        made._known_lengths = {}
         return made
 
     @property

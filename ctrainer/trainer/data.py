@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ctrainer import _C
+from ctrainer.adapters.lengths import LongestFirst, TokenBatches
 from ctrainer.adapters.reading import seeded_order
+from ctrainer.arguments.accelerator import config_of
 from ctrainer.checkpoint.files import naming
 from ctrainer.introspect import base_model, named
 from ctrainer.runtime.hooks import takes_positional
@@ -93,19 +95,25 @@ def get_dataloader(
     is_training: bool = False,
     dataloader_key: str | None = None,
 ) -> Any:
-    collator = trainer.data_collator
+    collator, whole = trainer.data_collator, dataset
+    if getattr(trainer.args, "pack_sequences", False):
+        collator = trainer._adapter.packing.collator(trainer.model, is_training)
     if _is_datasets(dataset):
         dataset = trainer._remove_unused_columns(dataset, description=description)
+        trainer._with_all_columns = (dataset, whole)
     else:
         collator = trainer._get_collator_with_removed_columns(collator, description)
     if has_length(dataset) and len(dataset) == 0:
         raise ValueError(f"the {description.lower()} data set is empty; pass rows")
     indexed = not trainer._adapter.is_iterable(dataset)
+    sampler = _sampler(sampler_fn, dataset) if indexed and sampler_fn else None
+    if max_tokens(trainer) is not None:
+        check_token_batches(trainer, sampler, indexed)
     loader = trainer._adapter.data_loader(
         dataset,
         trainer.args,
         training=is_training,
-        sampler=_sampler(sampler_fn, dataset) if indexed and sampler_fn else None,
+        sampler=sampler,
         batch_size=batch_size,
         collate_fn=collator,
     )
@@ -118,34 +126,107 @@ def get_train_sampler(trainer: TrainerRun, train_dataset: Any = None) -> Any:
     dataset = trainer.train_dataset if train_dataset is None else train_dataset
     if dataset is None or not has_length(dataset):
         return None
-    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    args = trainer.args
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if max_tokens(trainer) is not None:
+        packed = bool(getattr(args, "pack_sequences", False))
+        return token_batches(trainer, dataset, packed, own_seed(trainer))
     if strategy == "group_by_length":
-        size = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+        size = args.train_batch_size * args.gradient_accumulation_steps
         return trainer._adapter.length_grouped_sampler(size, lengths(trainer, dataset))
     if strategy == "sequential":
         return trainer._adapter.sequential_sampler(dataset)
-    return trainer._adapter.random_sampler(dataset, trainer.args)
+    return trainer._adapter.random_sampler(dataset, args)
 
 
 def get_eval_sampler(trainer: TrainerRun, eval_dataset: Any) -> Any:
+    """In the data set's order; grouped by length the longest rows come first, and the
+    results go back to that order."""
     if eval_dataset is None or not has_length(eval_dataset):
         return None
+    if max_tokens(trainer) is not None:
+        return token_batches(trainer, eval_dataset, False, None)
+    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    if strategy == "group_by_length" and trainer.args.eval_do_concat_batches:
+        return LongestFirst(lengths(trainer, eval_dataset))
     return trainer._adapter.sequential_sampler(eval_dataset)
 
 
-def lengths(trainer: TrainerRun, dataset: Any) -> list[int]:
-    """The length of each example: a column of that name, or that of its input."""
+def max_tokens(trainer: TrainerRun) -> int | None:
+    """The limit of a micro-batch in tokens, where batches are cut by it."""
+    limit: int | None = getattr(trainer.args, "max_tokens_per_batch", None)
+    return limit
+
+
+def token_batches(
+    trainer: TrainerRun, dataset: Any, packed: bool, seed: int | None
+) -> TokenBatches:
+    limit = max_tokens(trainer)
+    assert limit is not None
+    return TokenBatches(lengths(trainer, dataset), limit, packed, seed)
+
+
+def check_token_batches(trainer: TrainerRun, sampler: Any, indexed: bool) -> None:
+    """Raise ValueError where max_tokens_per_batch would have no effect."""
+    config = config_of(trainer.args.accelerator_config)
+    fault = None
+    if not indexed:
+        fault = "the data set has no length, so its rows come as they are"
+    elif not isinstance(sampler, TokenBatches):
+        fault = f"the sampler is {type(sampler).__name__}, which an override returns"
+    elif trainer.args.world_size > 1 and (
+        config.split_batches or config.dispatch_batches
+    ):
+        fault = "split_batches and dispatch_batches cut batches by rows"
+    if fault is not None:
+        raise ValueError(
+            f"max_tokens_per_batch cuts batches by length, and {fault}; "
+            "leave it out, or override get_train_dataloader"
+        )
+
+
+def lengths(trainer: TrainerRun, dataset: Any) -> Any:
+    """The length of each example: a column of that name, also one that the model does
+    not take, or that of its input. They are read once for a data set."""
+    dropped, whole = trainer._with_all_columns
+    whole = whole if dropped is dataset else dataset
+    kept, found = trainer._known_lengths.get(id(whole), (None, None))
+    if kept is not whole:
+        found = _read_lengths(trainer, dataset, whole)
+        trainer._known_lengths[id(whole)] = whole, found
+    return found
+
+
+def _read_lengths(trainer: TrainerRun, dataset: Any, whole: Any) -> Any:
     column = trainer.args.length_column_name
-    if column in (getattr(dataset, "column_names", None) or ()):
-        return list(dataset[column])
     names = getattr(trainer.processing_class, "model_input_names", ["input_ids"])
+    if column in (getattr(whole, "column_names", None) or ()):
+        return whole[column][:]
+    if _is_datasets(dataset) and names[0] in dataset.column_names:
+        found = _arrow_lengths(dataset, names[0])
+        if found is not None:
+            return found
     try:
         return [len(example[names[0]]) for example in dataset]
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(
-            f"group_by_length needs the lengths of the examples: a column "
+            "batches by length need the lengths of the examples: a column "
             f"{column!r}, or examples with {names[0]!r}"
         ) from error
+
+
+def _arrow_lengths(dataset: Any, column: str) -> Any:
+    """The lengths of a column's lists without reading these; None for a column of
+    another kind, and for rows that a function makes."""
+    import pyarrow.compute  # type: ignore[import-untyped]
+
+    values = dataset.data.column(column)
+    lists = str(values.type).startswith(("list<", "large_list<"))
+    if not lists or dataset.format["type"] == "custom":
+        return None
+    found = pyarrow.compute.list_value_length(values).to_numpy()
+    order = dataset._indices
+    return found if order is None else found[order.column(0).to_numpy()]
 
 
 def set_signature_columns_if_needed(trainer: TrainerRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import pickle
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ctrainer import _C
+from ctrainer.adapters.lengths import LongestFirst, TokenBatches
 from ctrainer.comm.run import unpickled
 from ctrainer.runtime import messages
 from ctrainer.runtime.hooks import wrong_return
@@ -252,6 +254,7 @@ def evaluation_loop(
             "batch with dataloader_drop_last"
         )
     arrays = dict(zip(KINDS, map(_arrays, sinks), strict=True))
+    _in_order_of_rows(dataloader, arrays)
     metrics = by_batch.metrics
     if n_rows is None and _length(dataloader) is not None:
         n_rows = trainer.num_examples(dataloader)
@@ -386,6 +389,34 @@ def _sinks(args: Any, n_rows: int | None) -> tuple[Any, ...]:
 def _arrays(sink: Any) -> Any:
     """What a sink has collected, None for nothing."""
     return (sink or None) if isinstance(sink, list) else sink.result()
+
+
+def _in_order_of_rows(loader: Any, arrays: dict[str, Any]) -> None:
+    """Results of batches by length, in place, in the order of the data set."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batch_sampler, "sampler", None)
+    if not isinstance(sampler, LongestFirst | TokenBatches):
+        return
+    order = sampler.order
+    found = {kind: list(_parts(nested)) for kind, nested in arrays.items()}
+    for kind, parts in found.items():
+        if any(len(part) != len(order) for part in parts):
+            logger.warning(
+                "Evaluation by length: %s have not one row for each of the data set's, "
+                "so all results stay in the order of length; return such a sampler as "
+                "you want from _get_eval_sampler.", kind,
+            )  # fmt: skip
+            return
+    for part in itertools.chain.from_iterable(found.values()):
+        _C.move_rows(part, order)
+
+
+def _parts(nested: Any) -> Iterator[Any]:
+    if isinstance(nested, dict | tuple | list):
+        for part in nested.values() if isinstance(nested, dict) else nested:
+            yield from _parts(part)
+    elif nested is not None:
+        yield nested
 
 
 def _repeated_after(loader: Any) -> int:

@@ -267,6 +267,10 @@ class TrainerRun(TrainerBase):
         self._align_special_tokens()
         if self.neftune_noise_alpha is not None:
             self.model = self._activate_neftune(self.model)
+        if getattr(args, "pack_sequences", False):
+            collator = self.data_collator
+            given = None if collator is self._own_collator else collator
+            self._adapter.packing.check_packs(self.model, given)
         if "underflow_overflow" in args.debug and self._debugged is not self.model:
             integrations.detect_overflow(self.model)
             self._debugged = self.model
@@ -339,6 +343,8 @@ class TrainerRun(TrainerBase):
         if args.max_steps > 0:
             epochs = math.ceil(args.max_steps / updates)
             samples = args.max_steps * total
+            if getattr(args, "max_tokens_per_batch", None) is not None:
+                samples = args.max_steps * examples // updates
             return epochs, updates, examples, samples, total, length, args.max_steps
         steps = math.ceil(args.num_train_epochs * updates)
         samples = self.num_examples(dataloader) * args.num_train_epochs

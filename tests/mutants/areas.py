@@ -282,6 +282,8 @@ AREAS = {
                 "python/trainer/test_hf.py python/fsdp/test_fsdp_meta.py",
             "ctrainer/adapters/_torch_optim.py":
                 "parity/test_training.py python/arguments/test_optimizer_names.py",
+            "ctrainer/adapters/_torch_packing.py":
+                "python/data/test_packing.py",
             "ctrainer/adapters/_torch_precision.py":
                 "python/evaluate/test_full_eval.py "
                 "python/trainer/test_trainer_precision.py",
@@ -349,8 +351,12 @@ AREAS = {
                 "python/fairseq/test_fairseq_precision.py",
             binding("data/batches"):
                 "binding/data/test_batches.py binding/data/test_batch_digest.py "
-                "binding/data/test_blocks.py "
+                "binding/data/test_blocks.py binding/data/test_order.py "
                 "binding/data/test_collate.py",
+            core("data/order"):
+                "core/data/test_order.c binding/data/test_order.py",
+            "ctrainer/adapters/lengths.py":
+                "python/data/test_lengths.py binding/data/test_order.py",
             core("data/batches"):
                 "core/data/test_batches.c binding/data/test_batches.py "
                 "core/data/test_blocks.c core/data/test_index.c "

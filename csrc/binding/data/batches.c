@@ -1,5 +1,5 @@
-/* Module functions over batches of data: fairseq's batches by size, rows of padded
- * tokens, the check of an index, and a checksum of a batch.
+/* Module functions over batches of data: fairseq's batches by size, orders by length,
+ * rows of padded tokens, the check of an index, and a checksum of a batch.
  *
  * Results are views or plain bytes: batches as slices of the caller's indices cost no
  * copy, and a table of blocks is one object instead of five integers for each block. */
@@ -9,24 +9,27 @@
 #include "core/base/crc.h"
 #include "core/base/span.h"
 #include "core/data/batches.h"
+#include "core/data/order.h"
 #include "core/data/rows.h"
 
 #include <string.h>
 
 /* ---- fairseq's batches by size --------------------------------------------------- */
 
-/* The core walks the memory by itself, so order and dtype have to be exact. */
+/* A vector of int64 or int32. The core walks the memory by itself, so order and dtype
+ * have to be exact. */
 static int
-view_int64(PyObject *module, PyObject *op, const char *name, int ndim, ctpy_view *view)
+view_integers(PyObject *module, PyObject *op, const char *name, ct_dtype dtype,
+              ctpy_view *view)
 {
     const ctpy_place place = {.what = name, .group = -1};
     if (ctpy_view_of(PyModule_GetState(module), op, &place, view) < 0) {
         return -1;
     }
-    if (view->span.dtype != CT_I64 || view->ndim != ndim || view->strides != NULL) {
+    if (view->span.dtype != dtype || view->ndim != 1 || view->strides != NULL) {
         PyErr_Format(PyExc_ValueError,
-                     "%s must be a C-contiguous array of int64 in %d dimension%s", name,
-                     ndim, ndim == 1 ? "" : "s");
+                     "%s must be a C-contiguous array of %s in 1 dimension", name,
+                     dtype == CT_I64 ? "int64" : "int32");
         return -1;
     }
     return 0;
@@ -103,7 +106,7 @@ cut_by(PyObject *module, const ct_batch_rule *rule, PyObject *indices, PyObject 
     if (ct_batch_rule_check(rule, &err) != CT_OK) {
         return ctpy_raise(&err);
     }
-    if (view_int64(module, indices, "indices", 1, &at) < 0) {
+    if (view_integers(module, indices, "indices", CT_I64, &at) < 0) {
         return NULL;
     }
     if (PyCallable_Check(tokens)) {
@@ -112,7 +115,7 @@ cut_by(PyObject *module, const ct_batch_rule *rule, PyObject *indices, PyObject 
         ct_free(made);
         return batches;
     }
-    if (view_int64(module, tokens, "num_tokens", 1, &lengths) < 0) {
+    if (view_integers(module, tokens, "num_tokens", CT_I64, &lengths) < 0) {
         return NULL;
     }
     if (lengths.span.n != at.span.n) {
@@ -145,6 +148,80 @@ ctpy_batch_by_size(PyObject *module, PyObject *args)
     const ct_batch_rule rule = {
         .max_tokens = max_tokens, .max_sentences = max_sentences, .multiple = multiple};
     return cut_by(module, &rule, indices, tokens);
+}
+
+/* ---- orders by length ------------------------------------------------------------ */
+
+static const char ctpy_order_by_length_doc[] =
+    "order_by_length($module, order, lengths, chunk, longest_first, /)\n--\n\n"
+    "Sort each chunk of order, in place, by descending length; equal ones stay as\n"
+    "they are.\n\n"
+    "order: int64 array of shape (n,), indices into lengths, int32 of shape (m,).\n"
+    "longest_first: exchange the first index with that of the longest sample.\n\n"
+    "Raises ValueError for an index out of range and a chunk below 1.\n"
+    "Source: transformers 5.17, get_length_grouped_indices.";
+
+static PyObject *
+ctpy_order_by_length(PyObject *module, PyObject *args)
+{
+    PyObject *order, *lengths;
+    Py_ssize_t chunk;
+    int longest_first;
+    ctpy_view at, by;
+    ct_error err;
+    ct_status status;
+    if (!PyArg_ParseTuple(args, "OOnp:order_by_length", &order, &lengths, &chunk,
+                          &longest_first) ||
+        view_integers(module, order, "order", CT_I64, &at) < 0 ||
+        view_integers(module, lengths, "lengths", CT_I32, &by) < 0) {
+        return NULL;
+    }
+    const size_t each = chunk < 1 ? 0 : (size_t)chunk;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_order_by_length(at.span.data, at.span.n, by.span.data, by.span.n, each,
+                                &err);
+    if (status == CT_OK && longest_first) {
+        ct_order_longest_first(at.span.data, at.span.n, by.span.data, each);
+    }
+    Py_END_ALLOW_THREADS
+    return status == CT_OK ? Py_NewRef(Py_None) : ctpy_raise(&err);
+}
+
+static const char ctpy_move_rows_doc[] =
+    "move_rows($module, array, to, /)\n--\n\n"
+    "Move row i of a writable array, of shape (n, ...), to place to[i], in place.\n\n"
+    "to: int64 array of shape (n,), a permutation. Raises ValueError for another\n"
+    "length, or for a place that is out of range or taken.";
+
+static PyObject *
+ctpy_move_rows(PyObject *module, PyObject *args)
+{
+    PyObject *array, *to;
+    Py_buffer rows;
+    ctpy_view places;
+    ct_error err;
+    ct_status status = CT_EHOST; /* stays so if an exception is set already */
+    if (!PyArg_ParseTuple(args, "OO:move_rows", &array, &to) ||
+        view_integers(module, to, "to", CT_I64, &places) < 0 ||
+        PyObject_GetBuffer(array, &rows, PyBUF_CONTIG) < 0) {
+        return NULL;
+    }
+    const size_t n = rows.ndim < 1 ? 0 : (size_t)rows.shape[0];
+    if (n != places.span.n) {
+        PyErr_Format(PyExc_ValueError, "there are %zu places for %zu rows",
+                     places.span.n, n);
+    }
+    else {
+        const size_t row_bytes = n == 0 ? 0 : (size_t)rows.len / n;
+        Py_BEGIN_ALLOW_THREADS
+        status = ct_rows_move(rows.buf, n, row_bytes, places.span.data, &err);
+        Py_END_ALLOW_THREADS
+        if (status != CT_OK) {
+            (void)ctpy_raise(&err);
+        }
+    }
+    PyBuffer_Release(&rows);
+    return status == CT_OK ? Py_NewRef(Py_None) : NULL;
 }
 
 static const char ctpy_check_index_doc[] =
@@ -532,10 +609,12 @@ ctpy_batch_digest(PyObject *module, PyObject *args)
 }
 
 PyMethodDef ctpy_data_batches_functions[] = {
-    {"batch_digest",  ctpy_batch_digest,  METH_VARARGS, ctpy_batch_digest_doc },
-    {"batch_by_size", ctpy_batch_by_size, METH_VARARGS, ctpy_batch_by_size_doc},
-    {"check_index",   ctpy_check_index,   METH_VARARGS, ctpy_check_index_doc  },
-    {"pad_rows",      ctpy_pad_rows,      METH_VARARGS, ctpy_pad_rows_doc     },
-    {"token_blocks",  ctpy_token_blocks,  METH_VARARGS, ctpy_token_blocks_doc },
-    {NULL,            NULL,               0,            NULL                  },
+    {"batch_digest",    ctpy_batch_digest,    METH_VARARGS, ctpy_batch_digest_doc   },
+    {"batch_by_size",   ctpy_batch_by_size,   METH_VARARGS, ctpy_batch_by_size_doc  },
+    {"check_index",     ctpy_check_index,     METH_VARARGS, ctpy_check_index_doc    },
+    {"move_rows",       ctpy_move_rows,       METH_VARARGS, ctpy_move_rows_doc      },
+    {"order_by_length", ctpy_order_by_length, METH_VARARGS, ctpy_order_by_length_doc},
+    {"pad_rows",        ctpy_pad_rows,        METH_VARARGS, ctpy_pad_rows_doc       },
+    {"token_blocks",    ctpy_token_blocks,    METH_VARARGS, ctpy_token_blocks_doc   },
+    {NULL,              NULL,                 0,            NULL                    },
 };

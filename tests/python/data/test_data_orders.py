@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from ctrainer.adapters import _torch_batches as batches
+from ctrainer.adapters import lengths
 from ctrainer.adapters import torch as torch_adapter
 from ctrainer.adapters._torch_ranks import RankBatches
 from ctrainer.arguments.accelerator import BatchPlan
@@ -71,7 +72,7 @@ def read(order: Any, generator: torch.Generator | None) -> tuple[list[Any], list
 def test_an_order_begun_anywhere_is_torchs(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "_AT_ONCE", 7)
+    monkeypatch.setattr(lengths, "_AT_ONCE", 7)
     rng = torch.Generator().manual_seed(seed)
     owned, state = bool(draw(rng, 2)), rng.get_state()
 
