@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ctrainer.arguments import accelerator
+from ctrainer.arguments.best import best_metrics
 from ctrainer.arguments.bmuf import way_of
 from ctrainer.arguments.fields import read_field
 from ctrainer.arguments.fsdp import sharding_of
@@ -265,6 +266,16 @@ def validate(args: TrainingArguments) -> None:
     _validate_schedule(args)
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
         _validate_best(args)
+    if best_metrics(args) and args.eval_strategy == IntervalStrategy.NO:
+        raise ValueError(
+            "save_best_limit needs evaluations, by whose metrics it keeps checkpoints, "
+            "and eval_strategy is 'no'; set it to 'steps' or 'epoch'"
+        )
+    if args.save_best_metrics is not None and args.save_best_limit is None:
+        raise ValueError(
+            "save_best_metrics needs save_best_limit, the number of checkpoints to "
+            "keep by each metric; set it, too"
+        )
     for first, second in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
         if getattr(args, first) and getattr(args, second):
             raise ValueError(f"{first} and {second} exclude each other; set one")

@@ -237,6 +237,18 @@ class OwnFields(OlderFields):
         "Also save a checkpoint this many minutes after the last, beside what "
         "save_strategy asks for.",
     )
+    save_best_limit: Count | None = arg(
+        None,
+        "Keep the checkpoints with this many best evaluations and the save_total_limit "
+        "newest (None: 1), and no others; save_strategy='best' saves each that is "
+        "among them.",
+    )
+    save_best_metrics: list[str] | None = arg(
+        None,
+        "Metrics by which save_best_limit keeps the best checkpoints, that many by "
+        "each; 'NAME:min' and 'NAME:max' say what is better, else lower is for names "
+        "that end in 'loss'. None: metric_for_best_model.",
+    )
     crash_record: bool = arg(
         False,
         "An exception in an update leaves its batches, the generators' states and the "

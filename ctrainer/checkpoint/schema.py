@@ -134,6 +134,7 @@ OWN_STATE: dict[str, Kind] = {
     "world_size": whole(1, 1 << 24),
     "loss": mapping(),
     "resume": mapping(),
+    "evaluated": listing(mapping(NUMBER)),
 }
 
 # "data" of POSITION: the place in the training data, and what else the reader of its

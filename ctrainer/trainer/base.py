@@ -74,6 +74,7 @@ class TrainerBase(_C.Trainer):
     _first_place = (0, 0)  # epoch and micro-batch that train() began with
     _stopped = False  # by Ctrl-C or SIGTERM
     _means: dict[str, tuple[Any, float]]  # of log_mean(): sums and weights
+    _evaluated: dict[int, dict[str, float]]  # metrics of best checkpoints, by step
     _part_rows = 0  # at most so many of a micro-batch in memory at once; 0: all
     _split_at = 0  # global_step of the last split
     _retried_at = -1  # global_step in which a single row was tried once more
@@ -105,6 +106,7 @@ class TrainerBase(_C.Trainer):
         made.is_in_train = False
         made._resume_state, made._rank_files, made._eval_dataloaders = {}, {}, {}
         made._known_lengths = {}
+        made._evaluated = {}
         return made
 
     @property

@@ -38,6 +38,7 @@ from ctrainer.checkpoint.disk import replacing
 from ctrainer.checkpoint.files import is_there, naming
 from ctrainer.runtime import messages
 from ctrainer.runtime.fork import temporary_folder
+from ctrainer.trainer import best
 from ctrainer.trainer_state import TrainerState, is_exportable
 from ctrainer.trainer_utils import has_length
 
@@ -166,7 +167,7 @@ def write(trainer: TrainerRun, trial: Any) -> None:
     set_mode("eval", trainer.optimizer)
     try:
         trainer._call_hook("save_model", folder, _internal_call=True)
-        note_best(trainer, trial)
+        best.note_best(trainer, run_dir(trainer, trial))
         if not trainer.args.save_only_model:
             trainer._save_optimizer_and_scheduler(folder)
             trainer._save_scaler(folder)
@@ -268,6 +269,9 @@ def save_trainer_state(trainer: TrainerRun, output_dir: str) -> None:
         "loss": trainer._loss_state(),
         "resume": to_json(where(trainer)),
     }
+    if trainer._evaluated:
+        evaluated = trainer._evaluated.items()
+        content["evaluated"] = [{"step": step, **values} for step, values in evaluated]
     name = own_state_file(trainer)
     add_file(trainer, output_dir, lambda sink: sink.json(name, content))
     trainer._saved_step = trainer.state.global_step
@@ -293,15 +297,6 @@ def run_dir(trainer: TrainerRun, trial: Any = None) -> str:
         return folder
     name = trainer.hp_name
     return os.path.join(folder, name(trial) if name else f"run-{trial.number}")
-
-
-def note_best(trainer: TrainerRun, trial: Any = None) -> None:
-    """Let the state say where the best checkpoint is, or will be in a moment."""
-    best = trainer.state.best_global_step
-    if best and trainer.args.save_strategy != "no":
-        path = os.path.join(run_dir(trainer, trial), f"{PREFIX}-{best}")
-        if best == trainer.state.global_step or os.path.isdir(path):
-            trainer.state.best_model_checkpoint = path
 
 
 def check_save(trainer: TrainerRun) -> None:
@@ -337,9 +332,7 @@ def sorted_checkpoints(
     """
     folder = run_dir(trainer) if output_dir is None else output_dir
     found = find_checkpoints(folder, checkpoint_prefix)
-    kept = {
-        realpath(p) for p in (trainer.state.best_model_checkpoint, *found[-1:]) if p
-    }
+    kept = best.best_checkpoints(trainer, found) | set(map(realpath, found[-1:]))
     return sorted(found, key=lambda path: realpath(path) in kept)
 
 
@@ -347,9 +340,10 @@ def rotate_checkpoints(
     trainer: TrainerRun, use_mtime: bool = False, output_dir: str | None = None
 ) -> None:
     """Remove the oldest checkpoints, by step, beyond args.save_total_limit, never
-    the best or the last; while one is being made, as soon as that is in place."""
-    limit = trainer.args.save_total_limit
-    if limit is None or limit <= 0:
+    the best or the last; while one is being made, as soon as that is in place. With
+    args.save_best_limit all but the newest and the best, that one and these."""
+    limit = trainer.args.save_total_limit or 0
+    if limit <= 0 and getattr(trainer.args, "save_best_limit", None) is None:
         return
     writer = writer_of(trainer)
     run, new = run_dir(trainer, trainer._trial), None
@@ -364,13 +358,14 @@ def rotate_checkpoints(
 def leave_best(trainer: TrainerRun, trial: Any) -> None:
     """At the end of a run with save_total_limit=1, remove all checkpoints but the
     best."""
-    best, args = trainer.state.best_model_checkpoint, trainer.args
-    if best is None or args.save_total_limit != 1 or not args.should_save:
+    one, args = trainer.state.best_model_checkpoint, trainer.args
+    if one is None or args.save_total_limit != 1 or not args.should_save:
         return
     found = find_checkpoints(run_dir(trainer, trial))
-    if realpath(best) in map(realpath, found):
+    if realpath(one) in map(realpath, found):
+        kept = best.best_checkpoints(trainer, found)
         for folder in found:
-            if realpath(folder) != realpath(best):
+            if realpath(folder) not in kept:
                 messages.deleting(folder)
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -380,39 +375,13 @@ def beyond_limit(
 ) -> list[str]:
     found = find_checkpoints(run) if os.path.isdir(run) else []
     every = [p for p in found if new is None or realpath(p) != realpath(new)]
-    kept = {realpath(p) for p in (trainer.state.best_model_checkpoint, new) if p}
-    if new is None and every:
-        kept.add(realpath(every[-1]))
-    extra = len(every) + (new is not None) - max(limit, len(kept))
+    known = [*every, *([] if new is None else [new])]
+    kept = best.best_checkpoints(trainer, known) | set(map(realpath, known[-1:]))
+    if getattr(trainer.args, "save_best_limit", None) is not None:
+        kept |= set(map(realpath, known[-max(limit, 1) :]))
+        limit = 0
+    extra = len(known) - max(limit, len(kept))
     return [p for p in every if realpath(p) not in kept][: max(extra, 0)]
-
-
-def determine_best_metric(
-    trainer: TrainerRun, metrics: dict[str, float], trial: Any = None
-) -> bool:
-    """Is this evaluation the best so far? Notes it in the state if so. Hook.
-
-    Raises KeyError when metric_for_best_model is not among the metrics.
-    """
-    name = trainer.args.metric_for_best_model
-    if name is None:
-        return False
-    name = name if name.startswith("eval_") else f"eval_{name}"
-    if name not in metrics:
-        raise KeyError(
-            f"metric_for_best_model={name!r} is not among the metrics of the "
-            f"evaluation, {sorted(metrics)}; let compute_metrics return it"
-        )
-    value, best = metrics[name], trainer.state.best_metric
-    greater = bool(trainer.args.greater_is_better)
-    if best is None:
-        best = float("-inf") if greater else float("inf")
-    if not (value > best if greater else value < best):
-        return False
-    trainer.state.best_metric = value
-    if trainer.args.save_strategy != "no":
-        trainer.state.best_global_step = trainer.state.global_step
-    return True
 
 
 def last_checkpoint(trainer: TrainerRun) -> str | None:
@@ -588,6 +557,8 @@ def load_own_state(trainer: TrainerRun, checkpoint: str) -> None:
     """Take over the sums and the position of this rank; of a checkpoint that
     another number of ranks has saved the sums alone, for a new rank those of the
     first."""
+    with naming(os.path.join(checkpoint, STATE)):
+        best.recall(trainer, trainer.state.log_history)
     path = os.path.join(checkpoint, own_state_file(trainer))
     if not is_there(path):
         path = os.path.join(checkpoint, OWN_STATE)
@@ -596,6 +567,7 @@ def load_own_state(trainer: TrainerRun, checkpoint: str) -> None:
         return
     content = read_own_state(path)
     with naming(path):
+        best.recall(trainer, content.get("evaluated", ()))
         trainer._set_loss_state(**content["loss"])
     saved_by, resume = content.get("world_size", 1), content["resume"]
     trainer._resumes_ranks = saved_by == trainer.args.world_size

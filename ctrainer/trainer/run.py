@@ -26,6 +26,7 @@ from ctrainer.runtime import messages
 from ctrainer.runtime.hooks import check_optimizer_made
 from ctrainer.runtime.stop import end_by
 from ctrainer.trainer import (
+    best,
     blocks,
     checkpoint,
     data,
@@ -378,6 +379,7 @@ class TrainerRun(TrainerBase):
         self.state.compute_steps(self.args, max_steps)
         self._set_loss_state()
         self._means, self._resume_state, self._stopped = {}, {}, False
+        self._evaluated = {}
         position = (0, 0)
         if resume_from_checkpoint is not None:
             checkpoint.load_trainer_state(self, resume_from_checkpoint)
@@ -490,9 +492,9 @@ class TrainerRun(TrainerBase):
             self._log_window(learning_rate, start_time)
         if self.control.should_evaluate:
             metrics = self._evaluate(trial, ignore_keys_for_eval)
-            best = self._determine_best_metric(metrics, trial)
+            is_best = self._determine_best_metric(metrics, trial)
             if self.args.save_strategy == "best":
-                self.control.should_save = best
+                self.control.should_save = is_best
         if self.control.should_save:
             self._save_atomically(model, trial)
             self._saved_step = self.state.global_step
@@ -801,7 +803,7 @@ class TrainerRun(TrainerBase):
     save_state = checkpoint.save_state
     _sorted_checkpoints = checkpoint.sorted_checkpoints
     _rotate_checkpoints = checkpoint.rotate_checkpoints
-    _determine_best_metric = checkpoint.determine_best_metric
+    _determine_best_metric = best.determine_best_metric
     _load_from_checkpoint = shards.load_from_checkpoint
     _load_optimizer_and_scheduler = shards.load_optimizer_and_scheduler
     _load_scaler = checkpoint.load_scaler

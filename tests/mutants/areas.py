@@ -410,6 +410,8 @@ AREAS = {
             "ctrainer/checkpoint/disk.py":
                 "python/checkpoint/test_durable_files.py "
                 "python/fsdp/test_fsdp_files_together.py",
+            "ctrainer/arguments/best.py ctrainer/trainer/best.py":
+                "python/checkpoint/test_best_checkpoints.py",
             "ctrainer/trainer/checkpoint.py":
                 "python/checkpoint/test_ranks_checkpoints.py "
                 "python/checkpoint/test_trainer_checkpoints.py",

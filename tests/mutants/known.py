@@ -53,8 +53,8 @@ FIXED = (
     Fixed(
         "ctrainer/trainer/checkpoint.py",
         "skip a check",
-        "if new is None and every:",
-        "if False and new is None and every:",
+        "set(map(realpath, known[-1:]))",
+        "({realpath(new)} if new else set())",
         "_rotate_checkpoints called by hand removes the last checkpoint",
         "python/checkpoint/test_trainer_checkpoints.py",
     ),
