@@ -227,6 +227,12 @@ class OwnFields(OlderFields):
         "For updates whose gradients are NaN or Inf: skip them, stop with an error, or "
         "keep them.",
     )
+    skip_grad_norm_sigmas: Annotated[float, Range("(0, inf)")] | None = arg(
+        None,
+        "Skip an update, on all ranks, whose gradient norm exceeds the mean of the 128 "
+        "before by more than this many of their standard deviations, such as 6; the "
+        "log counts spike_steps. The first 64 are never skipped.",
+    )
     log_outputs: list[str] | None = arg(
         None,
         "Outputs of the model that are numbers, such as an auxiliary loss, logged as "

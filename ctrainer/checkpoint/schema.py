@@ -122,6 +122,9 @@ LOSS_SUMS: dict[str, Kind] = {
     "window_start": whole(),
     "nonfinite_steps": whole(),
     "nonfinite_total": whole(),
+    "recent_norms": listing(number(0)),
+    "spike_steps": whole(),
+    "spike_total": whole(),
 }
 
 # Sums of the gradient noise scale, which is no longer measured.

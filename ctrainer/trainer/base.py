@@ -319,6 +319,8 @@ class TrainerBase(_C.Trainer):
         }
         if self._nonfinite_steps:
             logs["nonfinite_steps"] = self._nonfinite_steps
+        if self._spike_steps:
+            logs["spike_steps"] = self._spike_steps
         logs.update(self._grad_metrics or {})
         self._grad_metrics = None
         logs.update(self._take_means())
@@ -331,6 +333,7 @@ class TrainerBase(_C.Trainer):
         """Begin the next window of the log after this update."""
         self._logged_bad += self._window_bad
         self._window_loss, self._window_bad, self._nonfinite_steps = 0.0, 0, 0
+        self._spike_steps = 0
         self._window_start = self._globalstep_last_logged = self.state.global_step
 
     @property
@@ -416,10 +419,14 @@ class TrainerBase(_C.Trainer):
     def _loss_state(self) -> dict[str, Any]:
         """What a resumed run needs to continue with the same sums: numbers."""
         self._read_device_loss()
-        return {key: getattr(self, name) for key, name in _SUMS.items()}
+        state = {key: getattr(self, name) for key, name in _SUMS.items()}
+        if self._recent_norms:
+            state["recent_norms"] = list(self._recent_norms)
+        return state
 
-    def _set_loss_state(self, **sums: float) -> None:
+    def _set_loss_state(self, **sums: Any) -> None:
         """Start the sums of losses anew, or from what _loss_state() returned."""
+        self._recent_norms = tuple(map(float, sums.pop("recent_norms", ())))
         if sums.keys() - _SUMS:
             raise TypeError(f"{sorted(sums)} are not the sums {list(_SUMS)}")
         for key, name in _SUMS.items():
@@ -474,6 +481,8 @@ _SUMS = {
     "window_start": "_window_start",
     "nonfinite_steps": "_nonfinite_steps",
     "nonfinite_total": "_nonfinite_total",
+    "spike_steps": "_spike_steps",
+    "spike_total": "_spike_total",
 }
 _FIELDS = frozenset(
     name

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from ctrainer import _C, adapters, average, integrations, throughput
 from ctrainer.arguments import accelerator
 from ctrainer.arguments.loss_scaler import make_loss_scaler
@@ -530,6 +532,8 @@ class TrainerRun(TrainerBase):
         skipped = self._loss_state()["nonfinite_total"]
         if skipped:
             metrics["nonfinite_steps"] = skipped
+        if self._spike_total:
+            metrics["spike_steps"] = self._spike_total
         self._memory_tracker.stop_and_update_metrics(metrics, "train")
         self.log(metrics)
         self._together("saving the last checkpoint", self._wait_for_save)
@@ -920,6 +924,17 @@ def different_batches(trainer: TrainerRun, n: int, without: int) -> None:
             "many",
             stacklevel=2,
         )
+
+
+def report_spike(trainer: TrainerRun, step: int, norm: float) -> None:
+    """Log why update `step` of the run is skipped."""
+    if trainer.is_world_process_zero():
+        known = np.array(trainer._recent_norms)
+        logger.warning(
+            "The update of step %d is skipped: its gradient norm is %.4g, and the mean "
+            "of the last %d norms %.4g, with a standard deviation of %.2g.", step,
+            norm, len(known), known.mean(), known.std(ddof=1),
+        )  # fmt: skip
 
 
 def no_batches(trainer: TrainerRun) -> None:

@@ -218,7 +218,7 @@ AREAS = {
                 "binding/trainer/test_trainer_failures.py "
                 "parity/test_training.py parity/test_loss_arithmetic.py",
             binding("trainer/update"):
-                "binding/engine/test_clipping.py "
+                "binding/engine/test_clipping.py binding/trainer/test_spikes.py "
                 "binding/trainer/test_trainer_failures.py "
                 "parity/test_training.py python/optim/test_trainer_average.py "
                 "binding/engine/test_gradient_metrics.py python/fsdp/test_fsdp.py "

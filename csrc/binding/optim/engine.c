@@ -739,7 +739,9 @@ static int
 finish(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
        double loss_scale)
 {
-    int skip = !self->result.finite && config->nonfinite != CT_NONFINITE_KEEP;
+    const ct_step_result *result = &self->result;
+    int skip =
+        result->spike || (!result->finite && config->nonfinite != CT_NONFINITE_KEEP);
     return (!skip && plan_operands(self, wrapper) < 0) ||
                    apply(self, config, loss_scale) < 0 ||
                    (self->result.updated && optim_write_groups(self, wrapper) < 0) ||

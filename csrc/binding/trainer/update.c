@@ -32,6 +32,7 @@ typedef struct ctpy_update {
     bool begun;       /* on_pre_optimizer_step has been called */
     bool
         reports_norm; /* somebody else's _get_grad_norm has the last word on the norm */
+    double spike_sigmas; /* of norms that are skipped, or 0 */
     bool clip_first;  /* somebody looks at the gradients between clipping and update */
     ctpy_grads grads; /* those clipped in place */
     ct_step_config config;
@@ -97,6 +98,7 @@ open_config(PyObject *op, ctpy_update *u)
         ctpy_get_double(args, names->str_max_grad_norm, &clip->max_norm) < 0 ||
         read_limit(args, names->str_grad_norm_type, &clip->norm_type) < 0 ||
         read_limit(args, names->str_max_grad_value, &clip->value) < 0 ||
+        read_limit(args, names->str_skip_grad_norm_sigmas, &u->spike_sigmas) < 0 ||
         ctpy_get_flag(args, names->str_clip_by_group, &clip->by_group) < 0 ||
         ctpy_get_flag(args, names->str_log_layer_grad_norms, &u->logs_layers) < 0 ||
         read_policy(args, names, &u->config.nonfinite) < 0;
@@ -562,6 +564,87 @@ report_if_nonfinite(PyObject *op, const ctpy_update *u)
                : report_nonfinite(op, step + 1);
 }
 
+/* ---- spikes: updates whose norm is far above the norms before
+ * -------------------------
+ */
+
+/* The last norms, oldest first, with room for CT_SPIKE_WINDOW; their number. */
+static size_t
+read_norms(const Trainer *self, double *norms)
+{
+    PyObject *known = self->recent_norms;
+    const size_t n =
+        known != NULL && PyTuple_Check(known) ? (size_t)PyTuple_GET_SIZE(known) : 0;
+    const size_t first = n > CT_SPIKE_WINDOW ? n - CT_SPIKE_WINDOW : 0;
+    for (size_t i = first; i < n; i++) {
+        norms[i - first] = PyFloat_AsDouble(PyTuple_GET_ITEM(known, (Py_ssize_t)i));
+    }
+    return n - first;
+}
+
+/* Keeps the newest CT_SPIKE_WINDOW of n norms and this norm, a spike or not: a level
+ * that stays is no spike any more. */
+static int
+keep_norms(Trainer *self, const double *norms, size_t n, double norm)
+{
+    const size_t first = n < CT_SPIKE_WINDOW ? 0 : 1, count = n - first;
+    PyObject *kept = PyTuple_New((Py_ssize_t)count + 1);
+    for (size_t i = 0; kept != NULL && i <= count; i++) {
+        PyObject *item = PyFloat_FromDouble(i < count ? norms[first + i] : norm);
+        if (item == NULL) {
+            Py_CLEAR(kept);
+        }
+        else {
+            PyTuple_SET_ITEM(kept, (Py_ssize_t)i, item);
+        }
+    }
+    if (kept == NULL) {
+        return -1;
+    }
+    Py_XSETREF(self->recent_norms, kept);
+    return 0;
+}
+
+/* Counts the update as skipped, and logs why. */
+static int
+report_spike(PyObject *op, const ctpy_update *u)
+{
+    Trainer *self = (Trainer *)op;
+    int64_t step;
+    self->spike_steps++;
+    self->spike_total++;
+    return ctpy_field_int64(op, ctpy_state_borrow(op)->str_state,
+                            ctpy_state_borrow(op)->str_global_step, &step) < 0
+               ? -1
+               : ctpy_drop_steal(
+                     ctpy_call_function("ctrainer.trainer.run", "report_spike", "(OLd)",
+                                        op, (long long)step + 1, u->result.grad_norm));
+}
+
+/* Decides whether the update is skipped as a spike: on all ranks if on a single rank,
+ * with local steps by each rank alone. */
+static int
+judge_norm(PyObject *op, ctpy_update *u)
+{
+    Trainer *self = (Trainer *)op;
+    double norms[CT_SPIKE_WINDOW];
+    if (!(u->spike_sigmas > 0.0) || !u->result.finite) {
+        return 0;
+    }
+    const size_t n = read_norms(self, norms);
+    double spike =
+        ct_step_is_spike(norms, n, u->result.grad_norm, u->spike_sigmas) ? 1.0 : 0.0;
+    if (PyErr_Occurred() ||
+        (u->blocks == NULL && ctpy_trainer_reduce(op, &spike, 1, CT_REDUCE_MAX) < 0)) {
+        return -1;
+    }
+    u->result.spike = spike > 0.0;
+    return (u->result.spike && report_spike(op, u) < 0) ||
+                   keep_norms(self, norms, n, u->result.grad_norm) < 0
+               ? -1
+               : 0;
+}
+
 /* Clip, the callback before the step, the update, the callback after it. */
 static int
 update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
@@ -571,7 +654,7 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
     if ((!local_steps && average_grads(op, u) < 0) || measure(op, u) < 0 ||
         (!local_steps && agree_finite(op, &u->result.finite) < 0) ||
         measure_layers(op, run, u) < 0 || report_if_nonfinite(op, u) < 0 ||
-        (u->result.finite && clip_update(op, run, u) < 0) ||
+        judge_norm(op, u) < 0 || (u->result.finite && clip_update(op, run, u) < 0) ||
         report_norm(op, run, u) < 0) {
         return -1;
     }
@@ -581,7 +664,8 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
     }
     if (u->engine == NULL) {
         u->result.updated =
-            u->result.finite || u->config.nonfinite == CT_NONFINITE_KEEP;
+            !u->result.spike &&
+            (u->result.finite || u->config.nonfinite == CT_NONFINITE_KEEP);
         if (u->result.updated && call(u->optimizer, names->str_step) < 0) {
             return -1;
         }
@@ -705,7 +789,8 @@ can_enqueue(PyObject *op, const ctpy_update *u, ct_step_config *config,
             ct_step_scale *scale)
 {
     const bool alone = u->shards == NULL && ctpy_trainer_is_alone(op);
-    int can = u->engine != NULL && !u->clip_first && !u->logs_layers;
+    int can = u->engine != NULL && !u->clip_first && !u->logs_layers &&
+              u->spike_sigmas == 0.0; /* the host compares norms */
     *config = u->config;
     config->comm = gpu_group(op, u);
     if (can > 0 && !alone && u->shards == NULL) {

@@ -203,6 +203,25 @@ ct_step_measure(ct_optim *optim, void *stream, const ct_step_config *config,
     return status;
 }
 
+/* ---- spikes ---------------------------------------------------------------------- */
+
+bool
+ct_step_is_spike(const double *norms, size_t n, double norm, double sigmas)
+{
+    double sum = 0.0, squares = 0.0;
+    if (n < CT_SPIKE_LEAST) {
+        return false;
+    }
+    for (size_t i = 0; i < n; i++) {
+        sum += norms[i];
+    }
+    const double mean = sum / (double)n;
+    for (size_t i = 0; i < n; i++) {
+        squares += (norms[i] - mean) * (norms[i] - mean);
+    }
+    return norm - mean > sigmas * sqrt(squares / (double)(n - 1));
+}
+
 /* ---- applying -------------------------------------------------------------------- */
 
 static ct_status
@@ -247,8 +266,9 @@ ct_step_apply(ct_optim *optim, void *stream, const ct_step_config *config,
     if (status != CT_OK) {
         return status;
     }
-    const bool keep = result->finite || config->nonfinite == CT_NONFINITE_KEEP;
-    if (!keep && config->nonfinite == CT_NONFINITE_STOP) {
+    const bool usable = result->finite || config->nonfinite == CT_NONFINITE_KEEP;
+    const bool keep = usable && !result->spike;
+    if (!usable && config->nonfinite == CT_NONFINITE_STOP) {
         return stop(result, err);
     }
     if (keep) {

@@ -328,6 +328,50 @@ test_sums_are_those_of_each_gradient_of_each_group_and_of_all(void)
     }
 }
 
+static void
+test_a_spike_is_far_above_the_norms_before(void)
+{
+    double norms[CT_SPIKE_WINDOW];
+    for (size_t i = 0; i < CT_SPIKE_WINDOW; i++) {
+        norms[i] = i % 2 == 0 ? 1.0 : 3.0; /* mean 2, variance n / (n - 1) */
+    }
+    for (size_t n = CT_SPIKE_LEAST; n <= CT_SPIKE_WINDOW; n += 2) {
+        const double limit = 2.0 + 6.0 * sqrt((double)n / (double)(n - 1));
+        CHECK(!ct_step_is_spike(norms, n, limit - 1e-9, 6.0));
+        CHECK(ct_step_is_spike(norms, n, limit + 1e-9, 6.0));
+        CHECK(!ct_step_is_spike(norms, n, 0.0, 6.0)); /* far below is none */
+        CHECK(!ct_step_is_spike(norms, n, NAN, 6.0));
+    }
+    CHECK(!ct_step_is_spike(norms, CT_SPIKE_LEAST - 1, 1e9, 6.0));
+    CHECK(!ct_step_is_spike(NULL, 0, 1e9, 6.0));
+    for (size_t i = 0; i < CT_SPIKE_WINDOW; i++) {
+        norms[i] = 0.1;
+    }
+    CHECK(!ct_step_is_spike(norms, CT_SPIKE_WINDOW, 0.1, 1.0));
+    CHECK(ct_step_is_spike(norms, CT_SPIKE_WINDOW, 0.2, 1.0));
+}
+
+static void
+test_a_spike_is_skipped_whatever_the_policy(void)
+{
+    static const ct_nonfinite policies[] = {CT_NONFINITE_SKIP, CT_NONFINITE_STOP,
+                                            CT_NONFINITE_KEEP};
+    for (size_t i = 0; i < 3; i++) {
+        fixture f;
+        const ct_step_config config = {.nonfinite = policies[i]};
+        ct_step_result result;
+        fixture_init(&f, 3.0f, 4.0f);
+        CHECK(ct_step_measure(f.optim, &ct_the_stream, &config, 1.0, &result, NULL) ==
+              CT_OK);
+        CHECK(!result.spike);
+        result.spike = true;
+        CHECK(ct_step_apply(f.optim, &ct_the_stream, &config, 1.0, &result, NULL) ==
+              CT_OK);
+        CHECK(!result.updated && f.param[0] == 0.0f && f.param[1] == 0.0f);
+        ct_optim_free(f.optim);
+    }
+}
+
 int
 main(void)
 {
@@ -346,5 +390,7 @@ main(void)
     test_an_enqueued_step_that_keeps_infinities_counts();
     test_a_step_is_measured_first_where_the_host_has_to_decide();
     test_sums_are_those_of_each_gradient_of_each_group_and_of_all();
+    test_a_spike_is_far_above_the_norms_before();
+    test_a_spike_is_skipped_whatever_the_policy();
     return 0;
 }
