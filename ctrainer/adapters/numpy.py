@@ -213,7 +213,8 @@ def _split(*args: Any) -> NoReturn:
     _reject("auto_find_batch_size")
 
 
-gradient_marks = zero_grads = same_rng = normalizes_batches = evaluated = _split
+gradient_marks = drop_gradients = hold_gradients = same_rng = _split
+normalizes_batches = evaluated = _split
 
 
 def no_grad() -> contextlib.AbstractContextManager[Any]:

@@ -29,7 +29,8 @@ Model = nn.Module
 
 default_collator = batches.default_collator
 gradient_marks = memory.gradient_marks
-zero_grads = memory.zero_grads
+drop_gradients = memory.drop_gradients
+hold_gradients = memory.hold_gradients
 same_rng = memory.same_rng
 normalizes_batches = memory.normalizes_batches
 evaluated = memory.evaluated

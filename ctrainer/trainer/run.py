@@ -405,7 +405,7 @@ class TrainerRun(TrainerBase):
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model
         self._syncs_each_batch = accelerator.syncs_each_batch(self.args)
-        memory.prepare(self)
+        memory.prepare(self, model)
         self._records_crash = bool(getattr(self.args, "crash_record", False))
         self._loss_scaler = self._make_loss_scaler()
         made = average.from_arguments(self.args, self.model)

@@ -6,10 +6,9 @@
  * what callbacks and signals request: each takes part in each agreement, in the same
  * order, or every rank raises.
  *
- * With args.auto_find_batch_size a micro-batch that runs out of memory is trained on in
- * parts of fewer rows, like all later micro-batches. A failure in the forward pass
- * repeats the part; a failure in the backward pass, after some gradients have been
- * added, repeats the update. */
+ * With args.auto_find_batch_size micro-batches run in parts (binding/engine/parts.h).
+ */
+#include "binding/engine/parts.h"
 #include "binding/runtime/buffer.h"
 #include "binding/trainer/trainer.h"
 
@@ -419,104 +418,33 @@ run_pass(PyObject *op, ctpy_run *run, const micro_batch *batch, double *loss)
 /* ---- parts of a micro-batch, after running out of memory ---------------------------
  */
 
-/* After an exception in a part. 0: smaller parts are to be tried; 1: the update has to
- * begin anew, since the backward pass has left some gradients; -1, with the exception:
- * not about memory, or the part cannot be divided. */
-static int
-recover(PyObject *op, const ctpy_run *run, PyObject *before, PyObject *part)
-{
-    PyObject *error = ctpy_take_exception();
-    PyObject *answer =
-        ctpy_call_function("ctrainer.trainer.memory", "recover", "(OOOOO)", op,
-                           run->model, before, part, error);
-    const int again = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
-    Py_DECREF(error);
-    return again;
-}
+typedef struct pass {
+    PyObject *op;
+    ctpy_run *run;
+    const micro_batch *whole;
+    double *loss;
+} pass;
 
-/* The part of a micro-batch from *row on. Sets *row to the first row after the part, or
- * to -1 at the end. */
 static int
-run_part(PyObject *op, ctpy_run *run, const micro_batch *whole, Py_ssize_t *row,
-         double *loss)
+run_part(void *context, PyObject *part, double weight, bool last)
 {
-    micro_batch part = *whole;
-    double fraction, sum = 0.0;
-    Py_ssize_t next;
-    PyObject *before =
-        ctpy_call_function("ctrainer.trainer.memory", "before", "(O)", op);
-    PyObject *taken = before == NULL
-                          ? NULL
-                          : ctpy_call_function("ctrainer.trainer.memory", "take_part",
-                                               "(OOn)", op, whole->inputs, *row);
-    int result =
-        taken == NULL || !PyArg_ParseTuple(taken, "Odn", &part.inputs, &fraction, &next)
-            ? -1
-            : 0;
-    if (result == 0) {
-        part.share = whole->share * fraction;
-        part.last = whole->last && next < 0;
-        result = run_pass(op, run, &part, &sum);
-        if (result == 0) {
-            *loss += sum;
-            *row = next;
-        }
-        else {
-            result = recover(op, run, before, part.inputs);
-        }
-    }
-    Py_XDECREF(taken);
-    Py_XDECREF(before);
+    const pass *p = context;
+    const micro_batch batch = {part, p->whole->count, p->whole->share * weight,
+                               p->whole->last && last};
+    double loss = 0.0;
+    const int result = run_pass(p->op, p->run, &batch, &loss);
+    *p->loss += result == 0 ? loss : 0.0;
     return result;
 }
 
-/* As run_pass(); 1 where the update has to begin anew. */
+/* As run_pass(). 1: the update has to begin anew. */
 static int
-run_micro_batch(PyObject *op, ctpy_run *run, const micro_batch *batch, double *loss)
+run_micro_batch(PyObject *op, ctpy_run *run, const micro_batch *batch, PyObject *parts,
+                double *loss)
 {
-    Py_ssize_t row = 0;
-    int result = 0;
-    if (!((Trainer *)op)->splits_batches) {
-        return run_pass(op, run, batch, loss);
-    }
-    while (result == 0 && row >= 0) {
-        result = run_part(op, run, batch, &row, loss);
-    }
-    return result;
-}
-
-/* What the micro-batches of an update begin with, to begin anew with it. */
-typedef struct beginning {
-    PyObject *before; /* NULL where no batch is split */
-    PyObject *device_loss;
-} beginning;
-
-static int
-begin(PyObject *op, beginning *b)
-{
-    const Trainer *self = (const Trainer *)op;
-    *b = (beginning){NULL, Py_XNewRef(self->device_loss)};
-    if (self->splits_batches) {
-        b->before = ctpy_call_function("ctrainer.trainer.memory", "before", "(O)", op);
-    }
-    return self->splits_batches && b->before == NULL ? -1 : 0;
-}
-
-static int
-begin_anew(PyObject *op, const beginning *b, double *loss)
-{
-    *loss = 0.0;
-    Py_XSETREF(((Trainer *)op)->device_loss, Py_XNewRef(b->device_loss));
-    return ctpy_drop_steal(
-        ctpy_call_function("ctrainer.trainer.memory", "rewind", "(OO)", op, b->before));
-}
-
-static void
-end(beginning *b)
-{
-    Py_CLEAR(b->before);
-    Py_CLEAR(b->device_loss);
+    pass p = {op, run, batch, loss};
+    return parts == NULL ? run_pass(op, run, batch, loss)
+                         : ctpy_parts_run(parts, batch->inputs, run_part, &p);
 }
 
 /* ---- all of an update ------------------------------------------------------------ */
@@ -564,6 +492,48 @@ finish_micro_batch(PyObject *op, ctpy_run *run, PyObject *inputs, bool last)
     return ctpy_trainer_is_alone(op) ? callback_stops(op) : 0;
 }
 
+/* Of the micro-batches of an update, each counted once, also after repetitions. */
+typedef struct progress {
+    Py_ssize_t at, begun, done;
+    double loss;
+    bool stops; /* a callback ends the update */
+} progress;
+
+/* The micro-batch at p->at. 1: the update has to begin anew. */
+static int
+next_micro_batch(PyObject *op, ctpy_run *run, const micro_batch *batch, PyObject *parts,
+                 progress *p)
+{
+    int result = note_sync(op, batch->last);
+    if (result == 0 && p->at == p->begun) {
+        p->begun++;
+        result = count_rows(op, run, batch->inputs);
+    }
+    if (result == 0) {
+        result = run_micro_batch(op, run, batch, parts, &p->loss);
+    }
+    if (result == 0 && batch->last) {
+        result = ctpy_parts_agree(parts);
+    }
+    if (result == 0 && p->at == p->done) {
+        p->done++;
+        result = finish_micro_batch(op, run, batch->inputs, batch->last);
+        p->stops = result > 0;
+    }
+    p->at++;
+    return p->stops ? 0 : result;
+}
+
+/* Without the losses that the micro-batches have added up. */
+static int
+begin_anew(PyObject *op, PyObject *parts, PyObject *device_loss, progress *p)
+{
+    p->at = 0;
+    p->loss = 0.0;
+    Py_XSETREF(((Trainer *)op)->device_loss, Py_XNewRef(device_loss));
+    return ctpy_parts_call(parts, "rewind");
+}
+
 /* All micro-batches of an update, with their shares in its loss, which is added up in
  * *loss. 1: the update follows; 0: a callback has stopped training; -1. */
 static int
@@ -571,36 +541,24 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
                   const double *shares, double *loss)
 {
     const Py_ssize_t n = PyList_GET_SIZE(batches);
-    Py_ssize_t begun = 0, done = 0; /* each is counted once, also if it runs again */
-    beginning at;
-    int result = begin(op, &at);
-    for (Py_ssize_t i = 0; result == 0 && i < n;) {
-        PyObject *inputs = Py_NewRef(PyList_GET_ITEM(batches, i));
-        const bool last = i + 1 == n;
-        const micro_batch batch = {inputs, count, shares[i], last};
-        result = note_sync(op, last);
-        if (result == 0 && i == begun) {
-            begun++;
-            result = count_rows(op, run, inputs);
-        }
-        if (result == 0) {
-            result = run_micro_batch(op, run, &batch, loss);
-        }
+    PyObject *parts = ctpy_field(((Trainer *)op)->parts);
+    PyObject *device_loss = Py_XNewRef(((Trainer *)op)->device_loss);
+    progress p = {0};
+    int result = ctpy_parts_call(parts, "begin");
+    while (result == 0 && !p.stops && p.at < n) {
+        PyObject *inputs = Py_NewRef(PyList_GET_ITEM(batches, p.at));
+        const micro_batch batch = {inputs, count, shares[p.at], p.at + 1 == n};
+        result = next_micro_batch(op, run, &batch, parts, &p);
         if (result > 0) {
-            result = begin_anew(op, &at, loss);
-            i = 0;
-        }
-        else if (result == 0) {
-            if (i == done) {
-                done++;
-                result = finish_micro_batch(op, run, inputs, last);
-            }
-            i++;
+            result = begin_anew(op, parts, device_loss, &p);
         }
         Py_DECREF(inputs);
     }
-    end(&at);
-    return result < 0 ? -1 : result == 0;
+    ctpy_parts_end(parts);
+    Py_XDECREF(device_loss);
+    Py_XDECREF(parts);
+    *loss = p.loss;
+    return result < 0 ? -1 : !p.stops;
 }
 
 /* ---- one update ------------------------------------------------------------------ */

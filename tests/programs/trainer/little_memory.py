@@ -40,4 +40,4 @@ if limit:
     resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
 trainer.train()
 losses = [e["loss"] for e in trainer.state.log_history if "loss" in e]
-print(json.dumps({"losses": losses, "rows": trainer._part_rows}))
+print(json.dumps({"losses": losses, "rows": trainer._parts.rows}))

@@ -10,7 +10,7 @@ from ranks import run, run_alone, told
 torch = pytest.importorskip("torch")
 
 import ctrainer  # noqa: E402
-from ctrainer.trainer import memory  # noqa: E402
+from ctrainer.runtime import parts  # noqa: E402
 
 N = 50
 
@@ -58,7 +58,7 @@ def rows_of_data():
     ]
 
 
-def trained(folder, fails=None, kind="mean", **options):
+def trained(folder, fails=None, kind="mean", model=None, **options):
     options = {"num_train_epochs": 6, "gradient_accumulation_steps": 2, **options}
     options = {"per_device_train_batch_size": 7, **options}
     args = ctrainer.TrainingArguments(
@@ -66,7 +66,7 @@ def trained(folder, fails=None, kind="mean", **options):
         save_strategy="no", use_cpu=True, disable_tqdm=True, learning_rate=0.02,
         auto_find_batch_size=True, **options,
     )  # fmt: skip
-    model = Net(kind)
+    model = model or Net(kind)
     model.fails = fails or model.fails
     trainer = ctrainer.Trainer(model, args, train_dataset=rows_of_data())
     trainer.remove_callback(ctrainer.PrinterCallback)
@@ -117,8 +117,9 @@ def with_failures(folder, seed, **options):
 @pytest.mark.parametrize("kind", ["mean", "sum"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_with_failures_is_the_run_without(tmp_path, seed, kind) -> None:
-    options = {"kind": kind, "gradient_accumulation_steps": 1 + seed % 3}
-    options["num_train_epochs"] = 12 * (1 + seed % 3)
+    accumulated = (1, 2, 3, 6)[seed]
+    options = {"kind": kind, "gradient_accumulation_steps": accumulated}
+    options["num_train_epochs"] = 12 * accumulated
     plain = trained(tmp_path / "plain", **options)
     failing, draws = with_failures(tmp_path / "failing", seed, **options)
     assert len(draws.failed) > 50
@@ -127,6 +128,52 @@ def test_a_run_with_failures_is_the_run_without(tmp_path, seed, kind) -> None:
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
     assert failing.state.global_step == plain.state.global_step
     assert failing.state.epoch == plain.state.epoch
+
+
+class Reused(Net):
+    """Recomputes in the backward pass, which then adds to a gradient three times, and
+    fails between two of them."""
+
+    def forward(self, x, labels=None, more=None):
+        rows, x = len(x), x.clone().requires_grad_()
+        for i in range(2):
+            step = torch.utils.checkpoint.checkpoint(self.a, x, use_reentrant=True)
+            x = x + torch.tanh(step)[:, :4]
+            if i == 0 and x.requires_grad:
+                x.register_hook(lambda grad: self.check("between", rows))
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize(
+    ("kind", "repeated"), [("mean", 1), ("dropout", 5), ("reused", 5)]
+)
+def test_how_much_a_failure_in_the_backward_pass_repeats(
+    tmp_path, kind, repeated
+) -> None:
+    """Of the fifth of six micro-batches: that one, where the pass is known to add to
+    each gradient once and to compute the same again; else all five."""
+    seen = []
+
+    def fails(place, rows):
+        seen.append((place, rows))
+        where = "between" if kind == "reused" else "backward"
+        return place == where and len(seen) == (15 if kind == "reused" else 10)
+
+    def run_with(fails):
+        return trained(
+            tmp_path, fails, kind, Reused() if kind == "reused" else None, max_steps=2,
+            gradient_accumulation_steps=6, per_device_train_batch_size=8,
+        )  # fmt: skip
+
+    plain, failing = run_with(None), run_with(fails)
+    rows = sum(n for place, n in seen if place == "forward")
+    seen_of_plain = 8 * 6 + 2
+    assert rows == seen_of_plain + 8 * repeated
+    if kind != "dropout":
+        assert losses(failing) == pytest.approx(losses(plain), rel=1e-6)
+        pairs = zip(failing.model.parameters(), plain.model.parameters(), strict=True)
+        for a, b in pairs:
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_logged_of_a_pass_that_is_repeated_counts_once(tmp_path) -> None:
@@ -165,7 +212,7 @@ def test_what_is_logged_of_a_pass_that_is_repeated_counts_once(tmp_path) -> None
 
 
 def test_parts_fit_from_then_on_and_grow_again(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(memory, "_GROWTH_INTERVAL", 10)
+    monkeypatch.setattr(parts, "_GROWTH_INTERVAL", 10)
     seen = []
 
     def fails(place, rows):
@@ -189,7 +236,7 @@ def test_rows_that_depend_on_each_other_are_not_split_quietly(tmp_path, kind) ->
     with pytest.raises(ValueError, match="split_coupled_rows=True"):
         trained(tmp_path, fails, kind, **whole)
     trainer = trained(tmp_path, fails, kind, split_coupled_rows=True, **whole)
-    assert trainer._part_rows == 4
+    assert trainer._parts.rows == 4
 
 
 def test_what_draws_is_reported_and_keeps_the_generators(tmp_path, caplog) -> None:
@@ -200,7 +247,7 @@ def test_what_draws_is_reported_and_keeps_the_generators(tmp_path, caplog) -> No
         return place == "forward" and len(failed) == 9
 
     trainer = trained(tmp_path, fails, "dropout", max_steps=8)
-    assert trainer._part_rows == 4
+    assert trainer._parts.rows == 4
     assert "the model draws random numbers" in caplog.text
 
 
@@ -293,7 +340,7 @@ def test_parts_weigh_what_they_have_of_the_targets(tmp_path, made) -> None:
         return trainer
 
     plain, split = run_with(False), run_with(True)
-    assert split._part_rows == 2
+    assert split._parts.rows == 2
     assert losses(split) == pytest.approx(losses(plain), rel=1e-5)
     for a, b in zip(plain.model.parameters(), split.model.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -319,7 +366,7 @@ def _fails_above(rows):
     ],
 )  # fmt: skip
 def test_reports_of_too_little_memory(error, found) -> None:
-    assert memory.is_out_of_memory(error) == found
+    assert parts.is_out_of_memory(error) == found
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
