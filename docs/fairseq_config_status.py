@@ -73,6 +73,7 @@ SUPPORTED = {
     "common.on_cpu_convert_precision": _STEP,
     "common.seed": _STEP,
     "common.tensorboard_logdir": _BAR,
+    "common.split_oom_batches": _STEP,
     "common.threshold_loss_scale": _STEP,
     "common.user_dir": _TRAIN,
     "common.wandb_project": _BAR,

@@ -21,6 +21,7 @@ import numpy as np
 from ctrainer import _C
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.fairseq import _sharding
+from ctrainer.fairseq._split import Samples
 from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
 from ctrainer.fairseq.config.base import setting
 from ctrainer.fairseq.ema import EMA
@@ -101,6 +102,7 @@ class Step(_C.FairseqTrainer):
         self._ranks = self.data_parallel_world_size
         self._bmuf = bool(_number(cfg, "optimization", "use_bmuf", 0))
         self._slowmo = setting(cfg, "distributed_training", "ddp_backend") == "slowmo"
+        self._parts = self._split_samples()
         self._take_settings(
             metrics=self._metrics,
             clip_norm=self._clip_norm,
@@ -111,7 +113,20 @@ class Step(_C.FairseqTrainer):
             cuda=self.cuda,
             original_dummies=self.original_dummies,
             criterion_trains=self._criterion_trains,
+            parts=self._parts,
         )
+
+    def _split_samples(self) -> Samples | None:
+        """What splits samples that run out of memory, where cfg asks for that."""
+        if not _number(self.cfg, "common", "split_oom_batches", 0):
+            return None
+        if self.is_fsdp:
+            raise ValueError(
+                "common.split_oom_batches does not go with --ddp-backend=fully_sharded:"
+                " the other processes would wait for the one that runs out of memory; "
+                "leave out --split-oom-batches"
+            )
+        return Samples(self)
 
     def reinitialize(self) -> None:
         """Forget schedule, optimizer and wrappers, as after a change of the parameters,
@@ -723,7 +738,8 @@ class Step(_C.FairseqTrainer):
             return _sharding.wrap(self.cfg, module, self._sharing_communicator())
         from ctrainer.fairseq import wrappers
 
-        return wrappers.wrap(
+        make = wrappers.wrap if self._parts is None else wrappers.wrap_apart
+        return make(
             self.cfg.distributed_training,
             module,
             self.data_parallel_process_group,

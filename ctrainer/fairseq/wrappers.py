@@ -72,6 +72,25 @@ def wrap(options: Any, module: nn.Module, group: Any, device: Any) -> nn.Module:
     return LegacyDistributed(module, group)
 
 
+def wrap_apart(options: Any, module: nn.Module, group: Any, device: Any) -> nn.Module:
+    """wrap(), but with pytorch_ddp, too, gradients are averaged after the backward
+    passes, whose number may differ between ranks.
+
+    Raises:
+        ValueError: as wrap(), or an option of pytorch_ddp acts within its passes.
+    """
+    if getattr(options, "ddp_backend", "pytorch_ddp") not in ("c10d", "pytorch_ddp"):
+        return wrap(options, module, group, device)
+    for name, without in (("ddp_comm_hook", "none"), ("broadcast_buffers", False)):
+        if (value := getattr(options, name, without)) != without:
+            raise ValueError(
+                f"distributed_training.{name} is {value!r}, and acts within a forward "
+                "or backward pass, which split_oom_batches repeats on one rank alone: "
+                f"leave out one of both, {name} or split_oom_batches"
+            )
+    return LegacyDistributed(module, group)
+
+
 def _parallel(
     options: Any, module: nn.Module, group: Any, device: Any, hook: str
 ) -> nn.Module:

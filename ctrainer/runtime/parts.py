@@ -39,6 +39,7 @@ class Parts:
 
     rows = 0  # at most so many in memory at once; 0: all
     kind: str | None = None  # of the loss of rows: "mean", "sum" or "coupled"
+    kinds: Sequence[str] = ("mean", "sum")  # of loss that may be split
     what = "a micro-batch"
     logger = logging.getLogger("ctrainer.trainer")
 
@@ -239,8 +240,8 @@ class Parts:
     # What kind of loss it is
 
     def _kind(self, part: Any, rows: int) -> str:
-        """Is the loss of rows the mean of the losses of their halves, or the sum? Both
-        are computed for a few rows, without gradients and in evaluation mode.
+        """Is the loss of rows the mean of the losses of their halves, or the sum? Each
+        is computed for a few rows, without gradients and in evaluation mode.
 
         Raises ValueError for any other loss, unless such a loss may be split.
         """
@@ -249,9 +250,8 @@ class Parts:
             kind = self._compare(part, rows)
             if kind is not None:
                 return kind
-            why = (
-                "has a loss of rows that is neither the mean nor the sum of its parts'"
-            )
+            kinds = " nor the ".join(self.kinds)
+            why = f"has a loss of rows that is not the {kinds} of its parts'"
         remedy = self.coupled()
         if not remedy:
             return "coupled"
@@ -261,8 +261,8 @@ class Parts:
         )
 
     def _compare(self, batch: Any, rows: int) -> str | None:
-        """By the loss of the first rows and the losses of their halves: "mean", "sum",
-        or None for neither."""
+        """By the loss of the first rows and the losses of their halves: one of `kinds`,
+        or None for another."""
         n = min(rows, _TRIED)
         while True:
             cuts = ((0, n), (0, n // 2), (n // 2, n))
@@ -277,7 +277,8 @@ class Parts:
                 n = max(n // 2, 2)
         sizes = (end - begin for begin, end in cuts)
         weights = list(map(self.weight, tried, sizes))
-        return _kind_of(weights, list(zip(*found, strict=True)))
+        kinds = _kinds_of(weights, list(zip(*found, strict=True)))
+        return next((kind for kind in self.kinds if kind in kinds), None)
 
 
 def _additions(before: tuple[int, int] | None, after: tuple[int, int] | None) -> int:
@@ -287,18 +288,19 @@ def _additions(before: tuple[int, int] | None, after: tuple[int, int] | None) ->
     return after[1] - before[1]
 
 
-def _kind_of(weights: list[float], values: list[tuple[float, ...]]) -> str | None:
+def _kinds_of(weights: list[float], values: list[tuple[float, ...]]) -> set[str]:
     """values: of each number that of the whole, and those of its halves."""
     if not weights[0] or not all(math.isfinite(whole) for whole, *_ in values):
-        return None
-    means, sums = [], []
+        return set()
+    kinds = {"mean", "sum"}
     for whole, *halves in values:
         scale = _TOLERANCE * max(abs(x) for x in (whole, *halves) if math.isfinite(x))
         seen = [(w, x) for w, x in zip(weights[1:], halves, strict=True) if w]
-        mean = sum(w * x for w, x in seen) / weights[0]
-        means.append(abs(whole - mean) <= scale)
-        sums.append(abs(whole - sum(x for _, x in seen)) <= scale)
-    return "mean" if all(means) else "sum" if all(sums) else None
+        if abs(whole - sum(w * x for w, x in seen) / weights[0]) > scale:
+            kinds.discard("mean")
+        if abs(whole - sum(x for _, x in seen)) > scale:
+            kinds.discard("sum")
+    return kinds
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -11,6 +11,7 @@
  *
  * Source: fairseq, fairseq/trainer.py. */
 #include "binding/comm/communicator.h"
+#include "binding/engine/parts.h"
 #include "binding/runtime/objects.h"
 
 #include "core/base/alloc.h"
@@ -24,6 +25,7 @@ typedef struct FairseqTrainer {
     PyObject_HEAD
     PyObject *metrics;  /* the module that the task logs into; NULL without settings */
     PyObject *keywords; /* names of task.train_step's arguments, ema_model last */
+    PyObject *parts;    /* of samples without enough memory; NULL: these are dropped */
     double clip_norm;   /* 0: no clipping */
     long long world_size; /* ranks of the data-parallel group */
     int amp, bmuf, slowmo, cuda;
@@ -67,7 +69,7 @@ FairseqTrainer_init(PyObject *Py_UNUSED(op), PyObject *Py_UNUSED(args),
     return 0;
 }
 
-#define TRAINER_OBJECTS(V) V(metrics) V(keywords)
+#define TRAINER_OBJECTS(V) V(metrics) V(keywords) V(parts)
 CTPY_LIFETIME(FairseqTrainer, TRAINER_OBJECTS)
 
 /* ---- calls of Python ------------------------------------------------------------- */
@@ -168,26 +170,28 @@ LAZY(lr_scheduler, _lr_scheduler, _build_optimizer, NULL)
 
 static const char FairseqTrainer__take_settings_doc[] =
     "_take_settings($self, *, metrics, clip_norm, world_size, amp, bmuf, slowmo,\n"
-    "               cuda, original_dummies, criterion_trains)\n--\n\n"
+    "               cuda, original_dummies, criterion_trains, parts)\n--\n\n"
     "Set what train_step() needs of the config and the model.\n\n"
     "metrics: the module that the task logs into. world_size: ranks that exchange\n"
-    "gradients. original_dummies: a dummy in the last place voids the whole update.";
+    "gradients. original_dummies: a dummy in the last place voids the whole update.\n"
+    "parts: a Parts of samples that run out of memory; None: these are dropped.";
 
 static PyObject *
 FairseqTrainer__take_settings(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {
-        "metrics", "clip_norm",        "world_size",       "amp", "bmuf", "slowmo",
-        "cuda",    "original_dummies", "criterion_trains", NULL};
+        "metrics", "clip_norm",        "world_size",       "amp",   "bmuf", "slowmo",
+        "cuda",    "original_dummies", "criterion_trains", "parts", NULL};
     FairseqTrainer *self = (FairseqTrainer *)op;
-    PyObject *metrics;
+    PyObject *metrics, *parts;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "$OdLpppppp:_take_settings", names, &metrics,
+            args, kwargs, "$OdLppppppO:_take_settings", names, &metrics,
             &self->clip_norm, &self->world_size, &self->amp, &self->bmuf, &self->slowmo,
-            &self->cuda, &self->original_dummies, &self->criterion_trains)) {
+            &self->cuda, &self->original_dummies, &self->criterion_trains, &parts)) {
         return NULL;
     }
     Py_XSETREF(self->metrics, Py_NewRef(metrics));
+    Py_XSETREF(self->parts, parts == Py_None ? NULL : Py_NewRef(parts));
     Py_RETURN_NONE;
 }
 
@@ -251,7 +255,8 @@ typedef struct update {
     Py_ssize_t place;      /* of the sample under way; -1 outside the samples */
     long ooms;             /* samples dropped for lack of memory */
     bool last_is_dummy, overflow, raise_oom;
-    bool synced; /* the sums are over all ranks */
+    bool part_follows; /* of the same sample */
+    bool synced;       /* the sums are over all ranks */
 } update;
 
 static void
@@ -305,7 +310,7 @@ begin(PyObject *op, update *u)
 static bool
 is_last(const update *u)
 {
-    return u->place == PyList_GET_SIZE(u->samples) - 1;
+    return !u->part_follows && u->place == PyList_GET_SIZE(u->samples) - 1;
 }
 
 /* task.train_step(...) of a sample: the tuple (loss, sample_size, output). */
@@ -490,18 +495,58 @@ sum_samples(PyObject *op, update *u)
     return failed ? -1 : 1;
 }
 
+typedef struct part_run {
+    PyObject *op;
+    update *update;
+} part_run;
+
+/* The loss and the sample size of a sample are sums: a part has no weight. */
+static int
+run_part(void *context, PyObject *part, double Py_UNUSED(weight), bool last)
+{
+    const part_run *run = context;
+    run->update->part_follows = !last;
+    const int result = run_prepared(run->op, run->update, part);
+    run->update->part_follows = false;
+    return result;
+}
+
+/* The sample at u->place, whole or in parts; u->place becomes -1 for an update that has
+ * to begin anew. */
+static int
+run_sample(PyObject *op, update *u, PyObject *sample)
+{
+    PyObject *parts = Py_XNewRef(((FairseqTrainer *)op)->parts);
+    part_run run = {op, u};
+    int result = parts == NULL ? run_prepared(op, u, sample)
+                               : ctpy_parts_run(parts, sample, run_part, &run);
+    if (result > 0) {
+        u->place = -1;
+        result = forget_sums(op, u) < 0 ? -1 : ctpy_parts_call(parts, "rewind");
+    }
+    else if (result < 0) {
+        result = recover(op, u);
+    }
+    Py_XDECREF(parts);
+    return result;
+}
+
 /* Forward and backward of every sample, and their sums; returns as sum_samples(). */
 static int
 run_samples(PyObject *op, update *u)
 {
     const Py_ssize_t n = PyList_GET_SIZE(u->samples);
-    for (u->place = 0; u->place < n; u->place++) {
+    PyObject *parts = Py_XNewRef(((FairseqTrainer *)op)->parts);
+    int failed = ctpy_parts_call(parts, "begin") < 0;
+    for (u->place = 0; !failed && u->place < n; u->place++) {
         PyObject *sample = Py_NewRef(PyList_GET_ITEM(u->samples, u->place));
-        int failed = run_prepared(op, u, sample) < 0 && recover(op, u) < 0;
+        failed = run_sample(op, u, sample) < 0;
         Py_DECREF(sample);
-        if (failed) {
-            return -1;
-        }
+    }
+    ctpy_parts_end(parts);
+    Py_XDECREF(parts);
+    if (failed) {
+        return -1;
     }
     u->place = -1;
     return sum_samples(op, u);

@@ -73,6 +73,11 @@ class CommonConfig(FairseqDataclass):
     amp_scale_window: Count | None = opt(
         None, "Updates without overflow after which amp's scale grows."
     )
+    split_oom_batches: bool = opt(
+        False,
+        "Train on a sample that runs out of memory in parts that fit, rather than "
+        "drop it: the update stays the same.",
+    )
     user_dir: str | None = opt(
         None, "Python package with tasks, models and the like of your own."
     )

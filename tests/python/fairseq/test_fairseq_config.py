@@ -64,6 +64,7 @@ def option_lines(prefix: str, cls: type) -> Iterator[str]:
 
 
 OWN = [
+    "common.split_oom_batches = False: true or false",
     "bmuf.delta_bits = 32: a whole number",
     "distributed_training.gather_bits = 32: a whole number",
     "distributed_training.reduce_bits = 32: a whole number",
