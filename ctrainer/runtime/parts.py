@@ -239,7 +239,7 @@ class Parts:
 
     # What kind of loss it is
 
-    def _kind(self, part: Any, rows: int) -> str:
+    def _kind(self, part: Any, rows: int) -> str | None:
         """Is the loss of rows the mean of the losses of their halves, or the sum? Each
         is computed for a few rows, without gradients and in evaluation mode.
 

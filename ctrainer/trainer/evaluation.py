@@ -20,6 +20,7 @@ from ctrainer.comm.run import unpickled
 from ctrainer.runtime import messages
 from ctrainer.runtime.hooks import wrong_return
 from ctrainer.runtime.notes import computed
+from ctrainer.trainer import memory
 from ctrainer.trainer.checkpoint import is_overridden, set_mode
 from ctrainer.trainer.step import entry, is_mapping
 from ctrainer.trainer_utils import (
@@ -247,6 +248,7 @@ def evaluation_loop(
             if keeps_losses
             else None,
             on_batch=by_batch if args.batch_eval_metrics else None,
+            parts=memory.for_evaluation(trainer, model),
         )
     if n_batches == 0 and not is_overridden(trainer, "evaluation_loop"):
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Runs of fairseq's Trainer whose passes run out of memory at drawn places. Samples have
-the form that fairseq's data sets collate."""
+"""Runs of fairseq's Trainer whose passes run out of memory at drawn places, on samples
+as fairseq's data sets collate them."""
 
 from __future__ import annotations
 

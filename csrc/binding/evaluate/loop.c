@@ -5,6 +5,7 @@
  * double. On several ranks Python's `exchange` gives the batches of all, in rank order.
  */
 #include "binding/callbacks/handler.h"
+#include "binding/engine/parts.h"
 #include "binding/engine/run.h"
 #include "binding/runtime/buffer.h"
 #include "binding/runtime/ctpy.h"
@@ -35,6 +36,7 @@ typedef struct eval_loop {
     PyObject *keep_losses;  /* (loss, rows) -> None, or None */
     PyObject *on_batch;     /* (batch, is_last) -> None: metrics by batch, or None */
     PyObject *exchange;     /* (batch, as_tensors) -> the ranks' batches, or None */
+    PyObject *parts;        /* Evaluations, by which batches are split, or None */
     PyObject *waiting;      /* list of batches that are still on the device */
     Py_ssize_t max_waiting; /* 0 for a model in host memory */
     int keeps_values;       /* predictions, labels and inputs go into the sinks */
@@ -222,9 +224,45 @@ count_batch(const eval_loop *loop, PyObject *inputs, long long *targets)
     return failed ? -1 : 0;
 }
 
+/* The parts of a batch that have run: a list of (what `take` returned, weight). */
+typedef struct part_run {
+    eval_loop *loop;
+    ctpy_state *names;
+    PyObject *taken;
+} part_run;
+
+static int
+take_part(void *context, PyObject *part, double weight, bool Py_UNUSED(last))
+{
+    const part_run *run = context;
+    const Py_ssize_t rows = ctpy_batch_size(part, run->names);
+    PyObject *item =
+        rows == -2 ? NULL
+                   : PyObject_CallFunction(run->loop->take, "OnL", part, rows, 0LL);
+    PyObject *pair = item == NULL ? NULL : Py_BuildValue("(Nd)", item, weight);
+    const int result = pair == NULL ? -1 : PyList_Append(run->taken, pair);
+    Py_XDECREF(pair);
+    return result;
+}
+
+/* Runs a batch, for which memory may not suffice, and joins the parts. */
+static PyObject *
+take_in_parts(eval_loop *loop, PyObject *inputs, long long targets, ctpy_state *names)
+{
+    part_run run = {loop, names, PyList_New(0)};
+    PyObject *item = NULL;
+    if (run.taken != NULL &&
+        ctpy_parts_run(loop->parts, inputs, take_part, &run) == 0) {
+        item =
+            PyObject_CallMethod(loop->parts, "join", "OLO", inputs, targets, run.taken);
+    }
+    Py_XDECREF(run.taken);
+    return item;
+}
+
 /* Runs a batch. */
 static PyObject *
-take_batch(eval_loop *loop, PyObject *inputs, const ctpy_state *names)
+take_batch(eval_loop *loop, PyObject *inputs, ctpy_state *names)
 {
     const Py_ssize_t rows = ctpy_batch_size(inputs, names);
     long long targets;
@@ -232,7 +270,9 @@ take_batch(eval_loop *loop, PyObject *inputs, const ctpy_state *names)
         return NULL;
     }
     loop->n_batches++;
-    return PyObject_CallFunction(loop->take, "OnL", inputs, rows, targets);
+    return loop->parts == Py_None
+               ? PyObject_CallFunction(loop->take, "OnL", inputs, rows, targets)
+               : take_in_parts(loop, inputs, targets, names);
 }
 
 /* Ctrl-C and SIGTERM while training only set a flag. */
@@ -327,10 +367,12 @@ run_loop(eval_loop *loop, PyObject *batches, ctpy_state *names)
 
 static const char Trainer__evaluate_batches_doc[] =
     "_evaluate_batches($self, take, batches, sinks, *, max_waiting, keeps_values,\n"
-    "                  by_token, keep_losses, on_batch, exchange)\n--\n\n"
+    "                  by_token, keep_losses, on_batch, exchange, parts)\n"
+    "--\n\n"
     "Run take(inputs, rows, targets) on every batch, whose values go into the sinks:\n"
     "one for predictions, one for labels and one for inputs, an ArrayAccumulator or a\n"
-    "list. rows is -1 for a batch without a tensor.\n\n"
+    "list. rows is -1 for a batch without a tensor. parts splits batches for which\n"
+    "memory does not suffice.\n\n"
     "Returns (batches run here, rows of all ranks, mean loss by row, mean loss by\n"
     "target), the means None without a loss. Raises KeyboardInterrupt when a signal\n"
     "asked the run to end.";
@@ -340,13 +382,14 @@ Trainer__evaluate_batches(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"take",         "batches",  "sinks",       "max_waiting",
                                "keeps_values", "by_token", "keep_losses", "on_batch",
-                               "exchange",     NULL};
+                               "exchange",     "parts",    NULL};
     eval_loop loop = {.op = op};
     PyObject *batches, *result;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOO!$nppOOO:_evaluate_batches", keywords, &loop.take,
-            &batches, &PyTuple_Type, &loop.sinks, &loop.max_waiting, &loop.keeps_values,
-            &loop.by_token, &loop.keep_losses, &loop.on_batch, &loop.exchange) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!$nppOOOO:_evaluate_batches",
+                                     keywords, &loop.take, &batches, &PyTuple_Type,
+                                     &loop.sinks, &loop.max_waiting, &loop.keeps_values,
+                                     &loop.by_token, &loop.keep_losses, &loop.on_batch,
+                                     &loop.exchange, &loop.parts) ||
         (loop.waiting = PyList_New(0)) == NULL) {
         return NULL;
     }

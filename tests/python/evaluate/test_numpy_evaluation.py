@@ -44,7 +44,7 @@ def test_the_loop_survives_every_failed_allocation(tmp_path: Path) -> None:
         counts = trainer._evaluate_batches(
             take, batches, sinks, max_waiting=1, keeps_values=True, by_token=False,
             keep_losses=lambda loss, rows: losses.append(loss), on_batch=None,
-            exchange=None,
+            exchange=None, parts=None,
         )  # fmt: skip
         return counts, losses, sinks[0].result().tolist(), len(sinks[1])
 
