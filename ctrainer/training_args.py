@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
 from enum import Enum
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -93,6 +94,8 @@ class TrainingArguments(Setters):
         table.check(self, self._default_of)
         table.warn_without_effect(self, self._default_of)
         self._ready = True
+        if run.place().joins_torch and "torch" in sys.modules:
+            _ = self.device  # and scripts find torch.distributed's group
 
     @classmethod
     def _default_of(cls, name: str) -> Any:
@@ -165,16 +168,21 @@ class TrainingArguments(Setters):
         """Where the model is trained: a GPU where one is visible, that of the process's
         index on its machine, unless use_cpu.
 
-        Imports torch, and applies `tf32` there.
+        Imports torch, and applies `tf32` there; on several ranks it joins them as
+        torch.distributed's default group, by ddp_backend, or gloo on the CPU and nccl
+        elsewhere.
         """
         if accelerator.config_of(self.accelerator_config).use_configured_state:
             return integrations.configured_state().device  # type: ignore[no-any-return]
         if "_device" not in vars(self):
+            from ctrainer.comm.processes import join_run
             from ctrainer.runtime.torch_process import choose_device
 
             self._device = choose_device(
                 self.use_cpu, self.tf32, self.local_process_index, self.world_size
             )
+            backend = "gloo" if self._device.type == "cpu" else "nccl"
+            join_run(self.ddp_backend or backend, self.ddp_timeout)
         return self._device
 
     # What transformers' Trainer reads: WandbCallback makes one of our arguments.
@@ -217,9 +225,9 @@ class TrainingArguments(Setters):
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """DISTRIBUTED in a run of several processes."""
-        alone = self.world_size == 1
-        return ParallelMode.NOT_PARALLEL if alone else ParallelMode.DISTRIBUTED
+        """DISTRIBUTED in a run of several processes, and of one under torchrun."""
+        joins = run.place().joins_torch
+        return ParallelMode.DISTRIBUTED if joins else ParallelMode.NOT_PARALLEL
 
     @property
     def should_log(self) -> bool:
@@ -245,12 +253,13 @@ class TrainingArguments(Setters):
 
     @property
     def distributed_state(self) -> Any:
-        """accelerate's PartialState in a run of several processes, else None.
+        """accelerate's PartialState of this process; None in a run of one process
+        without accelerate.
 
-        Reading it initialises torch.distributed, with gloo on the CPU: scripts and
-        trainers use it, ctrainer does not. Raises ImportError without accelerate.
+        Scripts and trainers of other packages use it, ctrainer does not. Raises
+        ImportError on several ranks without accelerate.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 and find_spec("accelerate") is None:
             return None
         return integrations.partial_state(self)
 

@@ -9,12 +9,11 @@ from enum import Enum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ctrainer import _C
-from ctrainer.comm import nccl, parallel, processes, run
+from ctrainer.comm import nccl, parallel
 from ctrainer.comm.run import world
 
 logger = logging.getLogger("ctrainer.comm")
@@ -252,8 +251,7 @@ def on_gpu(
 ) -> nn.Module:
     """The wrapper of a module on a GPU: ours over NCCL; torch's for another
     args.ddp_backend or, with a warning that says why, where the plugin or NCCL is
-    missing. Scripts find torch.distributed's default group joined, by that backend or
-    nccl, where torch has it."""
+    missing."""
     reason = nccl.why_not_served(communicator, args)
     if reason:
         logger.warning(
@@ -261,20 +259,8 @@ def on_gpu(
             "waits for the GPU in each update: %s",
             reason,
         )
-        _join_torch(args)
         return DistributedDataParallel(module, device_ids=[args.device], **options)
-    if dist.is_nccl_available():
-        _join_torch(args)
     return DataParallel(module, communicator, **options)
-
-
-def _join_torch(args: Any) -> None:
-    place = run.place()
-    if not processes.is_initialized():
-        backend = args.ddp_backend or "nccl"
-        processes.join(
-            backend, "env://", place.rank, place.world_size, args.ddp_timeout
-        )
 
 
 def synchronize(module: nn.Module, communicator: _C.Communicator) -> None:

@@ -88,6 +88,12 @@ class Place:
     on_one_machine: bool
     key: str  # of the job: the same on all ranks, and on no other job's
 
+    @property
+    def joins_torch(self) -> bool:
+        """Whether scripts expect torch.distributed: on several ranks, and under
+        torchrun on one, too."""
+        return self.world_size > 1 or self.launcher == "torchrun"
+
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
     """What the launcher says in its variables; None where there is none.

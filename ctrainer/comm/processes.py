@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from ctrainer.comm import run
+from ctrainer.comm.environment import set_local_rendezvous
 from ctrainer.runtime.fork import by_parent_alone
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -41,6 +44,21 @@ def join(
         )
         leave_at_exit()
     return dist.get_rank()
+
+
+def join_run(backend: str, timeout_seconds: float) -> None:
+    """Join the ranks of the run as the default group, for the collectives of scripts.
+
+    Nothing where there is a group, or no backend of that name, or where nothing says
+    where ranks of several machines meet: MASTER_ADDR and MASTER_PORT.
+    """
+    place = run.place()
+    if not place.joins_torch or not available() or is_initialized():
+        return
+    set_local_rendezvous(os.environ)
+    meet = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    if meet and dist.is_backend_available(backend):
+        join(backend, "env://", place.rank, place.world_size, timeout_seconds)
 
 
 def leave() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ctrainer.arguments.accelerator import config_of
 from ctrainer.arguments.settings import reject_unknown
-from ctrainer.comm.environment import set_local_rendezvous
+from ctrainer.comm import run
 from ctrainer.runtime import messages
 
 
@@ -70,19 +70,18 @@ def search_backend(name: Any) -> tuple[Any, Any, Any]:
 
 def new_accelerator(trainer: Any, cpu: bool) -> Any:
     """accelerate's Accelerator on this process's device, or on the CPU, of all
-    processes of the run: with several it initialises torch.distributed. It shards
-    batches as args.accelerator_config says, and has what the trainer's
-    _build_accelerator_args() adds.
+    processes of the run. It shards batches as args.accelerator_config says, and has
+    what the trainer's _build_accelerator_args() adds.
 
     Raises ImportError without accelerate.
     """
-    from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
+    from ctrainer.integrations.accelerator import Accelerator
+
     args = trainer.args
-    if args.world_size > 1:
-        partial_state(args, cpu)
+    partial_state(args)
     config = config_of(args.accelerator_config).to_dict()
     del config["use_configured_state"]
     accumulation = config.pop("gradient_accumulation_kwargs") or {}
@@ -98,9 +97,14 @@ def new_accelerator(trainer: Any, cpu: bool) -> Any:
     had = AcceleratorState._shared_state.get("_mixed_precision")
     if had not in (None, options.get("mixed_precision")):
         AcceleratorState._reset_state()  # of a trainer before
-    made = Accelerator(**{"cpu": cpu, **options})
-    made.scaler = None  # the loss scale is ours
-    return made
+    return Accelerator(trainer, **{"cpu": cpu, **options})
+
+
+def follow_run(trainer: Any) -> None:
+    """Have the trainer's accelerator, if it is made, take the run's model and
+    optimizer."""
+    if hasattr(trainer._accelerator, "take"):
+        trainer._accelerator.take(trainer)
 
 
 def ddp_handler(options: dict[str, Any]) -> Any:
@@ -128,24 +132,27 @@ def configured_state() -> Any:
     return PartialState()
 
 
-def partial_state(args: Any, cpu: bool | None = None) -> Any:
-    """accelerate's PartialState of this process; with several it initialises
-    torch.distributed, by args.ddp_backend, or gloo on the CPU and nccl elsewhere.
+def partial_state(args: Any) -> Any:
+    """accelerate's PartialState of this process, on the device's kind.
 
-    Raises ImportError without accelerate.
+    Where another launcher than torchrun has started the ranks, it sets torchrun's
+    variables, by which accelerate knows them. Raises ImportError without accelerate.
     """
-    from accelerate import PartialState
+    from accelerate.state import AcceleratorState, PartialState
 
-    from ctrainer.comm import processes
-
-    set_local_rendezvous(os.environ)
-    cpu = args.device.type == "cpu" if cpu is None else cpu
-    backend = args.ddp_backend or ("gloo" if cpu else "nccl")
-    joined = processes.is_initialized()
-    state = PartialState(cpu=cpu, backend=backend, timeout=args.ddp_timeout_delta)
-    if not joined:
-        processes.leave_at_exit()
-    return state
+    cpu, place = args.device.type == "cpu", run.place()
+    if PartialState._shared_state and (PartialState().device.type == "cpu") != cpu:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    options = {}
+    if place.world_size > 1:
+        known = {"RANK": place.rank, "WORLD_SIZE": place.world_size}
+        known["LOCAL_RANK"] = place.local_rank
+        if place.on_one_machine:
+            known["LOCAL_WORLD_SIZE"] = place.world_size
+        for name, number in known.items():
+            os.environ.setdefault(name, str(number))
+        options = {"backend": args.ddp_backend} if args.ddp_backend else {}
+    return PartialState(cpu=cpu, **options)
 
 
 def model_card(trainer: Any, **facts: Any) -> str:

@@ -327,7 +327,6 @@ class Trainer(TrainerRun):
         ddp_ arguments, with the type of autocast, but without a loss scale or
         accumulation of its own, which are ours."""
         self.accelerator = integrations.new_accelerator(self, self._inputs_stay)
-        self.accelerator.gradient_state._set_sync_gradients(self._syncs_gradients)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """The arguments of the Accelerator: those given, the type of autocast, and the

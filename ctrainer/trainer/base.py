@@ -20,6 +20,7 @@ from ctrainer.trainer_state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from ctrainer.arguments.fsdp import Sharding
+    from ctrainer.trainer.data import Reading
 
 
 class TrainerBase(_C.Trainer):
@@ -86,6 +87,7 @@ class TrainerBase(_C.Trainer):
     _with_all_columns: tuple[Any, Any] = None, None  # a data set before and after
     _known_lengths: dict[int, tuple[Any, Any]]  # of a data set's rows, by its id()
     _reader: Any = None  # of the training data, while train() runs
+    _readings: list[Reading]  # the loaders that are read, the innermost one last
     _resumes_ranks = False  # does the run resume with the ranks that it was saved by?
     _past: Any  # what models such as XLNet want back with the next batch
     _sharding: Sharding | None = None
@@ -107,6 +109,7 @@ class TrainerBase(_C.Trainer):
         made._resume_state, made._rank_files, made._eval_dataloaders = {}, {}, {}
         made._known_lengths = {}
         made._evaluated = {}
+        made._readings = []
         return made
 
     @property
@@ -494,7 +497,7 @@ _OF_PROCESS = frozenset(
     f"_{name}" for name in (
         "accelerator", "adapter", "batch_weight", "checkpoint_writer", "device_loss",
         "device_scale", "enqueued_average", "enqueued_engine", "enqueued_scaler",
-        "grad_metrics", "in_update", "rank_group", "staged_folder", "syncs_gradients",
-        "writes_checkpoint",
+        "grad_metrics", "in_update", "rank_group", "skipped_update", "staged_folder",
+        "syncs_gradients", "writes_checkpoint",
     )
 )  # fmt: skip

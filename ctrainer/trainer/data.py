@@ -330,6 +330,63 @@ def position(trainer: TrainerRun, updates_per_epoch: int) -> tuple[int, int]:
     return epoch, skipped * trainer.args.gradient_accumulation_steps
 
 
+class Reading:
+    """How far a loader is read, by the names that accelerate's loaders have: what
+    trainer.accelerator knows of a loader of ours. A loader of accelerate's, which says
+    so itself, comes on top.
+
+    remainder: rows of the last round of all ranks' batches that are no repetition; -1
+    where nothing is repeated or known.
+    """
+
+    end_of_dataloader: bool = False
+
+    def __init__(self, loader: Any, batches: int | None = None) -> None:
+        self.batches = batches  # that remain; None: not known
+        size = getattr(loader, "total_batch_size", None)
+        rows = getattr(loader, "total_dataset_length", None)
+        parts = loader, getattr(loader, "batch_sampler", None)
+        drops = any(getattr(part, "drop_last", False) for part in parts)
+        self.remainder = rows % size if size and rows and not drops else -1
+
+    def begin_batch(self) -> None:
+        """Another batch is run."""
+        if self.batches:
+            self.batches -= 1
+            self.end_of_dataloader = self.batches == 0
+
+
+class TrainReading(Reading):
+    """Of the epochs of a run."""
+
+    def __init__(self, loader: Any, run: _C.Run) -> None:
+        super().__init__(loader)
+        self.run = run if has_length(loader) else None
+
+    @property
+    def end_of_dataloader(self) -> bool:  # type: ignore[override]
+        """Whether the last micro-batch of the epoch has begun."""
+        run = self.run
+        return run is not None and run.begun >= run.steps_in_epoch
+
+
+def begin_reading(trainer: TrainerRun, reading: Reading) -> None:
+    """Show a loader to the accelerator, if it is made."""
+    trainer._readings.append(reading)
+    state = getattr(trainer._accelerator, "gradient_state", None)
+    if state is not None:
+        state._add_dataloader(reading)
+
+
+def end_readings(trainer: TrainerRun, kept: int = 0) -> None:
+    """Forget all but the first loaders that are read."""
+    state = getattr(trainer._accelerator, "gradient_state", None)
+    for reading in trainer._readings[kept:]:
+        if state is not None:
+            state._remove_dataloader(reading)
+    del trainer._readings[kept:]
+
+
 def epoch_iterator(trainer: TrainerRun, run: _C.Run) -> Any:
     """Batches of the run's epoch from its micro-batch on.
 
@@ -339,6 +396,8 @@ def epoch_iterator(trainer: TrainerRun, run: _C.Run) -> Any:
     epochs starts with those.
     """
     loader, epoch = run.loader, run.epoch
+    end_readings(trainer)
+    begin_reading(trainer, TrainReading(loader, run))
     skip, checkpoint = run.micro_step, run.checkpoint
     keep_seeds(trainer, loader)
     began = trainer._resume_state.get("epoch_rng") if checkpoint and skip else None

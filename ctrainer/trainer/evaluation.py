@@ -16,12 +16,14 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer.adapters.lengths import LongestFirst, TokenBatches
+from ctrainer.arguments.accelerator import config_of
 from ctrainer.comm.run import unpickled
 from ctrainer.runtime import messages
 from ctrainer.runtime.hooks import wrong_return
 from ctrainer.runtime.notes import computed
 from ctrainer.trainer import memory
 from ctrainer.trainer.checkpoint import is_overridden, set_mode
+from ctrainer.trainer.data import Reading, begin_reading, end_readings
 from ctrainer.trainer.step import entry, is_mapping
 from ctrainer.trainer_utils import (
     EvalLoopOutput,
@@ -275,19 +277,24 @@ def evaluation_loop(
 def _run_batches(
     trainer: TrainerRun, loader: Any, take: Callable[..., Any], **options: Any
 ) -> tuple[int, int, float | None, float | None]:
-    batches = trainer._evaluation_batches(loader)
-    if trainer._communicator.world_size == 1:
-        return trainer._evaluate_batches(take, batches, **options, exchange=None)
-    ranks = _Ranks(trainer, _repeated_after(loader), "gather_function" in vars(trainer))
+    batches, kept = trainer._evaluation_batches(loader), len(trainer._readings)
+    reading = Reading(loader, _length(loader))
+    begin_reading(trainer, reading)
+    ranks = None
     try:
+        if trainer._communicator.world_size == 1:
+            return trainer._evaluate_batches(take, batches, **options, exchange=None)
+        ranks = _Ranks(trainer, loader, reading)
         return trainer._evaluate_batches(
             take, ranks.rounds(batches), **options, exchange=ranks.exchange
         )
     except BaseException as error:
-        ranks.report(error)
+        if ranks is not None:
+            ranks.report(error)
         raise
     finally:
         trainer._dummy_batch = False
+        end_readings(trainer, kept)
 
 
 def _length(sized: Any) -> int | None:
@@ -345,6 +352,7 @@ def _taker(
     gather, keep_input = vars(trainer).get("gather_function"), _main_input(trainer)
 
     def take(inputs: Any, rows: int, targets: int) -> tuple[Any, ...]:
+        trainer._readings[-1].begin_batch()
         rows = _rows_of_texts(inputs) or rows
         answer = trainer._call_hook(
             "prediction_step", model, inputs, loss_only, ignore_keys=ignore_keys
@@ -582,42 +590,63 @@ def _predictions(outputs: Any, ignored: list[str], with_loss: bool) -> Any:
 
 # Several ranks
 
-_DONE, _HAS_BATCH, _STOPPED, _FAILED = range(4)
+# In place of the rows of a rank's batch; 0: it has none
+_STOPPED, _FAILED = -1, -2
 
 
 class _Ranks:
     """The exchange between the ranks of an evaluation.
 
-    All run equally many batches, since a hook or a wrapped model may contain
-    collectives: a rank without a batch runs the last one again, as a dummy batch of no
-    rows. After each batch a small collective shows who continues and who has failed;
-    the values follow. A failure of a rank is raised on all.
+    All run equally many batches of equally many rows, since a hook or a wrapped model
+    may contain collectives: in the last round, ranks with fewer rows than others run
+    after these, and each rank without a batch of its own runs one of that length again,
+    as a dummy batch of no rows. After each batch a small collective shows who continues
+    and who has failed; the values follow. A failure of a rank is raised on all.
     """
 
-    def __init__(self, trainer: TrainerRun, left: int, gathered: bool) -> None:
+    def __init__(self, trainer: TrainerRun, loader: Any, reading: Reading) -> None:
         self.trainer = trainer
         self.group = trainer._communicator
-        self.left = left  # rows still wanted of a loader that repeats some; -1: all
-        self.gathered = gathered  # the user's gather_function joins the values
+        self.left = _repeated_after(loader)  # rows still wanted of it; -1: all
+        # the user's gather_function joins the values
+        self.gathered = "gather_function" in vars(trainer)
         self.reported = False  # do all ranks know of the failure?
+        self.reading = reading
+        lengths = self.each(-1 if reading.batches is None else reading.batches)
+        reading.batches = None if lengths.min() < 0 else int(lengths.max())
+        config = config_of(getattr(trainer.args, "accelerator_config", None))
+        sizes = (getattr(loader, f"{of}batch_size", None) for of in ("total_", ""))
+        self.evens = config.even_batches and any(sizes)
 
     def rounds(self, batches: Any) -> Iterator[Any]:
-        """This rank's batches, and its last one, or another's, as long as there are
-        ranks that continue."""
-        iterator = iter(batches)
-        batch, none = next(iterator, self), self  # no batch is None
-        dummy = None
-        continuing = self.sync(_DONE if batch is none else _HAS_BATCH)
-        if 0 < len(continuing) < self.group.world_size:
-            dummy = self.broadcast(batch, continuing[0])
-        while continuing:
-            counts = batch is not none
-            dummy = batch if counts else dummy
-            self.trainer._dummy_batch = not counts
-            yield dummy
-            self.trainer._dummy_batch = False
-            batch = next(iterator, none) if counts else none
-            continuing = self.sync(_DONE if batch is none else _HAS_BATCH)
+        """This rank's batches and its dummy batches, as long as there are ranks that
+        continue."""
+        iterator, none = iter(batches), self  # no batch is None
+        batch, dummy = next(iterator, none), None
+        held = np.zeros(self.group.world_size, np.int64)  # rows of the last batches
+        rows = self.sync(0 if batch is none else _rows(batch))
+        while rows.any():
+            sizes = np.unique(rows[rows > 0])[::-1] if self.evens else [rows.max()]
+            for n, size in enumerate(sizes):
+                if n > 0:
+                    self.sync(1)
+                runs = rows == size if self.evens else rows > 0
+                if not runs.all():
+                    first = int(runs.argmax())
+                    in_order = runs[: runs.sum()].all()
+                    if not in_order or (held[~runs] != rows[first]).any():
+                        dummy = self.broadcast(batch, first)
+                        held[~runs] = rows[first]
+                    self.reading.end_of_dataloader = True
+                    self.reading.remainder = int(rows[runs].sum())
+                counts = bool(runs[self.group.rank])
+                dummy = batch if counts else dummy
+                held[runs] = rows[runs]
+                self.trainer._dummy_batch = not counts
+                yield dummy
+                self.trainer._dummy_batch = False
+            batch = next(iterator, none) if rows[self.group.rank] > 0 else none
+            rows = self.sync(0 if batch is none else _rows(batch))
 
     def collective(self, run: Callable[..., Any], *args: Any) -> Any:
         """run(*args), whose failures all ranks raise, naming what they were doing."""
@@ -627,17 +656,24 @@ class _Ranks:
         except (RuntimeError, ValueError) as error:
             raise type(error)(f"evaluation: {error}") from error
 
-    def sync(self, state: int) -> list[int]:
-        """The ranks that have a batch. Raises where one has failed or was stopped."""
-        states = np.empty(self.group.world_size, np.int64)
-        self.collective(self.group.all_gather, states, np.array([state]))
-        for rank, theirs in enumerate(states):
+    def each(self, own: int) -> Any:
+        """This number of every rank."""
+        numbers = np.empty(self.group.world_size, np.int64)
+        self.collective(self.group.all_gather, numbers, np.array([own]))
+        self.reported = False
+        return numbers
+
+    def sync(self, rows: int) -> Any:
+        """The rows of every rank's batch. Raises where one has failed or was
+        stopped."""
+        numbers = self.each(rows)
+        for rank, theirs in enumerate(numbers):
+            self.reported = theirs < 0
             if theirs == _STOPPED:
                 raise KeyboardInterrupt
             if theirs == _FAILED:
                 raise _failure_of(rank)
-        self.reported = False
-        return np.flatnonzero(states == _HAS_BATCH).tolist()
+        return numbers
 
     def report(self, error: BaseException) -> None:
         """Let the other ranks raise, too, unless they do already."""
@@ -696,6 +732,11 @@ class _Ranks:
         if self.gathered:  # every rank has the joined values; the losses are counted
             batches.append((*values, whole, None, 0, 0))
         return batches
+
+
+def _rows(batch: Any) -> int:
+    """The rows of a batch; 1 where they are not known."""
+    return _C.find_batch_size(batch) or 1
 
 
 def _failure_of(rank: int) -> RuntimeError:

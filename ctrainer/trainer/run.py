@@ -157,6 +157,7 @@ class TrainerRun(TrainerBase):
         run.ignore_keys = ignore_keys_for_eval
         self._prepare_run(run)
         run.accumulation = int(self.args.gradient_accumulation_steps)
+        integrations.follow_run(self)
         self.control = self.callback_handler.on_train_begin(
             self.args, self.state, self.control
         )
@@ -551,6 +552,7 @@ class TrainerRun(TrainerBase):
     def _end_train(self, whole: bool) -> None:
         """Undo what training did to the model; finish the saves that are under way."""
         self.is_in_train = False
+        data.end_readings(self)
         release()
         if whole:
             self._resume_state = checkpoint.where(self)
@@ -746,6 +748,7 @@ class TrainerRun(TrainerBase):
     compute_loss = step.compute_loss
     floating_point_ops = step.floating_point_ops
     _prepare_inputs = step.prepare_inputs
+    _scale_of = step.scale_of
 
     def compute_loss_context_manager(self) -> Any:
         """Return the context in which the loss is computed: that of

@@ -56,12 +56,12 @@ def training_step(
             weight = 1.0 / max(trainer.current_gradient_accumulation_steps, 1)
         if weight != 1.0 and not weighted:
             loss = loss * weight
-        scale = _scale_of(trainer, loss)
+        scale = scale_of(trainer, loss)
         (loss if scale is None else loss * scale).backward()
     return trainer._adapter.no_loss(loss) if empty else loss.detach()
 
 
-def _scale_of(trainer: TrainerRun, loss: Any) -> Any:
+def scale_of(trainer: TrainerRun, loss: Any) -> Any:
     """The loss scale, None without: on the device where it depends on an update there,
     of which the host does not know yet."""
     if trainer._enqueued_scaler is not None:

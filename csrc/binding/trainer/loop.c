@@ -451,15 +451,16 @@ run_micro_batch(PyObject *op, ctpy_run *run, const micro_batch *batch, PyObject 
 
 /* Subclasses of transformers' Trainer read accelerator.sync_gradients, true in the last
  * micro-batch of an update. The accelerator is made at its first use and reads
- * _syncs_gradients then. */
+ * _syncs_gradients then. ahead: of the micro-batches that are done. */
 static int
-note_sync(PyObject *op, bool last)
+note_batch(PyObject *op, ctpy_run *run, Py_ssize_t ahead, bool last)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *state = NULL;
     PyObject *made = ctpy_field(((Trainer *)op)->accelerator);
     int failed = 0;
     ((Trainer *)op)->syncs_gradients = last;
+    run->begun = run->micro_step + 1 + ahead;
     if (made != NULL) {
         state = ctpy_get_optional(made, names->str_gradient_state, &failed);
         Py_DECREF(made);
@@ -504,7 +505,7 @@ static int
 next_micro_batch(PyObject *op, ctpy_run *run, const micro_batch *batch, PyObject *parts,
                  progress *p)
 {
-    int result = note_sync(op, batch->last);
+    int result = note_batch(op, run, p->at - p->done, batch->last);
     if (result == 0 && p->at == p->begun) {
         p->begun++;
         result = count_rows(op, run, batch->inputs);
@@ -659,6 +660,7 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
     if (ctpy_set_int64(op, names->str_current_gradient_accumulation_steps,
                        (int64_t)n) == 0 &&
         ctpy_batch_shares(op, run, batches, shares) == 0 &&
+        note_batch(op, run, 0, n == 1) == 0 &&
         ctpy_trainer_fire(op, names->str_on_step_begin) == 0) {
         result = run_micro_batches(op, run, batches, count, shares, &loss);
     }

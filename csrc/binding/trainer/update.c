@@ -674,6 +674,7 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
                                &u->result) < 0) {
         return -1;
     }
+    ((Trainer *)op)->skipped_update = !u->result.updated;
     /* Ranks with local steps count every update, made or not, and synchronize where
      * due. */
     return finish_average(u) < 0 || scaler_update(u, names) < 0 ||
@@ -733,6 +734,7 @@ leave_pending(PyObject *op, ctpy_update *u)
             return -1;
         }
         self->last_grad_norm = u->result.grad_norm;
+        self->skipped_update = !u->result.updated;
         return scaler_update(u, ctpy_state_borrow(op)) < 0 ? -1
                                                            : report_if_nonfinite(op, u);
     }
@@ -889,6 +891,7 @@ ctpy_await_update(PyObject *op)
         return -1;
     }
     self->last_grad_norm = result.grad_norm;
+    self->skipped_update = !result.updated;
     if (!result.updated && self->enqueued_average != NULL) {
         ctpy_average_take_back(self->enqueued_average, self->enqueued_due);
     }

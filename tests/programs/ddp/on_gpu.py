@@ -9,7 +9,7 @@ import torch.distributed as dist
 from programs.run import rank, tell
 from torch import nn
 
-from ctrainer.comm import data_parallel, world
+from ctrainer.comm import data_parallel, processes, world
 
 given = []
 reasons = []
@@ -27,7 +27,8 @@ class Reasons(logging.Handler):
 
 data_parallel.DistributedDataParallel = wrapper
 data_parallel.logger.addHandler(Reasons())
-for backend in ("gloo", None):  # the second finds the group
+processes.join_run("gloo", 30)
+for backend in ("gloo", None):
     args = SimpleNamespace(device="cuda:7", ddp_backend=backend, ddp_timeout=30)
     module = nn.Linear(1, 1)
     wrapped = data_parallel.on_gpu(module, world(), args, bucket_cap_mb=3)

@@ -1,16 +1,18 @@
 """TRL's trainers, each trained from the same seeds on transformers' engine and on ours.
 
-    python -m programs.parity.trl_trainings [NAME ...]
+    python -m programs.parity.trl_trainings [--ranks N] [NAME ...]
 
-Prints a table of differences, and ends with 1 where one of ours fails, differs or
-enters the loop of transformers. ENGINE [NAME ...], "ours" or "theirs", prints that
-one's JSON.
+With N ranks each engine is started as torchrun would start it, and the first rank's log
+is compared. Prints a table of differences, and ends with 1 where one of ours fails,
+differs or enters the loop of transformers. ENGINE [NAME ...], "ours" or "theirs",
+prints that one's JSON.
 
 Each trainer runs plain, with LoRA, both resumed from the checkpoint in the middle, and
 with TRL's defaults (bf16, recomputation), evaluations and an epoch that ends within an
 update.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -20,6 +22,9 @@ import tempfile
 import traceback
 import warnings
 
+from ranks import free_port, torchrun
+
+RANK, RANKS = (int(os.environ.get(n, m)) for n, m in (("RANK", 0), ("WORLD_SIZE", 1)))
 PLACES = ("_inner_training_loop", "_run_epoch", "train", "training_step")
 VARIANTS = ("plain", "peft", "resume", "peft_resume", "defaults")
 # What is measured of time, and the mean loss, which ours resumes.
@@ -63,6 +68,7 @@ def tokenizer():
 def language_model(folder, seed=0, **options):
     """A model of a file, from which TRL reads references and tokenizers."""
     import torch
+    from safetensors.torch import save_model
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
@@ -80,9 +86,13 @@ def language_model(folder, seed=0, **options):
         num_hidden_layers=2, num_attention_heads=2, pad_token_id=1, eos_token_id=2,
         bos_token_id=2, **options,
     )  # fmt: skip
-    cls(config).save_pretrained(f"{folder}/{seed}")
-    words.save_pretrained(f"{folder}/{seed}")
-    return cls.from_pretrained(f"{folder}/{seed}")
+    place = f"{folder}/of_rank{RANK}/{seed}"
+    os.makedirs(place, exist_ok=True)
+    config.architectures = [cls.__name__]
+    config.save_pretrained(place)  # a model's writes on the first rank alone
+    save_model(cls(config), f"{place}/model.safetensors", {"format": "pt"})
+    words.save_pretrained(place)
+    return cls.from_pretrained(place)
 
 
 def message(role, text):
@@ -336,6 +346,8 @@ def trained(name, variant, folder):
     )  # fmt: skip
     keywords = more(folder) if more else {}
     data = Dataset.from_dict(rows)
+    if RANKS > 1:
+        shared |= dict(per_device_train_batch_size=2, ddp_timeout=120)
     if variant == "defaults":
         del shared["bf16"], shared["gradient_checkpointing"]
         shared |= dict(max_steps=6, save_strategy="no")
@@ -354,8 +366,10 @@ def trained(name, variant, folder):
             keywords.pop("ref_model", None)
     labels = {"reward": {"num_labels": 1}, "prm": {"num_labels": 2}}.get(name, {})
     model = language_model(folder, **labels)
+    if name.startswith("async"):
+        model = f"{folder}/of_rank{RANK}/0"
     made = trainer(
-        model=f"{folder}/0" if name.startswith("async") else model, args=args,
+        model=model, args=args,
         train_dataset=data, processing_class=tokenizer(), **keywords,
     )  # fmt: skip
     last = {"resume_from_checkpoint": f"{output}/checkpoint-2"}
@@ -364,7 +378,6 @@ def trained(name, variant, folder):
 
 
 def run(engine, names):
-    calls = None
     import torch
 
     torch.set_num_threads(1)
@@ -377,7 +390,8 @@ def run(engine, names):
 
     found = {}
     for name in names:
-        folder = tempfile.mkdtemp()
+        folder = os.environ.get("FOLDER_OF_RANKS") or tempfile.mkdtemp()
+        folder = f"{folder}/{name}"
         for variant in VARIANTS:
             before = sum(calls.values())
             try:
@@ -387,7 +401,8 @@ def run(engine, names):
                 traceback.print_exc()
                 log = f"{type(error).__name__}: {error}"
             found[f"{name} {variant}"] = log, sum(calls.values()) - before
-        shutil.rmtree(folder)
+        if RANKS == 1:
+            shutil.rmtree(folder)
     print(json.dumps(found))
 
 
@@ -429,23 +444,30 @@ def present():
     return [name for name, (_, module, *_) in TRAINERS.items() if has(module)]
 
 
-def compare(names):
+def compare(names, ranks):
+    logs = tempfile.mkdtemp()
     environment = os.environ | dict(
         HF_HUB_OFFLINE="1", CI="1", TRL_EXPERIMENTAL_SILENCE="1",
         TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1",
     )  # fmt: skip
-    logs = tempfile.mkdtemp()
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, engine, *names], env=environment,
-            stdout=open(f"{logs}/{engine}.json", "w"),
-            stderr=open(f"{logs}/{engine}.err", "w"),
-        )
-        for engine in ("ours", "theirs")
-    ]  # fmt: skip
+    started = []
+    for engine in ("ours", "theirs"):
+        port = free_port()
+        for rank in range(ranks):
+            of_rank = {"FOLDER_OF_RANKS": f"{logs}/{engine} files"}
+            if ranks > 1:
+                of_rank |= torchrun(rank, ranks, engine, port)
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", __spec__.name, engine, *names],
+                    env=environment | of_rank,
+                    stdout=open(f"{logs}/{engine}{rank or ''}.json", "w"),
+                    stderr=open(f"{logs}/{engine}{rank or ''}.err", "w"),
+                )
+            )
     print(f"stderr of both is in {logs}")
     failed = [process.wait() for process in started]
-    assert failed == [0, 0], failed
+    assert not any(failed), failed
     ours, theirs = (
         json.loads(open(f"{logs}/{engine}.json").read().splitlines()[-1])
         for engine in ("ours", "theirs")
@@ -469,8 +491,11 @@ def compare(names):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    engine, *names = sys.argv[1:] or [""]
-    if engine in ("ours", "theirs"):
-        run(engine, names or TRAINERS)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("names", nargs="*")
+    given = parser.parse_args()
+    if given.names[:1] in (["ours"], ["theirs"]):
+        run(given.names[0], given.names[1:] or TRAINERS)
     else:
-        sys.exit(compare([name for name in (engine, *names) if name] or present()))
+        sys.exit(compare(given.names or present(), given.ranks))

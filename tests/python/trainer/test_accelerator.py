@@ -1,0 +1,131 @@
+"""trainer.accelerator beside the trainer's own loss scale and skipped updates."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import tiny
+import torch
+from torch import nn
+
+import ctrainer
+
+SCALED = {"fp16": True, "loss_scaler": {"init_scale": 1024.0}}
+
+
+def run(folder: Path, cls: type, **options: Any) -> Any:
+    args = ctrainer.TrainingArguments(
+        folder, use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=4,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        logging_steps=1, learning_rate=1e-2, **options,
+    )  # fmt: skip
+    trainer = cls(tiny.Net(), args, train_dataset=tiny.rows(32))
+    trainer.train()
+    return trainer
+
+
+def parameters(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class Backward(ctrainer.Trainer):
+    """Weighs and runs backward itself, with a second model and its optimizer."""
+
+    critic: Any = None
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
+        if self.critic is None:
+            critic = nn.Linear(8, 1)
+            nn.init.ones_(critic.weight)
+            nn.init.zeros_(critic.bias)
+            self.critic, self.own = self.accelerator.prepare(
+                critic, torch.optim.SGD(critic.parameters(), lr=0.01)
+            )
+        self.accelerator.backward(self.critic(inputs["x"]).square().mean())
+        self.own.step()
+        self.own.zero_grad()
+        loss = self.compute_loss(model, inputs) / 2
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_backward_of_an_override_has_the_loss_scale(tmp_path: Path) -> None:
+    whole = run(tmp_path / "own", ctrainer.Trainer, **SCALED)
+    ours = run(tmp_path / "override", Backward, **SCALED)
+    # A power of 2 scales without rounding, and the halves of an update are alike.
+    torch.testing.assert_close(
+        parameters(ours.model), parameters(whole.model), rtol=1e-6, atol=1e-7
+    )
+    plain = run(tmp_path / "plain", Backward)
+    assert torch.equal(parameters(ours.critic), parameters(plain.critic))
+    scale = ours.accelerator.scaler
+    assert (scale.get_scale(), scale.is_enabled()) == (1024.0, True)
+    assert plain.accelerator.scaler is None
+
+
+def test_an_optimizer_of_the_script_skips_gradients_that_overflow(
+    tmp_path: Path,
+) -> None:
+    trainer = run(tmp_path, Backward, **SCALED)
+    before = parameters(trainer.critic)
+    for value, changes in ((math.inf, False), (1024.0, True)):
+        for p in trainer.critic.parameters():
+            p.grad = torch.full_like(p, value)
+        trainer.own.step()
+        assert trainer.accelerator.optimizer_step_was_skipped is not changes
+        assert torch.equal(parameters(trainer.critic), before) is not changes
+    # 0.01 times the gradient without its scale
+    torch.testing.assert_close(
+        before - parameters(trainer.critic), torch.full((9,), 0.01)
+    )
+
+
+class Spoiled(ctrainer.Trainer):
+    """The second update has a gradient that is not a number."""
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self.skipped: list[bool] = []
+        self.add_callback(Watch(self.skipped, self))
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kw)
+        return loss * (math.nan if self.state.global_step == 1 else 1.0)
+
+
+class Watch(ctrainer.TrainerCallback):
+    def __init__(self, skipped: list[bool], trainer: Any) -> None:
+        self.skipped, self.trainer = skipped, trainer
+
+    def on_optimizer_step(self, *args: Any, **kw: Any) -> None:
+        self.skipped.append(self.trainer.accelerator.optimizer_step_was_skipped)
+
+
+@pytest.mark.filterwarnings("ignore:the gradients of step 2:RuntimeWarning")
+@pytest.mark.parametrize("options", [{}, SCALED, {"optim": "sgd"}])
+def test_updates_that_were_skipped_are_known(tmp_path: Path, options: Any) -> None:
+    assert run(tmp_path, Spoiled, **options).skipped == [False, True, False, False]
+
+
+def test_one_made_in_the_middle_of_a_run_knows_where_it_is(tmp_path: Path) -> None:
+    seen = []
+
+    class Late(ctrainer.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
+            if self.state.global_step == 3:
+                accelerator = self.accelerator
+                seen.append((
+                    accelerator.sync_gradients,
+                    accelerator.gradient_state.end_of_dataloader,
+                    accelerator._models == [self.model_wrapped],
+                ))  # fmt: skip
+            return super().compute_loss(model, inputs, *args, **kw)
+
+    run(tmp_path, Late)
+    assert seen == [(False, False, True), (True, True, True)]
