@@ -13,6 +13,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ctrainer._C import Communicator as Communicator
     from ctrainer._C import LossScaler as LossScaler
+    from ctrainer.adapters.cross_entropy import (
+        linear_cross_entropy as linear_cross_entropy,
+    )
     from ctrainer.adapters.profiler import ProfilerCallback as ProfilerCallback
     from ctrainer.average import EMA as EMA
     from ctrainer.average import SWA as SWA
@@ -60,6 +63,7 @@ _HOMES = {
     "TrainerControl": "trainer_state",
     "TrainerState": "trainer_state",
     "TrainingArguments": "training_args",
+    "linear_cross_entropy": "adapters.cross_entropy",
     "patch_transformers": "hf",
     "plot": "display.plotting",
     "set_seed": "trainer_utils",

@@ -261,6 +261,7 @@ const ct_device ct_device_cuda = {
     ct_cuda_copy,
     ct_cuda_add,
     ct_cuda_gemm,
+    ct_cuda_cross_entropy,
     ct_cuda_encode,
     ct_cuda_decode,
     ct_cuda_transfer,

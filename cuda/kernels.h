@@ -23,6 +23,7 @@ ct_zero_fn ct_cuda_zero;
 ct_copy_fn ct_cuda_copy;
 ct_add_fn ct_cuda_add;
 ct_gemm_fn ct_cuda_gemm;
+ct_cross_entropy_fn ct_cuda_cross_entropy;
 ct_encode_fn ct_cuda_encode;
 ct_decode_fn ct_cuda_decode;
 ct_transfer_fn ct_cuda_transfer;

@@ -20,6 +20,7 @@ const ct_device ct_device_cpu = {
     .copy = ct_cpu_copy,
     .add = ct_cpu_add,
     .gemm = ct_cpu_gemm,
+    .cross_entropy = ct_cpu_cross_entropy,
     .encode = ct_cpu_encode,
     .decode = ct_cpu_decode,
     .transfer = ct_cpu_transfer,

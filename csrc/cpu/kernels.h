@@ -140,6 +140,7 @@ ct_zero_fn ct_cpu_zero;
 ct_copy_fn ct_cpu_copy;
 ct_add_fn ct_cpu_add;
 ct_gemm_fn ct_cpu_gemm;
+ct_cross_entropy_fn ct_cpu_cross_entropy;
 ct_encode_fn ct_cpu_encode;
 ct_decode_fn ct_cpu_decode;
 ct_transfer_fn ct_cpu_transfer;

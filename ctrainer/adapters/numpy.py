@@ -84,6 +84,7 @@ _NEEDS_TORCH: dict[str, Any] = {
     "auto_find_batch_size": False,
     "crash_record": False,
     "pack_sequences": False,
+    "chunked_cross_entropy": False,
     "dataloader_num_workers": 0,
 }
 
@@ -188,6 +189,10 @@ def smoothed_loss(
     outputs: Any, labels: Any, epsilon: float, shift: bool, count: Any
 ) -> NoReturn:
     _reject("label_smoothing_factor")
+
+
+def defer_logits(model: Any) -> NoReturn:
+    _reject("chunked_cross_entropy")
 
 
 # Precision

@@ -22,6 +22,7 @@ from ctrainer.adapters import _torch_precision as precision
 from ctrainer.adapters import _torch_ranks as ranks
 from ctrainer.adapters import generators, parameters, reading
 from ctrainer.adapters.lengths import TokenBatches
+from ctrainer.adapters.deferred import Deferral
 from ctrainer.arguments import accelerator
 
 Args = Any
@@ -243,13 +244,19 @@ def smoothed_loss(
     if shift:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     labels = labels.reshape(-1)
-    kept = labels.ne(-100)
-    log_p = nn.functional.log_softmax(logits.reshape(labels.numel(), -1).float(), -1)
-    nll = -log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    uniform = -log_p.mean(-1)
-    mixed = (1.0 - epsilon) * nll + epsilon * uniform
-    n = kept.sum() if count is None else count
-    return torch.where(kept, mixed, 0.0).sum() / n
+    loss = nn.functional.cross_entropy(
+        logits.reshape(labels.numel(), logits.shape[-1]).float(),
+        labels,
+        label_smoothing=epsilon,
+        reduction="sum",
+    )
+    return loss / (labels.ne(-100).sum() if count is None else count)
+
+
+def defer_logits(model: Model) -> Deferral:
+    """Have a model's output embeddings return logits that are not computed, until the
+    end() of what is returned: their cross entropy is computed in chunks."""
+    return Deferral(model)
 
 
 # Randomness

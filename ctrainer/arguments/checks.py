@@ -282,6 +282,11 @@ def validate(args: TrainingArguments) -> None:
     if args.loss_scaler is not None and not args.fp16:
         raise ValueError("loss_scaler scales the loss of fp16=True, which is not set")
     make_loss_scaler(args.loss_scaler)
+    if args.chunked_cross_entropy and args.torch_compile:
+        raise ValueError(
+            "chunked_cross_entropy and torch_compile exclude each other: a compiled "
+            "model computes its logits within one graph; set one"
+        )
     if args.dataloader_num_workers == 0 and args.dataloader_prefetch_factor is not None:
         raise ValueError(
             "dataloader_prefetch_factor needs dataloader_num_workers above 0: only "

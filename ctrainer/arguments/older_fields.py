@@ -260,6 +260,11 @@ class OwnFields(OlderFields):
         "An exception in an update leaves its batches, the generators' states and the "
         "weights in output_dir/crash, for ctrainer replay.",
     )
+    chunked_cross_entropy: bool = arg(
+        False,
+        "Compute the model's logits and their cross entropy a chunk of rows at a time, "
+        "so that training never holds all logits.",
+    )
     split_coupled_rows: bool = arg(
         False,
         "auto_find_batch_size also splits where the loss of a row depends on the other "

@@ -275,6 +275,8 @@ class TrainerRun(TrainerBase):
             collator = self.data_collator
             given = None if collator is self._own_collator else collator
             self._adapter.packing.check_packs(self.model, given)
+        if getattr(args, "chunked_cross_entropy", False):
+            self._deferral = self._adapter.defer_logits(self.model)
         if "underflow_overflow" in args.debug and self._debugged is not self.model:
             integrations.detect_overflow(self.model)
             self._debugged = self.model
@@ -567,6 +569,9 @@ class TrainerRun(TrainerBase):
             self._clips_model_alone = False
         if self.neftune_hook_handle is not None:
             self._deactivate_neftune(self.model)
+        if self._deferral is not None:
+            self._deferral.end()
+            self._deferral = None
         self._wait_for_save(release=True)
 
     # Noise, and special tokens: by their names in transformers 4

@@ -42,6 +42,8 @@ def training_step(
         loss = trainer._call_hook(
             "compute_loss", model, inputs, num_items_in_batch=count
         )
+    if trainer._deferral is not None:
+        trainer._deferral.check()
     del inputs  # memory for backward
     if not hasattr(loss, "backward"):
         raise TypeError(no_tensor(trainer, loss))

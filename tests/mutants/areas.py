@@ -774,6 +774,14 @@ AREAS = {
                 "core/cpu/test_partition.c core/cpu/test_isa.c core/cpu/test_kernels.c",
             "csrc/cpu/gemm.c csrc/cpu/body/gemm.h":
                 "core/cpu/test_gemm.c",
+            "csrc/cpu/cross_entropy.c csrc/cpu/body/cross_entropy.h" + " " +
+            math("softmax", "formula/softmax"):
+                "core/cpu/test_cross_entropy.c",
+            binding("engine/cross_entropy") + " " +
+            "ctrainer/adapters/cross_entropy.py":
+                "binding/engine/test_cross_entropy.py",
+            "ctrainer/adapters/deferred.py":
+                "python/trainer/test_chunked_cross_entropy.py",
         },
         "core/optim/test_optim.c core/engine/test_step.c core/ddp/test_codecs.c",
     ),
@@ -789,6 +797,8 @@ AREAS = {
                 "cuda/test_norm.cpp cuda/test_measure.cpp",
             "cuda/factor.cu":
                 "cuda/test_measure.cpp",
+            "cuda/cross_entropy.cu":
+                "cuda/test_cross_entropy.cpp",
             "cuda/gemm.cu cuda/cublas.c":
                 "cuda/test_gemm.cpp cuda/test_dynlib.cpp",
             "cuda/dynlib.c":

@@ -14,12 +14,13 @@
 #include "core/device/update.h"
 
 #include <stdbool.h>
+#include <stdint.h>
 
 CT_BEGIN_DECLS
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 29
+#define CT_DEVICE_VERSION 30
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -135,6 +136,29 @@ typedef struct ct_gemm {
 typedef ct_status
 ct_gemm_fn(void *stream, ct_scratch *scratch, const ct_gemm *gemm, ct_error *err);
 
+/* Rows of logits, and the class that each row is to predict. Row i begins at element
+ * i * stride. On a GPU all arrays are in its memory. */
+typedef struct ct_cross_entropy {
+    ct_dtype dtype; /* of the logits, a float */
+    size_t rows, classes, stride;
+    void *logits;
+    const int64_t *targets;
+    double *losses;
+    double smoothing; /* in [0, 1] */
+    double scale;     /* of the gradient */
+    bool gradient;    /* else the logits stay */
+} ct_cross_entropy;
+
+/* losses[i] = (1 - smoothing) * -log p(targets[i]) + smoothing * the mean over classes
+ * of -log p, p being the softmax of row i; with `gradient`, the row becomes the loss's
+ * derivative by the row's logits, times scale, in the logits' dtype. Exponentials are
+ * computed in fp32, in fp64 for F64, and added in double; a probability below 2^-126 of
+ * the row's largest counts as 0. A logit may be -inf; NaN makes a row and its loss NaN.
+ * A target outside [0, classes) is CT_EINVAL on the CPU, with nothing changed; a GPU,
+ * for which nobody waits, makes that row and its loss NaN. */
+typedef ct_status
+ct_cross_entropy_fn(void *stream, const ct_cross_entropy *work, ct_error *err);
+
 /* Quantizes values to 8 or 4 bits, by math/quantized.h; and back, the sum over the
  * parts received from the ranks, in float. A block with Inf or NaN on any rank becomes
  * NaN. */
@@ -227,6 +251,7 @@ typedef struct ct_device {
     ct_copy_fn *copy;
     ct_add_fn *add;
     ct_gemm_fn *gemm;
+    ct_cross_entropy_fn *cross_entropy;
     ct_encode_fn *encode;
     ct_decode_fn *decode;
     ct_transfer_fn *transfer;
