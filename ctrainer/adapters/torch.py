@@ -21,8 +21,8 @@ from ctrainer.adapters import _torch_packing as packing  # noqa: F401
 from ctrainer.adapters import _torch_precision as precision
 from ctrainer.adapters import _torch_ranks as ranks
 from ctrainer.adapters import generators, parameters, reading
-from ctrainer.adapters.lengths import TokenBatches
 from ctrainer.adapters.deferred import Deferral
+from ctrainer.adapters.lengths import TokenBatches
 from ctrainer.arguments import accelerator
 
 Args = Any
