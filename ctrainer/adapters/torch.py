@@ -20,8 +20,7 @@ from ctrainer.adapters import _torch_optim as optimizers
 from ctrainer.adapters import _torch_packing as packing  # noqa: F401
 from ctrainer.adapters import _torch_precision as precision
 from ctrainer.adapters import _torch_ranks as ranks
-from ctrainer.adapters import generators, parameters, reading
-from ctrainer.adapters.deferred import Deferral
+from ctrainer.adapters import deferred, generators, parameters, reading
 from ctrainer.adapters.lengths import TokenBatches
 from ctrainer.arguments import accelerator
 
@@ -253,10 +252,10 @@ def smoothed_loss(
     return loss / (labels.ne(-100).sum() if count is None else count)
 
 
-def defer_logits(model: Model) -> Deferral:
+def defer_logits(model: Model) -> deferred.Deferral:
     """Have a model's output embeddings return logits that are not computed, until the
     end() of what is returned: their cross entropy is computed in chunks."""
-    return Deferral(model)
+    return deferred.Deferral(model)
 
 
 # Randomness

@@ -186,6 +186,8 @@ AREAS = {
                 "python/callbacks/test_memory_tracker.py",
             "ctrainer/integrations/__init__.py":
                 "python/callbacks/test_integrations.py",
+            "ctrainer/integrations/accelerator.py":
+                "python/trainer/test_accelerator.py",
             "ctrainer/trainer_state.py":
                 "python/trainer/test_trainer_state.py",
         },
@@ -267,8 +269,12 @@ AREAS = {
                 "python/trainer/test_copies.py python/trainer/test_logged_means.py "
                 "binding/trainer/test_trainer_hooks.py "
                 "python/optim/test_trainer_average.py parity/test_training.py",
+            binding("engine/parts") + " ctrainer/runtime/parts.py":
+                "python/trainer/test_out_of_memory.py "
+                "python/fairseq/test_fairseq_out_of_memory.py",
             "ctrainer/trainer/memory.py ctrainer/adapters/_torch_memory.py":
                 "python/trainer/test_out_of_memory.py "
+                "python/trainer/test_evaluation_out_of_memory.py "
                 "binding/trainer/test_trainer_hooks.py parity/test_training.py",
             "ctrainer/trainer/crash.py ctrainer/commands/replay.py":
                 "python/trainer/test_crash_record.py",
@@ -339,6 +345,8 @@ AREAS = {
                 "binding/fairseq/test_fairseq_step.py "
                 "python/fairseq/test_fairseq_trainer.py "
                 "python/fairseq/test_fairseq_facts.py",
+            "ctrainer/fairseq/_split.py":
+                "python/fairseq/test_fairseq_out_of_memory.py",
             "ctrainer/fairseq/_trainer_step.py":
                 "binding/fairseq/test_fairseq_step.py "
                 "binding/fairseq/test_fairseq_sync.py "
