@@ -31,7 +31,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 import ctrainer
 from ctrainer.adapters import torch as adapter
 
-BATCH, LONGEST, HELD_OUT = 8, 96, 400
+LONGEST, HELD_OUT = 96, 400
 DEFAULT, GOAL_DEFAULT, GOAL_BEST = "transformers", 2.0, 1.3
 
 
@@ -76,15 +76,17 @@ def model_of(options: argparse.Namespace, seed: int) -> Any:
     config = transformers.LlamaConfig(
         vocab_size=options.vocabulary, hidden_size=width, intermediate_size=3 * width,
         num_hidden_layers=options.layers, num_attention_heads=4,
-        max_position_embeddings=LONGEST * BATCH * 4, tie_word_embeddings=True,
+        max_position_embeddings=LONGEST * 64, tie_word_embeddings=True,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
 
-def ways(tokens_per_row: float) -> dict[str, tuple[bool, dict[str, Any], Any]]:
+def ways(
+    tokens_per_row: float, batch: int
+) -> dict[str, tuple[bool, dict[str, Any], Any]]:
     """Of each way: is it ours, its arguments, its collator."""
     grouped = {"train_sampling_strategy": "group_by_length"}
-    budget = {"max_tokens_per_batch": max(int(BATCH * tokens_per_row), LONGEST)}
+    budget = {"max_tokens_per_batch": max(int(batch * tokens_per_row), LONGEST)}
     known = {field.name for field in fields(ctrainer.TrainingArguments)}
     chunked = (
         {"chunked_cross_entropy": True} if "chunked_cross_entropy" in known else {}
@@ -112,7 +114,7 @@ def turn(
     train, held_out = rows[:-HELD_OUT], rows[-HELD_OUT:]
     with tempfile.TemporaryDirectory() as folder:
         args = module.TrainingArguments(
-            folder, num_train_epochs=1, per_device_train_batch_size=BATCH, seed=seed,
+            folder, num_train_epochs=1, per_device_train_batch_size=options.batch, seed=seed,
             learning_rate=1e-3, lr_scheduler_type="constant", report_to="none",
             disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=50,
             **given,
@@ -142,14 +144,15 @@ def orders(rows: int) -> None:
         assert sum(1 for _ in sampler()) == rows
         return time.process_time() - begin
 
-    ours = cpu(lambda: adapter.length_grouped_sampler(BATCH, lengths))
-    theirs = cpu(lambda: LengthGroupedSampler(BATCH, lengths=lengths.tolist()))
+    ours = cpu(lambda: adapter.length_grouped_sampler(8, lengths))
+    theirs = cpu(lambda: LengthGroupedSampler(8, lengths=lengths.tolist()))
     print(json.dumps({"rows": rows, "order_s": ours, "transformers_s": theirs}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=3000)
+    parser.add_argument("--batch", type=int, default=8, help="rows")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
@@ -163,7 +166,7 @@ def main() -> None:
     per_row = statistics.mean(len(row["input_ids"]) for row in rows)
     found: dict[str, list[tuple[float, float]]] = {}
     for seed in range(options.turns):
-        for name, way in ways(per_row).items():
+        for name, way in ways(per_row, options.batch).items():
             found.setdefault(name, []).append(turn(way, options, seed, rows))
     rates = {name: statistics.median(r for r, _ in of) for name, of in found.items()}
     best = max(rate for name, rate in rates.items() if name.startswith(DEFAULT))
@@ -178,7 +181,7 @@ def main() -> None:
         }))  # fmt: skip
     print(json.dumps({
         "goal_to_default": GOAL_DEFAULT, "goal_to_best": GOAL_BEST,
-        "tokens_per_row": round(per_row, 1), "torch": torch.__version__,
+        "tokens_per_row": round(per_row, 1), "rows_per_batch": options.batch, "torch": torch.__version__,
     }))  # fmt: skip
 
 
