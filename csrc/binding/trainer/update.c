@@ -572,14 +572,15 @@ report_if_nonfinite(PyObject *op, const ctpy_update *u)
 static size_t
 read_norms(const Trainer *self, double *norms)
 {
-    PyObject *known = self->recent_norms;
-    const size_t n =
-        known != NULL && PyTuple_Check(known) ? (size_t)PyTuple_GET_SIZE(known) : 0;
-    const size_t first = n > CT_SPIKE_WINDOW ? n - CT_SPIKE_WINDOW : 0;
-    for (size_t i = first; i < n; i++) {
-        norms[i - first] = PyFloat_AsDouble(PyTuple_GET_ITEM(known, (Py_ssize_t)i));
+    PyObject *known = ctpy_field(self->recent_norms);
+    const Py_ssize_t all =
+        known != NULL && PyTuple_Check(known) ? PyTuple_GET_SIZE(known) : 0;
+    const Py_ssize_t first = all > CT_SPIKE_WINDOW ? all - CT_SPIKE_WINDOW : 0;
+    for (Py_ssize_t i = first; i < all; i++) {
+        norms[i - first] = PyFloat_AsDouble(PyTuple_GET_ITEM(known, i));
     }
-    return n - first;
+    Py_XDECREF(known);
+    return (size_t)(all - first);
 }
 
 /* Keeps the newest CT_SPIKE_WINDOW of n norms and this norm, a spike or not: a level
