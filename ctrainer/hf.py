@@ -46,13 +46,16 @@ def patch_transformers() -> None:
         >>> unpatch_transformers()
     """
     set_local_rendezvous(os.environ)
-    for place, name, home in _PLACES:
-        ours = getattr(import_module(home), name)
-        original = getattr(import_module(place), name)
-        if original is not ours:
-            _originals[place, name] = original
+    ours = {name: getattr(import_module(home), name) for _, name, home in _PLACES}
+    # All before the first is replaced: transformers defines each when it is asked for,
+    # its Seq2SeqTrainer as a subclass of what is called Trainer then.
+    found = {
+        (place, name): getattr(import_module(place), name) for place, name, _ in _PLACES
+    }
+    _originals.update((k, cls) for k, cls in found.items() if cls is not ours[k[1]])
+    for place, name in found:
         for module in _copies(place):
-            setattr(module, name, ours)
+            setattr(module, name, ours[name])
     late = _holders(set(_originals.values()))
     if late:
         logger.warning(

@@ -21,3 +21,4 @@ assert transformers.Seq2SeqTrainer is Seq2SeqTrainer
 hf.unpatch_transformers()
 assert transformers.Trainer is original
 assert transformers.trainer.Trainer is original
+assert issubclass(transformers.Seq2SeqTrainer, original)
