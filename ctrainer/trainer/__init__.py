@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -21,10 +22,10 @@ from ctrainer.callbacks import (
 from ctrainer.display.progress import ProgressCallback
 from ctrainer.memory_tracker import TrainerMemoryTracker
 from ctrainer.runtime import messages
-from ctrainer.trainer import hub, shards
+from ctrainer.trainer import checkpoint, hub, shards
 from ctrainer.trainer.checkpoint import is_overridden
 from ctrainer.trainer.run import TrainerRun
-from ctrainer.trainer_state import TrainerControl, TrainerState
+from ctrainer.trainer_state import TrainerControl
 from ctrainer.trainer_utils import has_length
 from ctrainer.training_args import TrainingArguments, adopt, set_log_level
 
@@ -263,10 +264,9 @@ class Trainer(TrainerRun):
         if args.should_save:
             os.makedirs(args.output_dir, exist_ok=True)
         self.control = TrainerControl()
-        self.state = TrainerState(
-            is_local_process_zero=self.is_local_process_zero(),
-            is_world_process_zero=self.is_world_process_zero(),
-        )
+        self.state = checkpoint.new_state(self)
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
         self.current_flos, self.current_gradient_accumulation_steps = 0, 1
         shards.plan_shards(self)
         self._means = {}
@@ -274,8 +274,9 @@ class Trainer(TrainerRun):
         self._counts_tokens = args.include_num_input_tokens_seen not in (False, "no")
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
         config: Any = getattr(self.model, "config", None)
-        if hasattr(config, "use_cache") and not getattr(args, "use_cache", False):
-            config.use_cache = False
+        if config is not None:  # may be of any kind
+            with contextlib.suppress(AttributeError, TypeError, ValueError):
+                config.use_cache = getattr(args, "use_cache", False)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback.
