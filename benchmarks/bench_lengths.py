@@ -114,8 +114,9 @@ def turn(
     train, held_out = rows[:-HELD_OUT], rows[-HELD_OUT:]
     with tempfile.TemporaryDirectory() as folder:
         args = module.TrainingArguments(
-            folder, num_train_epochs=1, per_device_train_batch_size=options.batch, seed=seed,
-            learning_rate=1e-3, lr_scheduler_type="constant", report_to="none",
+            folder, num_train_epochs=1, seed=seed,
+            per_device_train_batch_size=options.batch, learning_rate=1e-3,
+            lr_scheduler_type="constant", report_to="none",
             disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=50,
             **given,
         )  # fmt: skip
@@ -181,7 +182,8 @@ def main() -> None:
         }))  # fmt: skip
     print(json.dumps({
         "goal_to_default": GOAL_DEFAULT, "goal_to_best": GOAL_BEST,
-        "tokens_per_row": round(per_row, 1), "rows_per_batch": options.batch, "torch": torch.__version__,
+        "tokens_per_row": round(per_row, 1), "rows_per_batch": options.batch,
+        "torch": torch.__version__,
     }))  # fmt: skip
 
 
