@@ -28,6 +28,7 @@ Args = Any
 Model = nn.Module
 
 default_collator = batches.default_collator
+defer_logits = deferred.Deferral
 gradient_marks = memory.gradient_marks
 drop_gradients = memory.drop_gradients
 hold_gradients = memory.hold_gradients
@@ -250,12 +251,6 @@ def smoothed_loss(
         reduction="sum",
     )
     return loss / (labels.ne(-100).sum() if count is None else count)
-
-
-def defer_logits(model: Model) -> deferred.Deferral:
-    """Have a model's output embeddings return logits that are not computed, until the
-    end() of what is returned: their cross entropy is computed in chunks."""
-    return deferred.Deferral(model)
 
 
 # Randomness

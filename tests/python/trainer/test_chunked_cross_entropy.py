@@ -187,6 +187,16 @@ def test_what_does_not_go_with_it_is_rejected(
         trained(tmp_path, model("gpt2"), chunked_cross_entropy=True, **options)
 
 
+def test_float16_with_a_loss_scale_trains_the_same(tmp_path: Path) -> None:
+    options = {
+        **SGD,
+        "fp16": True,
+        "loss_scaler": {"preset": "static", "loss_scale": 64},
+    }
+    chunked = trained(tmp_path, model("gpt2"), chunked_cross_entropy=True, **options)
+    check_same(chunked, trained(tmp_path, model("gpt2"), **options), 4e-3)
+
+
 def test_evaluation_computes_all_logits(tmp_path: Path) -> None:
     trainer = trained(tmp_path, model("gpt2"), chunked_cross_entropy=True)
     found = trainer.predict(tokens(5, 12, WORDS))
