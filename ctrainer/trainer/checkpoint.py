@@ -260,8 +260,8 @@ def save_rng_state(trainer: TrainerRun, output_dir: str) -> None:
 
 def save_trainer_state(trainer: TrainerRun, output_dir: str) -> None:
     """Save trainer_state.json, and in a file of ours what it has no place for."""
-    trainer.state.stateful_callbacks = new_state(trainer).stateful_callbacks
     if trainer.args.should_save:
+        trainer.state.stateful_callbacks = new_state(trainer).stateful_callbacks
         trainer.state.save_to_json(os.path.join(output_dir, STATE))
     content = {
         "version": 1,

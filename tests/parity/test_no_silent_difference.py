@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -15,130 +14,17 @@ import datasets
 import drawn_scripts
 import example_scripts
 import pytest
+import ranks
 import torch
 import transformers
-from both_trainers import (
-    ABSENT,
-    COARSE,
-    ROUNDING,
-    Difference,
-    differences,
-    run,
-)
-
-import ctrainer
+from both_trainers import differences, run
+from intended_differences import PERMITTED, TRAITS, compare, row_of, script_of
 
 PAGE = Path(__file__).parents[2] / "docs/start/from_transformers.md"
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 datasets.disable_progress_bars()
-
-
-def any_values(theirs: Any, ours: Any) -> bool:
-    return True
-
-
-def added(theirs: Any, ours: Any) -> bool:
-    return bool(theirs is ABSENT)
-
-
-def ratio(of: float) -> Callable[[float, float], bool]:
-    """Theirs is so many times ours."""
-    return lambda theirs, ours: theirs / ours == pytest.approx(of, rel=2e-3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Permitted:
-    """Differences at these paths, in scripts with the trait, that the row describes."""
-
-    row: str
-    paths: str
-    trait: str = ""
-    holds: Callable[[Any, Any], bool] = any_values
-
-
-NUMBERS = (
-    r"(loss|grad_norm|clipped_norm|eval_\w+|best_metric|shown/\d+.*)$"
-    r"|/(weights|optimizer|tensors|optimizer.pt)/"
-)
-PERMITTED = (
-    Permitted(
-        "gradient accumulation when `compute_loss` ignores `num_items_in_batch`",
-        NUMBERS, "ignores the count",
-    ),
-    Permitted(
-        "loss of a model that shifts its labels, such as a causal language model",
-        r"/(loss|eval_loss|train_loss|grad_norm|best_metric)$", "no loss_type",
-        ratio(15 / 16),
-    ),
-    Permitted(
-        "loss of a model that shifts its labels, such as a causal language model",
-        r"/(weights|optimizer|tensors|optimizer.pt)/|clipped_norm$|/shown/",
-        "no loss_type",
-    ),
-    Permitted(
-        "checkpoints",
-        r"/ctrainer_(manifest|state)\.json$|/metadata/ctrainer\.(header_)?crc32c$",
-        holds=added,
-    ),
-    Permitted(
-        "`fused` in the groups of `optimizer.pt`", r"/param_groups/\d+/fused$",
-        holds=lambda theirs, ours: theirs is True and ours is None,
-    ),
-    Permitted(
-        "resuming",
-        r"/(loss|train_loss|early_stopping_patience_counter)$|/shown/\d+/1$", "resumed",
-    ),
-    Permitted(
-        "`restore_callback_states_from_checkpoint=True`", r"^/callbacks/", "restored"
-    ),
-    Permitted(
-        "random numbers in rows and collators",
-        r"/generators/torch$|/rng_state.pth/cpu$"
-        r"|^/batches/\w+/\d+/(input_ids|labels)/2$", "random collator",
-    ),
-    Permitted("`eval_loss`", r"/test_loss$", "seq2seq"),
-    Permitted(
-        "the model's generation config in an evaluation that generates",
-        r"/generation_config\.json/", "seq2seq",
-    ),
-    Permitted(
-        "`total_flos` in the metrics of `train()` with `disable_tqdm=True`",
-        r"/(all|train)_results\.json/total_flos$", holds=added,
-    ),
-    Permitted(
-        "speeds of a run",
-        r"/train_tokens_per_second$", "tokens", added,
-    ),
-    Permitted("`eval_model_preparation_time`", r"/\w+_model_preparation_time$"),
-    Permitted("`torch_empty_cache_steps`", r"^/callbacks/", "empty cache"),
-    Permitted(
-        "`fp16_full_eval`, `bf16_full_eval`", r"^/(weights|optimizer)/", "full"
-    ),
-    Permitted(
-        'an evaluation with `train_sampling_strategy="group_by_length"`',
-        r"^/batches/evaluation/|^/shown/[23]/[01]$", "grouped",
-    ),
-    Permitted(
-        "fields of `ctrainer.TrainingArguments`", r"/training_args\.bin/", "own", added
-    ),
-)  # fmt: skip
-
-TRAITS: dict[str, set[str]] = {
-    "clm_gpt2": {"no loss_type"},
-    "clm_gpt2_alone": {"no loss_type"},
-    "clm_llama": {"tokens"},
-    "multi_label": {"ignores the count", "coarse"},
-    "token_classification": {"ignores the count"},
-    "mlm": {"ignores the count", "random collator"},
-    "mlm_of_a_seed": {"ignores the count"},
-    "loss_of_old_signature": {"ignores the count"},
-    "summarization": {"seq2seq"},
-    "translation": {"grouped"},
-    "resumed": {"resumed"},
-    "lora": {"resumed"},
-}
 
 
 def rows_of_the_page() -> dict[str, str]:
@@ -148,17 +34,6 @@ def rows_of_the_page() -> dict[str, str]:
     return {row[0]: " | ".join(row[1:]) for row in cells}
 
 
-def row_of(difference: Difference, traits: set[str]) -> str | None:
-    for entry in PERMITTED:
-        if entry.trait and entry.trait not in traits:
-            continue
-        if not re.search(entry.paths, difference.path):
-            continue
-        if entry.holds(difference.theirs, difference.ours):
-            return entry.row
-    return None
-
-
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     logging.disable(logging.WARNING)
@@ -166,29 +41,13 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def compare(script: Any, folder: Path, traits: set[str]) -> set[str]:
-    """The rows that are needed; fails for a difference without one."""
-    theirs = run(script, folder / "theirs", ours=False, hf=transformers)
-    hf = ctrainer if "own" in traits else transformers
-    ours = run(script, folder / "ours", ours=True, hf=hf)
-    assert len(theirs["events"]) > 20
-    rounding = COARSE if "coarse" in traits else ROUNDING
-    rows, silent = set(), []
-    for difference in differences(theirs, ours, rounding):
-        row = row_of(difference, traits)
-        if row is None:
-            silent.append(str(difference))
-        else:
-            rows.add(row)
-    assert not silent, f"{len(silent)} differences:\n" + "\n".join(silent[:20])
-    return rows
-
-
 BY_HAND = (
     "glue", "clm_gpt2", "summarization", "resumed", "callbacks_that_decide", "images",
 )  # fmt: skip
 DRAWN = (0, 1, 3, 4, 7)  # of the table's first ones
 COUNT = 60
+# transformers cannot resume on ranks of the CPU.
+ON_RANKS = ["glue", "weighted_loss", "clm_llama", "callbacks_that_decide", "hooks"]
 
 
 def others_exhaustive(each: Iterable[Any], quick: tuple[Any, ...]) -> list[Any]:
@@ -196,19 +55,36 @@ def others_exhaustive(each: Iterable[Any], quick: tuple[Any, ...]) -> list[Any]:
     return [x if x in quick else pytest.param(x, marks=mark) for x in each]
 
 
+def report(silent: list[str]) -> str:
+    return f"{len(silent)} differences without a row:\n" + "\n".join(silent[:20])
+
+
 @pytest.mark.parametrize("name", others_exhaustive(example_scripts.SCRIPTS, BY_HAND))
 def test_a_script_by_hand(name: str, tmp_path: Path) -> None:
     if name == "lora":
         pytest.importorskip("peft")
-    traits = TRAITS.get(name, set())
-    needed = compare(example_scripts.SCRIPTS[name], tmp_path, traits)
+    rows, silent = compare(name, tmp_path)
+    assert not silent, report(silent)
     # A script that says that it needs a row does.
-    assert {p.row for p in PERMITTED if p.trait in traits - {"coarse", ""}} <= needed
+    traits = script_of(name)[1]
+    assert {p.row for p in PERMITTED if p.trait in traits} <= rows
 
 
 @pytest.mark.parametrize("number", others_exhaustive(range(COUNT), DRAWN))
 def test_a_script_of_drawn_arguments(number: int, tmp_path: Path) -> None:
-    compare(drawn_scripts.script(number), tmp_path, drawn_scripts.traits(number))
+    _, silent = compare(number, tmp_path)
+    assert not silent, report(silent)
+
+
+@pytest.mark.exhaustive
+def test_scripts_on_two_ranks(tmp_path: Path) -> None:
+    told: list[Any] = ranks.told(
+        ranks.run(tmp_path, "parity.no_silent_difference", names=ON_RANKS)
+    )
+    for rank in told:
+        assert list(rank["silent"]) == ON_RANKS
+        assert not any(rank["silent"].values()), rank["silent"]
+    assert "an evaluation on several ranks" in told[0]["rows"]
 
 
 def test_every_permitted_difference_is_a_row_of_the_page() -> None:
@@ -219,7 +95,8 @@ def test_every_permitted_difference_is_a_row_of_the_page() -> None:
 
 def test_drawn_scripts_depend_on_every_trait() -> None:
     drawn = set().union(*map(drawn_scripts.traits, range(COUNT)))
-    assert {p.trait for p in PERMITTED} <= {"", *drawn, *set().union(*TRAITS.values())}
+    by_hand = set().union(*TRAITS.values())
+    assert {p.trait for p in PERMITTED} <= {"", "ranks", *drawn, *by_hand}
 
 
 # ---- What the comparison sees

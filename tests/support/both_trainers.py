@@ -34,7 +34,7 @@ ROUNDING = 1e-4
 COARSE = 0.05  # of bfloat16
 # A gradient of which all cancels, such as that of a key's bias, is rounding alone, and
 # so is what it updates.
-NOISE = 1e-5
+NOISE = 5e-5
 FLAGS = (
     "should_training_stop", "should_epoch_stop", "should_save", "should_evaluate",
     "should_log",
@@ -141,7 +141,7 @@ Script = Callable[[Lab], Any]
 
 def run(script: Script, folder: Path, *, ours: bool, hf: Any) -> dict[str, Any]:
     """Everything that is seen of the script in a folder of its own."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # of every rank
     before = os.getcwd()
     os.chdir(folder)
     lab = Lab(hf, ours)
@@ -161,7 +161,9 @@ def run(script: Script, folder: Path, *, ours: bool, hf: Any) -> dict[str, Any]:
     assert isinstance(trainer, ctrainer.Trainer) is ours
     found |= {
         "events": lab.watch.events, "batches": lab.batches, "shown": lab.shown,
-        "files": files_of(folder), "generators": generators(),
+        # Rank 0 is the last that writes.
+        "files": files_of(folder) if os.environ.get("RANK", "0") == "0" else {},
+        "generators": generators(),
     }  # fmt: skip
     return found
 
@@ -207,7 +209,7 @@ def content(path: Path) -> Any:
     if path.suffix in (".pt", ".pth", ".bin"):
         made = torch.load(path, weights_only=False)
         return made.to_dict() if hasattr(made, "to_dict") else made
-    return path.read_bytes()
+    return path.read_text().splitlines() if path.suffix == ".md" else path.read_bytes()
 
 
 def timeless(value: Any) -> Any:

@@ -75,7 +75,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "remove_unused_columns": (True, True, False),
     "label_names": (None, None, ["labels"]),
     "torch_empty_cache_steps": (None, 2),
-    "skip_memory_metrics": (True, True, False),
+    "skip_memory_metrics": (True, True, True, True, True, False),
     "disable_tqdm": (True, True, False),
     "seed": (42, 7),
     "data_seed": (None, None, 3),
