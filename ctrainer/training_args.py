@@ -31,6 +31,7 @@ from ctrainer.arguments.fields import arg
 from ctrainer.arguments.fsdp import sharding_of
 from ctrainer.arguments.older_fields import ALIASES, default_of, take_shadowed
 from ctrainer.arguments.setters import Setters
+from ctrainer.arguments.settings import read
 from ctrainer.comm import run, world
 from ctrainer.enums import (
     HubStrategy,
@@ -183,6 +184,9 @@ class TrainingArguments(Setters):
             )
             backend = "gloo" if self._device.type == "cpu" else "nccl"
             join_run(self.ddp_backend or backend, self.ddp_timeout)
+            affinity = "ACCELERATE_CPU_AFFINITY"  # of accelerate launch
+            if read(os.environ.get(affinity) or "no", bool, affinity):
+                _ = self.distributed_state  # accelerate binds the process to cores
         return self._device
 
     # What transformers' Trainer reads: WandbCallback makes one of our arguments.
@@ -373,8 +377,9 @@ for _cls in (TrainingArguments, Seq2SeqTrainingArguments):
 def adopt(args: Any) -> Any:
     """Check training arguments, ours or transformers', and return the same object.
 
-    A foreign object gets the fields that it lacks, at ctrainer's defaults; its own
-    fields are not changed.
+    A foreign object gets the fields that it lacks, at ctrainer's defaults, and the
+    precision and compilation of accelerate launch where it sets none; its other fields
+    are not changed.
 
     Args:
         args: TrainingArguments of ctrainer or transformers.
@@ -387,6 +392,7 @@ def adopt(args: Any) -> Any:
     if not isinstance(args, TrainingArguments):
         checks.require_arguments(args)
         checks.complete(args, TrainingArguments)
+        checks.take_launched(args)
     checks.check_types(args, TrainingArguments)
     table.check(args, TrainingArguments._default_of)
     accelerator.take_accumulation(args)

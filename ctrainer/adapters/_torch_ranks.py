@@ -15,13 +15,14 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
 )
 
 from ctrainer import _C
 from ctrainer.adapters._torch_batches import (
     DrawnSampler,
-    SeededSampler,
+    LengthGroupedSampler,
     after,
 )
 from ctrainer.adapters._torch_rank_eval import WholeBatchLoader, receive, scatter
@@ -242,14 +243,18 @@ def _stream_loader(
 
 def share_order(loader: Any, group: _C.Communicator) -> None:
     """Give all ranks rank 0's generator, where the order of the epoch depends on it:
-    they shard batches of one order only if they draw the same one."""
+    they shard batches of one order only if they draw the same one. With a sampler of
+    the script's own, ranks keep their generators: it draws alike on all of them, and
+    they may differ, as those of TRL's GRPOTrainer, which generates by them."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    alike = isinstance(sampler, SeededSampler | SequentialSampler | TokenBatches)
-    if alike or isinstance(loader, DispatchedLoader):
-        return
     if isinstance(sampler, DrawnSampler):
         seed = group.broadcast_bytes(sampler.seed.to_bytes(8, "little"), 0)
         sampler.seed = int.from_bytes(seed, "little")
+        return
+    draws = isinstance(sampler, RandomSampler | LengthGroupedSampler)
+    of_all = draws and sampler.generator is None  # type: ignore[union-attr]
+    of_all |= isinstance(getattr(loader, "dataset", None), RankStream)
+    if not of_all or isinstance(loader, DispatchedLoader):
         return
     state = group.broadcast_bytes(torch.get_rng_state().numpy().tobytes(), 0)
     torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

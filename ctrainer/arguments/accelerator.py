@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -112,8 +113,18 @@ def _of_dict(given: Any) -> AcceleratorConfig:
 def take_accumulation(args: Any) -> None:
     """Set gradient_accumulation_steps to num_steps of gradient_accumulation_kwargs.
 
-    Raises ValueError where both are set to different numbers.
+    Raises ValueError where both are set to different numbers, and warns of one that
+    accelerate launch sets.
     """
+    name = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    launched = os.environ.get(name)
+    if launched not in (None, "", "1", str(args.gradient_accumulation_steps)):
+        warnings.warn(
+            f"{name}={launched} has no effect on a Trainer, here as in transformers: "
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}; set "
+            "it in the training arguments",
+            stacklevel=4,
+        )
     kwargs = config_of(getattr(args, "accelerator_config", None))
     steps = (kwargs.gradient_accumulation_kwargs or {}).get("num_steps")
     if steps is None or steps == args.gradient_accumulation_steps:

@@ -214,7 +214,7 @@ def derive(args: TrainingArguments) -> None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
     if args.torch_compile_mode is not None or args.torch_compile_backend is not None:
         args.torch_compile = True
-    _take_compilation(args)
+    take_launched(args)
     if args.torch_compile and args.torch_compile_backend is None:
         args.torch_compile_backend = "inductor"
     if args.enable_jit_checkpoint:
@@ -223,19 +223,26 @@ def derive(args: TrainingArguments) -> None:
         args.dataloader_pin_memory = False
     if args.world_size > 1:
         args.local_rank = args.local_process_index
+
+
+_NOT_PASSED = ("USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")
+
+
+def take_launched(args: Any) -> None:
+    """Take accelerate launch's precision and settings of torch.compile where the
+    arguments have none."""
+    _take_compilation(args)
     _take_mixed_precision(args)
 
 
-def _take_compilation(args: TrainingArguments) -> None:
-    """Take accelerate launch's settings of torch.compile where the arguments have
-    none."""
+def _take_compilation(args: Any) -> None:
     launched = {
         name: os.environ.get(f"ACCELERATE_DYNAMO_{name}", "").lower()
-        for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC")
+        for name in ("BACKEND", "MODE", *_NOT_PASSED)
     }
     if args.torch_compile or launched["BACKEND"] in ("", "no"):
         return
-    for name in ("USE_FULLGRAPH", "USE_DYNAMIC"):
+    for name in _NOT_PASSED:
         if read(launched[name] or "no", bool, f"ACCELERATE_DYNAMO_{name}"):
             raise ValueError(
                 f"ACCELERATE_DYNAMO_{name} is set, which torch_compile does not pass "
@@ -246,8 +253,7 @@ def _take_compilation(args: TrainingArguments) -> None:
     args.torch_compile_mode = args.torch_compile_mode or launched["MODE"] or None
 
 
-def _take_mixed_precision(args: TrainingArguments) -> None:
-    """Take accelerate launch's precision where the arguments set none."""
+def _take_mixed_precision(args: Any) -> None:
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if args.fp16 or args.bf16 or launched == "no":
         return

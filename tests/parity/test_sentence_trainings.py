@@ -21,3 +21,13 @@ def test_trainings_are_those_on_transformers_engine(names) -> None:
     done = run_alone("parity.sentence_trainings", *names)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert done.stdout.count("ok ") >= 2 * max(len(names), 1)
+
+
+@pytest.mark.exhaustive
+def test_trainings_on_two_ranks_are_those_on_transformers_engine() -> None:
+    done = run_alone("parity.sentence_trainings", "--ranks", "2", *RANKED)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.stdout.count("ok ") == 2 * len(RANKED)
+
+
+RANKED = ["sentence_softmax", "sentence_accumulation", "cross_lambda", "peft_prefix"]

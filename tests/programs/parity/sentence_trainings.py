@@ -1,13 +1,16 @@
 """Trainings of sentence-transformers, PEFT and setfit on our engine and on
 transformers': how far apart are what they log and the trained weights?
 
-    python -m programs.parity.sentence_trainings [NAME ...]
+    python -m programs.parity.sentence_trainings [--ranks N] [NAME ...]
 
-Each is run whole, and again from its checkpoint in the middle. A NAME is one of RUNS,
-or the beginning of some; without one, all are run. Prints a line for each, and ends
-with 1 where one of ours fails, differs or enters the loop of transformers.
+With N ranks each engine is started as torchrun would start it, and what the first rank
+finds is compared. Each is run whole, and again from its checkpoint in the middle. A
+NAME is one of RUNS, or the beginning of some; without one, all are run. Prints a line
+for each, and ends with 1 where one of ours fails, differs or enters the loop of
+transformers.
 """
 
+import argparse
 import json
 import math
 import os
@@ -19,6 +22,9 @@ import tempfile
 import traceback
 import warnings
 
+from ranks import free_port, torchrun
+
+RANK, RANKS = (int(os.environ.get(n, m)) for n, m in (("RANK", 0), ("WORLD_SIZE", 1)))
 BOUND = 1e-4
 BOUNDS = {"sentence_bf16": 1e-2}  # a last bit of a weight is many of a bfloat16
 STEPS = 6  # saved and evaluated after every second one
@@ -94,6 +100,7 @@ def bert(folder, cls="BertModel", **options):
     """A folder with a small model of this class, of the same values each time."""
     import torch
     import transformers
+    from safetensors.torch import save_model
 
     words = tokenizer()
     config = transformers.BertConfig(
@@ -102,10 +109,15 @@ def bert(folder, cls="BertModel", **options):
         pad_token_id=0, initializer_range=0.2, **options,
     )  # fmt: skip
     torch.manual_seed(0)
-    getattr(transformers, cls)(config).save_pretrained(f"{folder}-model")
-    words.save_pretrained(f"{folder}-model")
+    place = f"{folder}-model{RANK}"
+    os.makedirs(place, exist_ok=True)
+    config.architectures = [cls]
+    config.save_pretrained(place)  # a model's writes on the first rank alone
+    made = getattr(transformers, cls)(config)
+    save_model(made, f"{place}/model.safetensors", {"format": "pt"})
+    words.save_pretrained(place)
     torch.manual_seed(1)
-    return f"{folder}-model"
+    return place
 
 
 def options(folder, **own):
@@ -758,18 +770,24 @@ class Events:
         )
 
 
-def observed(make, folder, checkpoint=None):
+def observed(engine, make, folder, checkpoint=None):
     """What a training logs, and what it leaves behind."""
+    import torch
+
     made = make(folder)
     trainer, train = made if isinstance(made, tuple) else (made, made.train)
     events = Events()
     trainer.add_callback(events)
+    if RANKS > 1 and engine == "theirs":  # torch cannot restore to its "cpu:0"
+        vars(trainer.args)["_setup_devices"] = torch.device("cpu")
     train(resume_from_checkpoint=checkpoint)
     logs = [
         {name: value for name, value in log.items() if not name.endswith(MEASURED)}
         for log in trainer.state.log_history
     ]
     weights = trainer.model.state_dict()
+    if RANKS > 1:
+        torch.distributed.barrier()
     saved = {
         name: sorted(os.listdir(f"{folder}/{name}"))
         for name in sorted(os.listdir(folder))
@@ -810,15 +828,16 @@ def serve(engine, folder, names):
             entered.clear()
             middle = f"{place}/checkpoint-4" if way == "resumed" else None
             try:
-                if middle:
+                if middle and RANK == 0:
                     keep_only(place, middle)
-                result[way] = observed(RUNS[name], place, middle)
+                result[way] = observed(engine, RUNS[name], place, middle)
             except Exception:
                 result[way] = {"error": traceback.format_exc()}
             result[way]["entered"] = len(entered)
         results[name] = result
-        shutil.rmtree(place, ignore_errors=True)
-    with open(f"{folder}/results.json", "w") as file:
+        if RANK == 0:
+            shutil.rmtree(place, ignore_errors=True)
+    with open(f"{folder}/results{RANK or ''}.json", "w") as file:
         json.dump(results, file)
 
 
@@ -884,23 +903,25 @@ def verdict(ours, theirs, bound):
     return "; ".join([" ".join(numbers), *said]), not said
 
 
-def main(chosen):
+def main(chosen, ranks):
     names = [n for n in RUNS if not chosen or n.startswith(tuple(chosen))]
     with tempfile.TemporaryDirectory() as root:
         engines = ("ours", "theirs")
-        started = []
+        started = {}
         for engine in engines:
             os.mkdir(f"{root}/{engine}")
-            command = [sys.executable, __file__, f"--{engine}", f"{root}/{engine}"]
-            log = open(f"{root}/{engine}/log", "w")
-            started.append(
-                subprocess.Popen(
-                    [*command, *names], env=ENVIRONMENT, stdout=log, stderr=log
-                )
-            )
-        for engine, process in zip(engines, started, strict=True):
+            command = [sys.executable, "-m", __spec__.name, engine, f"{root}/{engine}"]
+            port = free_port()
+            for rank in range(ranks):
+                of_rank = torchrun(rank, ranks, engine, port) if ranks > 1 else {}
+                name = f"{root}/{engine}/log{rank}"
+                started[name] = subprocess.Popen(
+                    [*command, *names], env=ENVIRONMENT | of_rank,
+                    stdout=open(name, "w"), stderr=subprocess.STDOUT,
+                )  # fmt: skip
+        for name, process in started.items():
             if process.wait():
-                with open(f"{root}/{engine}/log") as log:
+                with open(name) as log:
                     sys.exit(log.read())
         ours, theirs = ({}, {})
         for engine, into in zip(engines, (ours, theirs), strict=True):
@@ -924,7 +945,11 @@ ENVIRONMENT = os.environ | {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["--ours"], ["--theirs"]):
-        serve(sys.argv[1][2:], sys.argv[2], sys.argv[3:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("names", nargs="*")
+    given = parser.parse_args()
+    if given.names[:1] in (["ours"], ["theirs"]):
+        serve(given.names[0], given.names[1], given.names[2:])
     else:
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(main(given.names, given.ranks))

@@ -326,10 +326,13 @@ def trained(name, variant, folder):
     """The log of one training; the checkpoint is that of the unresumed one."""
     import importlib
 
+    import torch
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import set_seed
     from trl import DPOConfig
+
+    from ctrainer.trainer import Trainer
 
     set_seed(7)  # PPO does not
     prefix, module, rows, options, more = TRAINERS[name]
@@ -358,6 +361,9 @@ def trained(name, variant, folder):
             keywords["eval_dataset"] = data.select(range(20, 32))
         data = data.select(range(20))
     args = config(output, **{**shared, **options})
+    # torch cannot restore to transformers' "cpu:0"
+    if RANKS > 1 and not issubclass(trainer, Trainer):
+        vars(args)["_setup_devices"] = torch.device("cpu")
     if "peft" in variant:
         kinds = {"reward": "SEQ_CLS", "prm": "TOKEN_CLS"}
         kind = kinds.get(name, "CAUSAL_LM")

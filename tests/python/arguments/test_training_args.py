@@ -603,6 +603,27 @@ class TestObject:
         with pytest.raises(ValueError, match="fp8 is not supported"):
             TrainingArguments(tmp_path)
 
+    def test_what_accelerate_launch_sets_counts_in_arguments_of_transformers(
+        self, monkeypatch, tmp_path
+    ) -> None:
+        transformers = pytest.importorskip("transformers")
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+        args = adopt(transformers.TrainingArguments(tmp_path, use_cpu=True))
+        assert (args.bf16, args.torch_compile_backend) == (True, "eager")
+        monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "True")
+        with pytest.raises(ValueError, match="USE_REGIONAL_COMPILATION is set"):
+            adopt(transformers.TrainingArguments(tmp_path, use_cpu=True))
+
+    def test_accumulation_of_accelerate_launch_is_a_warning(
+        self, monkeypatch, tmp_path, recwarn
+    ) -> None:
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+        adopt(TrainingArguments(tmp_path, gradient_accumulation_steps=4))
+        assert not recwarn
+        with pytest.warns(UserWarning, match="STEPS=4 has no effect on a Trainer"):
+            adopt(TrainingArguments(tmp_path))
+
     @pytest.mark.parametrize(
         ("name", "value"),
         [
