@@ -27,8 +27,9 @@ def determine_best_metric(
     step, args = trainer.state.global_step, trainer.args
     wanted = best_metrics(args)
     if wanted:
+        by = "save_best_metrics" if args.save_best_metrics else "metric_for_best_model"
         trainer._evaluated[step] = {
-            name: float(_value(metrics, name, "save_best_metrics")) for name in wanted
+            name: float(_value(metrics, name, by)) for name in wanted
         }
     among = step in best_steps(trainer, trainer._evaluated)
     if args.metric_for_best_model is None:

@@ -935,8 +935,8 @@ def different_batches(trainer: TrainerRun, n: int, without: int) -> None:
 
 
 def report_spike(trainer: TrainerRun, step: int, norm: float) -> None:
-    """Log why update `step` of the run is skipped."""
-    if trainer.is_world_process_zero():
+    """Log why update `step` of the run is skipped, with local steps on each rank."""
+    if trainer.is_world_process_zero() or trainer._blocks is not None:
         known = np.array(trainer._recent_norms)
         logger.warning(
             "The update of step %d is skipped: its gradient norm is %.4g, and the mean "
