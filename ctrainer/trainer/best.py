@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from os.path import realpath
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ def _value(metrics: Mapping[str, float], name: str, argument: str) -> float:
     return metrics[name]
 
 
-def best_steps(trainer: TrainerRun, steps: Iterable[int]) -> set[int]:
+def best_steps(trainer: TrainerRun, steps: Collection[int]) -> set[int]:
     """Those of these steps with the best evaluations, args.save_best_limit by each
     metric; of equal values the earlier is better, and NaN is never among them."""
     found: set[int] = set()

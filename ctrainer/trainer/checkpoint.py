@@ -341,7 +341,7 @@ def rotate_checkpoints(
 ) -> None:
     """Remove the oldest checkpoints, by step, beyond args.save_total_limit, never
     the best or the last; while one is being made, as soon as that is in place. With
-    args.save_best_limit all but the newest and the best, that one and these."""
+    args.save_best_limit remove all but so many newest and the best."""
     limit = trainer.args.save_total_limit or 0
     if limit <= 0 and getattr(trainer.args, "save_best_limit", None) is None:
         return
@@ -356,8 +356,8 @@ def rotate_checkpoints(
 
 
 def leave_best(trainer: TrainerRun, trial: Any) -> None:
-    """At the end of a run with save_total_limit=1, remove all checkpoints but the
-    best."""
+    """At the end of a run with save_total_limit=1, remove all checkpoints but the best,
+    those of save_best_limit among them."""
     one, args = trainer.state.best_model_checkpoint, trainer.args
     if one is None or args.save_total_limit != 1 or not args.should_save:
         return

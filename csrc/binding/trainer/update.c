@@ -564,9 +564,7 @@ report_if_nonfinite(PyObject *op, const ctpy_update *u)
                : report_nonfinite(op, step + 1);
 }
 
-/* ---- spikes: updates whose norm is far above the norms before
- * -------------------------
- */
+/* ---- spikes of the norm, whose updates are skipped ------------------------------- */
 
 /* The last norms, oldest first, with room for CT_SPIKE_WINDOW; their number. */
 static size_t

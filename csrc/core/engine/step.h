@@ -52,6 +52,19 @@ double ct_clip_least(const ct_grads *grads);
 CT_NODISCARD ct_status ct_clip_apply(const ct_clip *clip, ct_grads *grads, void *stream,
                                      double loss_scale, ct_error *err);
 
+/* ---- spikes ---------------------------------------------------------------------- */
+
+enum {
+    CT_SPIKE_WINDOW = 128, /* norms to compare with, at most */
+    CT_SPIKE_LEAST = 64    /* and at least: with fewer nothing is a spike */
+};
+
+/* Whether a norm exceeds the mean of the last n norms by more than `sigmas` of their
+ * unbiased standard deviations. Source: the skipped steps of OLMo 2, Walsh et al.,
+ * "2 OLMo 2 Furious", 2025, with the window and the least number of OLMo-core's
+ * SkipStepOptimizer, which compares the loss, too. */
+bool ct_step_is_spike(const double *norms, size_t n, double norm, double sigmas);
+
 /* ---- the phases ------------------------------------------------------------------ */
 
 typedef enum ct_nonfinite {
@@ -80,19 +93,6 @@ typedef struct ct_step_result {
     bool spike;       /* set by the caller: the step is skipped under any policy */
     bool updated;     /* false when the step was skipped */
 } ct_step_result;
-
-/* ---- spikes ---------------------------------------------------------------------- */
-
-enum {
-    CT_SPIKE_WINDOW = 128, /* norms to compare with, at most */
-    CT_SPIKE_LEAST = 64    /* and at least: with fewer nothing is a spike */
-};
-
-/* Whether a norm exceeds the mean of the last n norms by more than `sigmas` of their
- * unbiased standard deviations. Source: the skipped steps of OLMo 2,
- * Walsh et al., "2 OLMo 2 Furious", 2025, with the window and the least number of
- * OLMo-core's SkipStepOptimizer, which compares the loss, too. */
-bool ct_step_is_spike(const double *norms, size_t n, double norm, double sigmas);
 
 /* Fills in grad_norm, clip_coef and finite. loss_scale is the factor of the loss (1
  * without scaling; > 0). The clipping factors of the groups are left in ct_optim_grads.
