@@ -523,7 +523,7 @@ class Step(_C.FairseqTrainer):
         return found, tuple(sums[_EXTRAS:first])
 
     def _sums_of(self, values: list[float]) -> list[float]:
-        return self._sum_numbers(self._communicator, self._step_name, values)
+        return self._communicator.sum_numbers(self._step_name, values)
 
     def _gather_logs(self, logs: list[Any] | None) -> list[Any]:
         """The logs of all ranks in one list; None: no logs of this rank."""

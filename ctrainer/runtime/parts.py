@@ -18,10 +18,13 @@ from typing import Any
 
 from ctrainer import _C
 
-_GROWTH_INTERVAL = 100  # updates
-_TRIED = 8  # rows, of which the loss is compared with that of their halves
+GROWTH_INTERVAL = 100  # updates
+TRIED = 8  # rows, of which the loss is compared with that of their halves
 _TOLERANCE = 1e-3
 _OTHER = 2  # times that a gradient was added to: more than once, or a new one
+DRAWS = (
+    ", but the model draws random numbers, as dropout does, which are others for parts"
+)
 _TEXTS = (
     "out of memory",
     "can't allocate memory",
@@ -107,7 +110,7 @@ class Parts:
         row after it, -1 where none is left."""
         rows = _C.find_batch_size(batch)
         step = self.step()
-        if self.rows and step - self._split_at >= _GROWTH_INTERVAL:
+        if self.rows and step - self._split_at >= GROWTH_INTERVAL:
             self.rows, self._split_at = 2 * self.rows, step
         if self._at_end:
             self._hold(())
@@ -158,8 +161,7 @@ class Parts:
                 "Out of memory in %s of %d rows (%s): from here on at most %d rows are "
                 "in memory at once. An update has the same rows as before%s.",
                 self.what, rows, str(error).partition("\n")[0][:120], self.rows,
-                ", but the model draws random numbers, as dropout does, which are "
-                "others for parts" if draws else "",
+                DRAWS if draws else "",
             )  # fmt: skip
         return anew
 
@@ -263,22 +265,25 @@ class Parts:
     def _compare(self, batch: Any, rows: int) -> str | None:
         """By the loss of the first rows and the losses of their halves: one of `kinds`,
         or None for another."""
-        n = min(rows, _TRIED)
+        n = min(rows, TRIED)
         while True:
-            cuts = ((0, n), (0, n // 2), (n // 2, n))
-            tried = [self.part(batch, rows, begin, end) for begin, end in cuts]
             try:
-                with self.evaluated(), self._adapter.no_grad():
-                    found = [self.measure(part) for part in tried]
-                break
+                kinds = self._kinds(batch, rows, n)
+                return next((kind for kind in self.kinds if kind in kinds), None)
             except Exception as error:
                 if not is_out_of_memory(error) or n == 2:
                     raise
                 n = max(n // 2, 2)
+
+    def _kinds(self, batch: Any, rows: int, n: int) -> set[str]:
+        """Of the loss of the first n rows."""
+        cuts = ((0, n), (0, n // 2), (n // 2, n))
+        tried = [self.part(batch, rows, begin, end) for begin, end in cuts]
+        with self.evaluated(), self._adapter.no_grad():
+            found = [self.measure(part) for part in tried]
         sizes = (end - begin for begin, end in cuts)
         weights = list(map(self.weight, tried, sizes))
-        kinds = _kinds_of(weights, list(zip(*found, strict=True)))
-        return next((kind for kind in self.kinds if kind in kinds), None)
+        return _kinds_of(weights, list(zip(*found, strict=True)))
 
 
 def _additions(before: tuple[int, int] | None, after: tuple[int, int] | None) -> int:

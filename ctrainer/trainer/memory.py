@@ -4,11 +4,13 @@ batches of evaluation; see ctrainer/runtime/parts.py."""
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ctrainer import _C
-from ctrainer.runtime.parts import Parts
+from ctrainer.runtime import parts
+from ctrainer.runtime.parts import Parts, is_out_of_memory
 from ctrainer.trainer_pt_utils import nested_concat
 
 if TYPE_CHECKING:
@@ -23,7 +25,15 @@ def prepare(trainer: TrainerRun, model: Any) -> None:
             "auto_find_batch_size=True works on one GPU, or on ranks of CPUs: ranks "
             "with a GPU each would wait for the one that runs out of memory"
         )
-    trainer._parts = MicroBatches(trainer, model) if splits else None
+    group = trainer._shard_group
+    if splits and group is not None and not group.compares:
+        raise ValueError(
+            "auto_find_batch_size=True with fsdp needs ranks that compare what they "
+            "call, or the others would wait for the one that runs out of memory: set "
+            "CTRAINER_CHECK_COLLECTIVES=1 on every rank, or auto_find_batch_size=False"
+        )
+    kind = MicroBatches if group is None else ShardedMicroBatches
+    trainer._parts = kind(trainer, model) if splits else None
 
 
 class OfTrainer(Parts):
@@ -72,6 +82,133 @@ class MicroBatches(OfTrainer):
                 "compute_loss", self.model, inputs, num_items_in_batch=None
             )
         return (float(loss),)
+
+
+# What a rank that is out of memory is in, for messages of the others' collectives.
+_REPEATING = "the repetition of an update for want of memory"
+
+
+class ShardedMicroBatches(MicroBatches):
+    """Of training with sharded parameters, whose passes are collectives: every rank
+    makes as many parts of each micro-batch, and repeats an update with the others.
+
+    A rank whose pass fails leaves the pass at any place and calls for a sum of numbers.
+    The others are in another collective, or come to one, and ranks that call for
+    different ones all raise. So these leave their passes, too, and call for that sum;
+    ranks without a failure do so at the end of an update's passes.
+    """
+
+    pieces = 1  # of each micro-batch
+
+    def take(self, batch: Any, row: int) -> tuple[Any, float, int]:
+        """The part of a batch at place `row`, what it weighs, and the place of the
+        next. One of the first row, that weighs nothing, where rows do not suffice."""
+        step, rows = self.step(), _C.find_batch_size(batch)
+        if self.pieces > 1 and step - self._split_at >= parts.GROWTH_INTERVAL:
+            self.pieces, self._split_at = self.pieces // 2, step
+        self._batch, pieces = batch, self.pieces
+        if pieces == 1:
+            return batch, 1.0, -1
+        if rows is None:
+            raise ValueError(
+                "out of memory: a micro-batch has no tensor of rows, so it cannot be "
+                "split: set auto_find_batch_size=False and lower "
+                "per_device_train_batch_size"
+            )
+        begin, end = rows * row // pieces, rows * (row + 1) // pieces
+        self.trainer._dummy_batch = begin == end
+        part = self.part(batch, rows, begin, end) if begin < end else None
+        weight = float(begin < end)
+        if part is None:
+            part = self.part(batch, rows, 0, 1)
+        elif self.kind != "sum":
+            of_all = self.weight(batch, rows)  # 0 without any target
+            weight = self.weight(part, end - begin) / of_all if of_all else 0.0
+        return part, weight, row + 1 if row + 1 < pieces else -1
+
+    def recover(self, part: Any, error: BaseException, row: int) -> bool | None:
+        mine, rows = is_out_of_memory(error), _C.find_batch_size(part)
+        if not mine and not (
+            isinstance(error, ValueError) and _REPEATING in str(error)
+        ):
+            return None
+        traceback.clear_frames(error.__traceback__)  # which hold what the pass has made
+        splits = mine and rows is not None and rows > 1
+        once_more = mine and rows == 1 and self._retried_at != self.step()
+        if once_more:
+            self._retried_at = self.step()
+        gives_up = mine and not splits and not once_more
+        return self._repeat(
+            error if mine else None, self._share(mine, splits, gives_up)
+        )
+
+    def agree(self) -> bool:
+        sums = self._share(False, False, False)
+        return sums[0] > 0 and bool(self._repeat(None, sums))
+
+    def end(self) -> None:
+        super().end()
+        self._batch, self.trainer._dummy_batch = None, False
+
+    def _share(self, *flags: bool) -> list[float]:
+        """The sums of the flags over the ranks."""
+        group: Any = self.trainer._shard_group
+        while True:
+            try:
+                values = [float(flag) for flag in flags]
+                return list(group.sum_numbers(_REPEATING, values))
+            except ValueError as error:
+                if _REPEATING not in str(error):
+                    raise
+                # Others were in a pass, and have raised as well.
+
+    def _repeat(self, error: BaseException | None, sums: list[float]) -> bool | None:
+        """On all ranks: forget the update's passes, and make more parts. error: of this
+        rank, which is raised where it has failed with a single row again."""
+        failed, splits, gave_up = sums
+        self.model._unit.abandon()
+        self._adapter.drop_gradients(self.modules())
+        self._adapter.empty_cache()
+        self.trainer._dummy_batch = False
+        if gave_up:
+            if error is not None:
+                return None
+            raise RuntimeError(
+                "another rank is out of memory with a single row of a micro-batch: "
+                "shorten the rows, or set gradient_checkpointing=True"
+            )
+        generators, sums_before = self._update
+        draws = not self._adapter.same_rng(self._adapter.rng_state(), generators)
+        self.set_sums(sums_before)
+        self._split_at = self.step()
+        if splits:
+            if self.kind is None:
+                rows = _C.find_batch_size(self._batch)
+                self.kind = self._kind(self._batch, 1 if rows is None else rows)
+            self.pieces *= 2
+            self.logger.warning(
+                "Out of memory in a micro-batch on %d of the ranks: from here on each "
+                "micro-batch is trained on in %d parts. An update has the same rows as "
+                "before%s.",
+                failed, self.pieces,
+                parts.DRAWS if draws else "",
+            )  # fmt: skip
+        return True
+
+    def _compare(self, batch: Any, rows: int) -> str | None:
+        """As all ranks find it; a rank with a single row has no say."""
+        kinds = set(self.kinds)
+        if rows > 1:
+            kinds = self._kinds(batch, rows, min(rows, parts.TRIED))
+        else:
+            with self.evaluated(), self._adapter.no_grad():
+                for _ in range(3):  # the passes of the others
+                    self.measure(batch)
+        group: Any = self.trainer._shard_group
+        votes = [float(kind in kinds) for kind in self.kinds]
+        found = group.sum_numbers("the comparison of losses of rows", votes)
+        pairs = zip(self.kinds, found, strict=True)
+        return next((kind for kind, n in pairs if n == group.world_size), None)
 
 
 class _NoLossError(Exception):
@@ -126,8 +263,8 @@ class Evaluations(OfTrainer):
             return None
         if self.kind == "sum":
             return sum(losses[1:], start=losses[0])
-        parts = [w * x for w, x in zip(weights, losses, strict=True) if w]
-        return sum(parts[1:], start=parts[0]) if parts else losses[0]
+        found = [w * x for w, x in zip(weights, losses, strict=True) if w]
+        return sum(found[1:], start=found[0]) if found else losses[0]
 
     def _check_rows(self, values: Any, rows: int) -> None:
         """Raise ValueError for an output that is not of rows."""
@@ -146,7 +283,9 @@ def for_evaluation(trainer: TrainerRun, model: Any) -> Evaluations | None:
     """What splits the batches of an evaluation of this model; None where they are not
     to be split, or calls of prediction_step belong to collectives or to each other."""
     args = trainer.args
-    if not getattr(args, "auto_find_batch_size", False) or trainer._shard_group:
+    if not getattr(args, "auto_find_batch_size", False) or (
+        trainer._shard_group is not None
+    ):
         return None
     if getattr(args, "past_index", -1) >= 0 or "gather_function" in vars(trainer):
         return None

@@ -38,7 +38,6 @@ _NOT_ELEMENTWISE = frozenset(
 _EXCLUDED = {
     "use_bmuf": "BMUF needs the whole model on every rank",
     "use_diloco": "DiLoCo needs the whole model on every rank",
-    "auto_find_batch_size": "ranks that gather parameters cannot repeat a pass alone",
     "crash_record": "a rank has only a part of the weights",
     "chunked_cross_entropy": "a loss reads the weight of the output embeddings after "
     "the forward pass for which it is gathered",
@@ -70,6 +69,13 @@ def plan_shards(trainer: TrainerRun) -> None:
         value = getattr(trainer.args, name, None)
         if value:
             raise ValueError(f"{name}={value!r} does not go with fsdp: {why}")
+    if trainer._sharding.hybrid and getattr(
+        trainer.args, "auto_find_batch_size", False
+    ):
+        raise ValueError(
+            "auto_find_batch_size=True does not go with hybrid sharding: a machine "
+            "would wait for the one that repeats a pass; use full_shard"
+        )
     if trainer.optimizer is not None:
         raise ValueError(
             "fsdp: the optimizer that was passed has the parameters of the whole "

@@ -47,7 +47,7 @@ def training_step(
     del inputs  # memory for backward
     if not hasattr(loss, "backward"):
         raise TypeError(no_tensor(trainer, loss))
-    weighted = _is_weighted(trainer, count)
+    weighted = not trainer._dummy_batch and _is_weighted(trainer, count)
     # The mean loss of a micro-batch without targets is 0 / 0 and adds nothing to the
     # update. On several ranks backward runs on 0: the exchange of gradients waits for
     # the pass.

@@ -276,6 +276,13 @@ AREAS = {
                 "python/trainer/test_out_of_memory.py "
                 "python/trainer/test_evaluation_out_of_memory.py "
                 "binding/trainer/test_trainer_hooks.py parity/test_training.py",
+            "ctrainer/trainer/memory.py ctrainer/adapters/_torch_memory.py "
+            "ctrainer/runtime/parts.py " + binding("engine/parts"):
+                "python/trainer/test_out_of_memory.py "
+                "python/trainer/test_evaluation_out_of_memory.py "
+                "python/fsdp/test_fsdp_out_of_memory.py",
+            "ctrainer/fairseq/_split.py":
+                "python/fairseq/test_fairseq_out_of_memory.py",
             "ctrainer/trainer/crash.py ctrainer/commands/replay.py":
                 "python/trainer/test_crash_record.py",
             "ctrainer/trainer/hub.py":

@@ -84,7 +84,7 @@ class Drawn:
     def __init__(self, seed: int, rate: float, most: int) -> None:
         self.draw, self.rate, self.left = random.Random(seed), rate, most
         self.failed = 0
-        parts._GROWTH_INTERVAL = 1
+        parts.GROWTH_INTERVAL = 1
 
     def __call__(self, place: str, rows: int) -> bool:
         if rows < 2 or not self.left or self.draw.random() > self.rate:

@@ -157,6 +157,13 @@ Communicator_backend(PyObject *op, void *Py_UNUSED(closure))
     return comm == NULL ? NULL : PyUnicode_FromString(comm->ops->name);
 }
 
+static PyObject *
+Communicator_compares(PyObject *op, void *Py_UNUSED(closure))
+{
+    const ct_comm *comm = ctpy_comm_borrow(ctpy_state_borrow(op), op);
+    return comm == NULL ? NULL : PyBool_FromLong(comm->history == NULL);
+}
+
 /* ---- CollectiveWork -------------------------------------------------------------- */
 
 typedef struct CollectiveWork {
@@ -429,6 +436,66 @@ Communicator_barrier(PyObject *op, PyObject *Py_UNUSED(unused))
                                                                   : Py_NewRef(Py_None);
 }
 
+/* ---- numbers --------------------------------------------------------------------- */
+
+static const char Communicator_sum_numbers_doc[] =
+    "sum_numbers($self, step, values, /)\n--\n\n"
+    "Return the sums of a list of floats over all ranks, as a list.\n\n"
+    "step: what this rank is doing, or None. Ranks in different steps all raise a\n"
+    "ValueError that says which rank is in which.";
+
+static int
+read_numbers(PyObject *list, double *values)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        values[i] = PyFloat_AsDouble(PyList_GET_ITEM(list, i));
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *
+list_numbers(const double *values, Py_ssize_t n)
+{
+    PyObject *made = PyList_New(n);
+    for (Py_ssize_t i = 0; made != NULL && i < n; i++) {
+        PyObject *number = PyFloat_FromDouble(values[i]);
+        if (number == NULL) {
+            Py_CLEAR(made);
+            break;
+        }
+        PyList_SET_ITEM(made, i, number);
+    }
+    return made;
+}
+
+static PyObject *
+Communicator_sum_numbers(PyObject *op, PyObject *args)
+{
+    PyObject *list, *made = NULL;
+    const char *step;
+    ct_label label = {.is_step = true};
+    if (!PyArg_ParseTuple(args, "zO!:sum_numbers", &step, &PyList_Type, &list)) {
+        return NULL;
+    }
+    const Py_ssize_t n = PyList_GET_SIZE(list);
+    double *values = ct_calloc((size_t)n, sizeof *values);
+    if (values == NULL) {
+        return PyErr_NoMemory();
+    }
+    if (step != NULL) {
+        ct_label_set(&label, step, 0);
+        label.is_step = true;
+    }
+    if (read_numbers(list, values) == 0 &&
+        ctpy_comm_reduce_numbers(ctpy_state_borrow(op), op,
+                                 step == NULL ? NULL : &label, values, (size_t)n,
+                                 CT_REDUCE_SUM) == 0) {
+        made = list_numbers(values, n);
+    }
+    ct_free(values);
+    return made;
+}
+
 /* ---- bytes of any length --------------------------------------------------------- */
 
 static PyObject *
@@ -696,6 +763,8 @@ Communicator_all_gather_padded(PyObject *op, PyObject *args, PyObject *kwargs)
 static PyGetSetDef Communicator_getset[] = {
     {"backend",    Communicator_backend,    NULL, "What carries it: 'self', 'python', ...",
      NULL                                                                                       },
+    {"compares",   Communicator_compares,   NULL,
+     "Do ranks that call for different collectives all raise, without a hang?",             NULL},
     {"gpu",        Communicator_gpu,        NULL, "The GPU of serve_gpu(), or None.",       NULL},
     {"rank",       Communicator_rank,       NULL, "This rank, in [0, world_size).",         NULL},
     {"world_size", Communicator_world_size, NULL, "How many ranks there are.",              NULL},
@@ -719,6 +788,7 @@ static PyMethodDef Communicator_methods[] = {
     METHOD(reduce_scatter, METH_VARARGS | METH_KEYWORDS),
     METHOD(serve_gpu, METH_O),
     METHOD(split, METH_VARARGS | METH_KEYWORDS),
+    METHOD(sum_numbers, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };
 #undef METHOD

@@ -166,7 +166,7 @@ LAZY(optimizer, _optimizer, _build_optimizer, NULL)
 LAZY(lr_scheduler, _lr_scheduler, _build_optimizer, NULL)
 #undef LAZY
 
-/* ---- settings and sums ----------------------------------------------------------- */
+/* ---- settings -------------------------------------------------------------------- */
 
 static const char FairseqTrainer__take_settings_doc[] =
     "_take_settings($self, *, metrics, clip_norm, world_size, amp, bmuf, slowmo,\n"
@@ -193,52 +193,6 @@ FairseqTrainer__take_settings(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_XSETREF(self->metrics, Py_NewRef(metrics));
     Py_XSETREF(self->parts, parts == Py_None ? NULL : Py_NewRef(parts));
     Py_RETURN_NONE;
-}
-
-static const char FairseqTrainer__sum_numbers_doc[] =
-    "_sum_numbers($self, communicator, step, values, /)\n--\n\n"
-    "Return the sums of a list of floats over all ranks, as a list.\n\n"
-    "step: what this rank is doing, or None. Ranks in different steps all raise a\n"
-    "ValueError that says which rank is in which.";
-
-static PyObject *
-FairseqTrainer__sum_numbers(PyObject *op, PyObject *args)
-{
-    PyObject *group, *list, *made = NULL;
-    const char *step;
-    ct_label label = {.is_step = true};
-    if (!PyArg_ParseTuple(args, "OzO!:_sum_numbers", &group, &step, &PyList_Type,
-                          &list)) {
-        return NULL;
-    }
-    const Py_ssize_t n = PyList_GET_SIZE(list);
-    double *values = ct_calloc((size_t)n, sizeof *values);
-    if (values == NULL) {
-        return PyErr_NoMemory();
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        values[i] = PyFloat_AsDouble(PyList_GET_ITEM(list, i));
-    }
-    if (step != NULL) {
-        ct_label_set(&label, step, 0);
-        label.is_step = true;
-    }
-    if (!PyErr_Occurred() &&
-        ctpy_comm_reduce_numbers(ctpy_state_borrow(op), group,
-                                 step == NULL ? NULL : &label, values, (size_t)n,
-                                 CT_REDUCE_SUM) == 0) {
-        made = PyList_New(n);
-    }
-    for (Py_ssize_t i = 0; made != NULL && i < n; i++) {
-        PyObject *number = PyFloat_FromDouble(values[i]);
-        if (number == NULL) {
-            Py_CLEAR(made);
-            break;
-        }
-        PyList_SET_ITEM(made, i, number);
-    }
-    ct_free(values);
-    return made;
 }
 
 /* ---- the samples of an update ---------------------------------------------------- */
@@ -805,13 +759,11 @@ static PyGetSetDef FairseqTrainer_getset[] = {
 };
 
 static PyMethodDef FairseqTrainer_methods[] = {
-    {"_sum_numbers",   FairseqTrainer__sum_numbers,                                METH_VARARGS,
-     FairseqTrainer__sum_numbers_doc                                                                                              },
     {"_take_settings", (PyCFunction)(void (*)(void))FairseqTrainer__take_settings,
-     METH_VARARGS | METH_KEYWORDS,                                                               FairseqTrainer__take_settings_doc},
+     METH_VARARGS | METH_KEYWORDS,                                                    FairseqTrainer__take_settings_doc},
     {"train_step",     (PyCFunction)(void (*)(void))FairseqTrainer_train_step,
-     METH_VARARGS | METH_KEYWORDS,                                                               FairseqTrainer_train_step_doc    },
-    {NULL,             NULL,                                                       0,            NULL                             },
+     METH_VARARGS | METH_KEYWORDS,                                                    FairseqTrainer_train_step_doc    },
+    {NULL,             NULL,                                                       0, NULL                             },
 };
 
 static PyType_Slot FairseqTrainer_slots[] = {

@@ -322,6 +322,27 @@ FSDPUnit_recover(PyObject *op, PyObject *Py_UNUSED(unused))
                                                                 : Py_NewRef(Py_None);
 }
 
+static const char FSDPUnit_abandon_doc[] =
+    "abandon($self, /)\n--\n\n"
+    "Forget a pass that has failed, and all passes since the last reduction: what\n"
+    "recover() does, without gradients of no_sync(), in the order of a first pass. "
+    "All\n"
+    "ranks call it, each wherever its pass was.";
+
+static PyObject *
+FSDPUnit_abandon(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    FSDPUnit *root = fsdp_root_borrow((FSDPUnit *)op);
+    drop_prefetches(root);
+    abandon(root);
+    fsdp_order_forget(&root->forwards);
+    fsdp_order_forget(&root->backwards);
+    for (Py_ssize_t i = 0; i < fsdp_count_units(root); i++) {
+        ((FSDPUnit *)PyList_GET_ITEM(root->units, i))->core.label.call = 0;
+    }
+    Py_RETURN_NONE;
+}
+
 /* ---- release in the backward -----------------------------------------------------
  *
  * autograd numbers its nodes as they are made and runs ready nodes from the highest
@@ -1084,8 +1105,13 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
     {#name, (PyCFunction)(void (*)(void))FSDPUnit_##name, flags, FSDPUnit_##name##_doc}
 
 PyMethodDef FSDPUnit_fsdp_passes_methods[] = {
-    METHOD(finish, METH_NOARGS),      METHOD(forget_root, METH_NOARGS),
-    METHOD(forward, METH_VARARGS),    METHOD(input_done, METH_O),
-    METHOD(recover, METH_NOARGS),     METHOD(set_units, METH_O),
-    METHOD(take_grad, METH_FASTCALL), {NULL, NULL, 0, NULL},
+    METHOD(abandon, METH_NOARGS),
+    METHOD(finish, METH_NOARGS),
+    METHOD(forget_root, METH_NOARGS),
+    METHOD(forward, METH_VARARGS),
+    METHOD(input_done, METH_O),
+    METHOD(recover, METH_NOARGS),
+    METHOD(set_units, METH_O),
+    METHOD(take_grad, METH_FASTCALL),
+    {NULL, NULL, 0, NULL},
 };

@@ -107,7 +107,7 @@ def test_the_task_says_whether_logs_can_be_summed(
 def test_wrong_arguments_are_rejected() -> None:
     trainer = Trainer(Twin())
     with pytest.raises(TypeError, match="must be real number"):
-        trainer._sum_numbers(trainer._communicator, None, [1.0, "2"])  # type: ignore[list-item]
+        trainer._communicator.sum_numbers(None, [1.0, "2"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="cannot sum 70 numbers"):
         trainer._fast_stat_sync_sum([], *range(70))
     with pytest.raises(TypeError, match="logs a list as 'n'"):
@@ -146,7 +146,7 @@ def test_survives_every_failed_allocation() -> None:
     trainer = Trainer(Twin())
 
     def use() -> bool:
-        made = trainer._sum_numbers(trainer._communicator, "a step", [1.0, 0.5])
+        made = trainer._communicator.sum_numbers("a step", [1.0, 0.5])
         return made == [2.0, 1.0]
 
     assert use()  # NumPy has then made what it makes once

@@ -20,7 +20,7 @@ SPLITS = {"common__split_oom_batches": True}
 
 @pytest.fixture(autouse=True)
 def _interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_GROWTH_INTERVAL", parts._GROWTH_INTERVAL)
+    monkeypatch.setattr(parts, "GROWTH_INTERVAL", parts.GROWTH_INTERVAL)
 
 
 def same(found: Any, expected: Any) -> None:

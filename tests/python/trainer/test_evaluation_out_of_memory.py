@@ -224,7 +224,7 @@ def test_ranks_fail_each_at_its_own_times(tmp_path) -> None:
 
 
 def test_larger_parts_are_tried_again(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(parts, "_GROWTH_INTERVAL", 0)
+    monkeypatch.setattr(parts, "GROWTH_INTERVAL", 0)
     seen = []
 
     def fails(n):

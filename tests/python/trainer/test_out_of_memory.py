@@ -212,7 +212,7 @@ def test_what_is_logged_of_a_pass_that_is_repeated_counts_once(tmp_path) -> None
 
 
 def test_parts_fit_from_then_on_and_grow_again(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(parts, "_GROWTH_INTERVAL", 10)
+    monkeypatch.setattr(parts, "GROWTH_INTERVAL", 10)
     seen = []
 
     def fails(place, rows):

@@ -1,0 +1,99 @@
+"""auto_find_batch_size with fsdp: ranks that run out of memory in the middle of passes,
+each at its own times, train as ranks that do not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run, told
+
+pytest.importorskip("torch")
+
+import tiny
+
+import ctrainer
+
+LAYERS = {"fsdp": "full_shard auto_wrap", "fsdp_config": {}}
+WHOLE = {"fsdp": "full_shard", "fsdp_config": {}}
+PREFETCHING = {
+    "fsdp": "full_shard auto_wrap",
+    "fsdp_config": {"forward_prefetch": True, "backward_prefetch": "backward_pre"},
+}
+KEPT = {
+    "fsdp": "shard_grad_op auto_wrap",
+    "fsdp_config": {"reshard_after_forward": False},
+}
+BY_SIZE = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 10}}
+
+
+CASES = [
+    pytest.param(LAYERS, "gpt2", 3, [3, 3], id="layers"),
+    pytest.param(BY_SIZE, "net", 2, [0, 5], id="one rank"),
+]
+MORE = [
+    pytest.param(LAYERS, "gpt2", 1, [0, 8], id="layers, one rank"),
+    pytest.param(WHOLE, "gpt2", 2, [8, 0], id="whole"),
+    pytest.param(PREFETCHING, "gpt2", 2, [8, 8], id="prefetching"),
+    pytest.param(KEPT, "gpt2", 2, [8, 8], id="kept"),
+    pytest.param(BY_SIZE, "net", 3, [8, 8, 8], id="three ranks"),
+]
+
+
+def trained(folder: Path, most: list[int], **options: Any) -> list[Any]:
+    options = {"rate": 0.1, "most": most, "accumulation": 1, "model": "net"} | options
+    return told(run(folder, "fsdp.out_of_memory", len(most), **options))
+
+
+def is_the_run_without(ranks: list[Any], most: list[int]) -> None:
+    assert [rank["failed"] for rank in ranks] == most
+    for rank in ranks:
+        for plain, failing in zip(rank["plain"], rank["failing"], strict=True):
+            assert failing == pytest.approx(plain, rel=1e-6, abs=1e-6)
+    assert all(rank["failing"] == ranks[0]["failing"] for rank in ranks)
+
+
+@pytest.mark.parametrize(("how", "model", "accumulation", "most"), CASES)
+def test_ranks_fail_each_at_its_own_times(
+    tmp_path: Path, how: Any, model: str, accumulation: int, most: list[int]
+) -> None:
+    options = {"model": model, "accumulation": accumulation, "steps": 5, **how}
+    is_the_run_without(trained(tmp_path, most, rate=0.2, **options), most)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("how", "model", "accumulation", "most"), MORE)
+def test_ranks_fail_in_every_place_of_a_pass(
+    tmp_path: Path, how: Any, model: str, accumulation: int, most: list[int]
+) -> None:
+    options = {"model": model, "accumulation": accumulation, "steps": 14, **how}
+    ranks = trained(tmp_path, most, **options)
+    is_the_run_without(ranks, most)
+    places = {place for rank in ranks for place in rank["places"]}
+    assert places == {"forward", "after", "backward"}
+
+
+def test_a_single_row_that_does_not_fit_ends_all_ranks(tmp_path: Path) -> None:
+    """The rank itself raises its error, the other one says why it has to stop."""
+    first, second = trained(
+        tmp_path, [0, 99], rate=1.0, least=1, steps=2, raises=True, **BY_SIZE
+    )
+    assert (
+        "RuntimeError: another rank is out of memory with a single row"
+        in (first["error"])
+    )
+    assert second["error"].startswith("OutOfMemoryError: CUDA out of memory")
+
+
+def test_a_loss_that_couples_rows_is_rejected_on_all_ranks(tmp_path: Path) -> None:
+    ranks = trained(
+        tmp_path, [0, 1], rate=1.0, steps=2, raises=True, coupled=True, **BY_SIZE
+    )
+    for rank in ranks:
+        assert "ValueError: out of memory in a micro-batch" in rank["error"]
+        assert "set split_coupled_rows=True" in rank["error"]
+
+
+def test_hybrid_sharding_does_not_go_with_it() -> None:
+    args = tiny.arguments(fsdp="hybrid_shard auto_wrap", auto_find_batch_size=True)
+    with pytest.raises(ValueError, match="does not go with hybrid sharding"):
+        ctrainer.Trainer(tiny.Net(), args, train_dataset=tiny.rows(8)).train()
