@@ -441,8 +441,8 @@ Communicator_barrier(PyObject *op, PyObject *Py_UNUSED(unused))
 static const char Communicator_sum_numbers_doc[] =
     "sum_numbers($self, step, values, /)\n--\n\n"
     "Return the sums of a list of floats over all ranks, as a list.\n\n"
-    "step: what this rank is doing, or None. Ranks in different steps all raise a\n"
-    "ValueError that says which rank is in which.";
+    "step: what this rank is doing, or None. values: as many floats on all ranks.\n"
+    "Ranks in different steps all raise a ValueError that says which rank is in which.";
 
 static int
 read_numbers(PyObject *list, double *values)

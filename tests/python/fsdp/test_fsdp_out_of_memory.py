@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 import tiny
 
 import ctrainer
+from ctrainer.trainer import memory
 
 LAYERS = {"fsdp": "full_shard auto_wrap", "fsdp_config": {}}
 WHOLE = {"fsdp": "full_shard", "fsdp_config": {}}
@@ -97,3 +98,22 @@ def test_hybrid_sharding_does_not_go_with_it() -> None:
     args = tiny.arguments(fsdp="hybrid_shard auto_wrap", auto_find_batch_size=True)
     with pytest.raises(ValueError, match="does not go with hybrid sharding"):
         ctrainer.Trainer(tiny.Net(), args, train_dataset=tiny.rows(8)).train()
+
+
+def test_ranks_that_do_not_compare_their_calls_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Backend:
+        rank, world_size = 0, 2
+
+    def trainer() -> Any:
+        args = tiny.arguments(auto_find_batch_size=True)
+        made = ctrainer.Trainer(tiny.Net(), args, train_dataset=tiny.rows(8))
+        made._shard_group = ctrainer._C.Communicator(Backend())
+        return made
+
+    with pytest.raises(ValueError, match="set CTRAINER_CHECK_COLLECTIVES=1"):
+        memory.prepare(one := trainer(), one.model)
+    monkeypatch.setenv("CTRAINER_CHECK_COLLECTIVES", "1")
+    memory.prepare(one := trainer(), one.model)
+    assert isinstance(one._parts, memory.ShardedMicroBatches)
