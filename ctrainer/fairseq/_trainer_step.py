@@ -317,6 +317,7 @@ class Step(_C.FairseqTrainer):
         place; None where the update cannot continue, since the other ranks are in an
         exchange that this rank cannot begin anew."""
         begun = bool(getattr(self.optimizer, "in_backward", True))
+        begun = begun or (self._parts is not None and self._parts.spoilt)
         waits = is_last and self._exchanges_in_backward()
         if waits and begun and not self._bmuf:
             return None

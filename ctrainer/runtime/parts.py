@@ -44,6 +44,7 @@ class Parts:
     kind: str | None = None  # of the loss of rows: "mean", "sum" or "coupled"
     kinds: Sequence[str] = ("mean", "sum")  # of loss that may be split
     what = "a micro-batch"
+    spoilt = False  # gradients have more of the batch that has failed than its parts
     logger = logging.getLogger("ctrainer.trainer")
 
     def __init__(self, adapter: Any) -> None:
@@ -142,6 +143,9 @@ class Parts:
         adapter, rows = self._adapter, _C.find_batch_size(part)
         once_more = rows == 1 and self._retried_at != self.step()
         if not is_out_of_memory(error) or rows is None or (rows < 2 and not once_more):
+            self.spoilt = bool(self._held)
+            self._hold(())
+            self._at_end = True
             return None
         traceback.clear_frames(error.__traceback__)  # which hold what the pass has made
         adapter.empty_cache()

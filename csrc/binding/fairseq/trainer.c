@@ -476,6 +476,7 @@ run_sample(PyObject *op, update *u, PyObject *sample)
                                : ctpy_parts_run(parts, sample, run_part, &run);
     if (result > 0) {
         u->place = -1;
+        u->ooms = 0;
         result = forget_sums(op, u) < 0 ? -1 : ctpy_parts_call(parts, "rewind");
     }
     else if (result < 0) {

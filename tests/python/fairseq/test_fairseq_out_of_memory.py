@@ -19,7 +19,8 @@ SPLITS = {"common__split_oom_batches": True}
 
 
 @pytest.fixture(autouse=True)
-def _interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # crash.pt goes to ./checkpoints
     monkeypatch.setattr(parts, "GROWTH_INTERVAL", parts.GROWTH_INTERVAL)
 
 
@@ -75,6 +76,26 @@ def test_a_single_sentence_that_does_not_fit_is_dropped_and_counted() -> None:
     assert found[4]["oom"] == 1
     with pytest.raises(RuntimeError, match="out of memory"):
         found[0].train_step([one], raise_oom=True)
+
+
+def test_a_sample_that_is_dropped_after_all_leaves_nothing_in_gradients() -> None:
+    """Its backward pass has failed first, so that some gradients have all of it; then a
+    row of it fails in the forward pass, and again. The samples before are lost, too."""
+    passes, single = [0], [0]
+
+    def fails(place: str, rows: int) -> bool:
+        passes[0] += place == "backward"
+        if passes[0] == 3 and single[0] < 2:
+            single[0] += rows == 1
+            return True
+        return False
+
+    samples = [sample for sample in failing.samples(10) if sample["nsentences"] == 6]
+    found = failing.trained([samples], failing.Failing(fails), "tokens", **SPLITS)
+    plain = failing.trained([samples[3:]], failing.Failing(), "tokens")
+    assert found[2] == plain[2]
+    assert found[3] == pytest.approx(plain[3], rel=1e-9, abs=1e-9)
+    assert found[4]["oom"] == 1
 
 
 def test_random_numbers_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
