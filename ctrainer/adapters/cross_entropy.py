@@ -77,8 +77,7 @@ def linear_cross_entropy(
         >>> round(loss.item(), 4)
         1.3863
     """
-    amp = torch.is_autocast_enabled(hidden.device.type)
-    dtype = torch.get_autocast_dtype(hidden.device.type) if amp else hidden.dtype
+    dtype, amp = product_dtype(hidden)
     _check(hidden, weight, labels, bias, dtype, amp)
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
@@ -91,6 +90,15 @@ def linear_cross_entropy(
         ignore_index=ignore_index, label_smoothing=label_smoothing,
         reduction=reduction, chunk_rows=chunk_rows,
     )  # fmt: skip
+
+
+def product_dtype(hidden: torch.Tensor) -> tuple[torch.dtype, bool]:
+    """The dtype of a linear layer of the tensor, and whether it is autocast's, which
+    leaves float64 as it is."""
+    kind = hidden.device.type
+    if hidden.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind), True
+    return hidden.dtype, False
 
 
 def _check(

@@ -11,7 +11,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ctrainer.adapters.cross_entropy import chunked_loss, reject_create_graph
+from ctrainer.adapters.cross_entropy import (
+    chunked_loss,
+    product_dtype,
+    reject_create_graph,
+)
 
 _Tensor = torch.Tensor
 
@@ -29,7 +33,7 @@ class Deferral:
     def __init__(self, model: nn.Module) -> None:
         get: Any = getattr(model, "get_output_embeddings", None)
         head = get() if callable(get) else None
-        self.name = type(model).__name__
+        self._model, self.name = model, type(model).__name__
         # The wrappers of PEFT have their copies within, and return what the one in use
         # returns.
         self._heads: list[nn.Linear] = [
@@ -50,7 +54,7 @@ class Deferral:
             linear.forward = MethodType(self._forward, linear)  # type: ignore[method-assign]
 
     def _forward(self, linear: nn.Linear, hidden: _Tensor) -> _Tensor:
-        if linear.training and torch.is_grad_enabled():
+        if self._model.training and torch.is_grad_enabled():
             return _defer(_Linear.of(hidden, linear.weight, linear.bias, self))
         return nn.Linear.forward(linear, hidden)
 
@@ -87,9 +91,7 @@ class _Linear(NamedTuple):
     def of(
         cls, hidden: _Tensor, weight: _Tensor, bias: _Tensor | None, deferral: Deferral
     ) -> _Linear:
-        kind = hidden.device.type
-        amp = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if amp else hidden.dtype
+        dtype, amp = product_dtype(hidden)
         versions = _versions(hidden, weight, bias)
         return cls(hidden, weight, bias, amp, dtype, dtype, versions, deferral)
 
@@ -251,7 +253,9 @@ def _passed(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.Tensor.__getitem__ and not _takes_rows(rest[0], logits.ndim):
         return NotImplemented
     like = torch.empty(logits.shape, dtype=logits.dtype, device="meta")
-    if func is torch.Tensor.to and not all(isinstance(a, torch.dtype) for a in rest):
+    if func is torch.Tensor.to and not (
+        set(kwargs) <= {"dtype"} and all(isinstance(a, torch.dtype) for a in rest)
+    ):
         return NotImplemented
     made = func(like, *rest, **kwargs)
     if not made.ndim or made.shape[-1] != classes or made.numel() == 0:

@@ -703,8 +703,8 @@ ctpy_view_at(ctpy_state *state, PyObject *op, const char *what, ctpy_target *tar
     }
     if (!ctpy_target_has(target, view)) {
         PyErr_Format(PyExc_ValueError,
-                     "%s is on another device than the first: parameters, their "
-                     "gradients and their state have to be on one device",
+                     "%s is on another device than the first: all tensors that are "
+                     "used together have to be on one device",
                      what);
         return -1;
     }

@@ -128,6 +128,13 @@ def test_autocast_computes_the_products_in_its_dtype() -> None:
     check_near([hidden, weight, bias], leaves, BOUNDS[torch.bfloat16])
 
 
+def test_autocast_leaves_float64_as_it_is() -> None:
+    hidden, weight, _, labels = operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, labels)
+    assert torch.equal(loss, linear_cross_entropy(hidden, weight, labels))
+
+
 def test_rows_without_a_target_give_nan_or_nothing_and_no_gradient() -> None:
     hidden, weight, _, labels = operands(torch.float32)
     labels.fill_(-100)

@@ -249,6 +249,7 @@ READ: dict[str, Any] = {
     "chunked, then read": lambda x: F.cross_entropy(
         x[0], torch.arange(6)) + x.float().sum(),
     "to another dtype": lambda x: x.to(torch.float64).sum() + x.bfloat16().sum(),
+    "to a device": lambda x: x.to(device="cpu", dtype=torch.float32).sum(),
     "stacked": lambda x: torch.stack([x, x]).mean() + sum(r.sum() for r in x),
 }  # fmt: skip
 
