@@ -269,13 +269,6 @@ AREAS = {
                 "python/trainer/test_copies.py python/trainer/test_logged_means.py "
                 "binding/trainer/test_trainer_hooks.py "
                 "python/optim/test_trainer_average.py parity/test_training.py",
-            binding("engine/parts") + " ctrainer/runtime/parts.py":
-                "python/trainer/test_out_of_memory.py "
-                "python/fairseq/test_fairseq_out_of_memory.py",
-            "ctrainer/trainer/memory.py ctrainer/adapters/_torch_memory.py":
-                "python/trainer/test_out_of_memory.py "
-                "python/trainer/test_evaluation_out_of_memory.py "
-                "binding/trainer/test_trainer_hooks.py parity/test_training.py",
             "ctrainer/trainer/memory.py ctrainer/adapters/_torch_memory.py "
             "ctrainer/runtime/parts.py " + binding("engine/parts"):
                 "python/trainer/test_out_of_memory.py "
@@ -352,8 +345,6 @@ AREAS = {
                 "binding/fairseq/test_fairseq_step.py "
                 "python/fairseq/test_fairseq_trainer.py "
                 "python/fairseq/test_fairseq_facts.py",
-            "ctrainer/fairseq/_split.py":
-                "python/fairseq/test_fairseq_out_of_memory.py",
             "ctrainer/fairseq/_trainer_step.py":
                 "binding/fairseq/test_fairseq_step.py "
                 "binding/fairseq/test_fairseq_sync.py "
