@@ -94,6 +94,16 @@ def an_unknown_strategy() -> object:
     return tiny.arguments(eval_strategy="step")
 
 
+@mistake("save_best_limit", "'no'")
+def best_checkpoints_without_evaluations() -> object:
+    return tiny.arguments(save_best_limit=3)
+
+
+@mistake("save_best_metrics", "save_best_limit")
+def metrics_of_best_checkpoints_without_a_number() -> object:
+    return tiny.arguments(save_best_metrics=["loss"], eval_strategy="steps")
+
+
 @mistake("load_best_model_at_end", "'no'")
 def a_best_model_that_is_not_saved() -> object:
     return tiny.arguments(load_best_model_at_end=True, eval_strategy="steps")
