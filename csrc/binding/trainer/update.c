@@ -626,10 +626,10 @@ static int
 judge_norm(PyObject *op, ctpy_update *u)
 {
     Trainer *self = (Trainer *)op;
-    double norms[CT_SPIKE_WINDOW];
     if (!(u->spike_sigmas > 0.0) || !u->result.finite) {
         return 0;
     }
+    double norms[CT_SPIKE_WINDOW] = {0};
     const size_t n = read_norms(self, norms);
     double spike =
         ct_step_is_spike(norms, n, u->result.grad_norm, u->spike_sigmas) ? 1.0 : 0.0;
