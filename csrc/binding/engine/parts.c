@@ -53,12 +53,6 @@ ctpy_parts_run(PyObject *parts, PyObject *batch, ctpy_part_run run, void *contex
     return result;
 }
 
-int
-ctpy_parts_call(PyObject *parts, const char *name)
-{
-    return parts == NULL ? 0 : ctpy_drop_steal(PyObject_CallMethod(parts, name, NULL));
-}
-
 void
 ctpy_parts_end(PyObject *parts)
 {
@@ -74,8 +68,8 @@ ctpy_parts_end(PyObject *parts)
 int
 ctpy_parts_agree(PyObject *parts)
 {
-    PyObject *answer = parts == NULL ? NULL : PyObject_CallMethod(parts, "agree", NULL);
-    const int anew = answer == NULL ? 0 : PyObject_IsTrue(answer);
+    PyObject *answer = PyObject_CallMethod(parts, "agree", NULL);
+    const int anew = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
-    return parts != NULL && answer == NULL ? -1 : anew;
+    return anew;
 }

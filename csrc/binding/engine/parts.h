@@ -18,7 +18,11 @@ typedef int (*ctpy_part_run)(void *context, PyObject *part, double weight, bool 
 int ctpy_parts_run(PyObject *parts, PyObject *batch, ctpy_part_run run, void *context);
 
 /* parts.name() of an update: "begin", "rewind" or "end". parts may be NULL. */
-int ctpy_parts_call(PyObject *parts, const char *name);
+static inline int
+ctpy_parts_call(PyObject *parts, const char *name)
+{
+    return parts == NULL ? 0 : ctpy_drop_steal(PyObject_CallMethod(parts, name, NULL));
+}
 
 /* parts.end(); keeps the exception that is set. */
 void ctpy_parts_end(PyObject *parts);

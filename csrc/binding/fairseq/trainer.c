@@ -498,7 +498,9 @@ run_samples(PyObject *op, update *u)
         failed = run_sample(op, u, sample) < 0;
         Py_DECREF(sample);
     }
-    ctpy_parts_end(parts);
+    if (parts != NULL) {
+        ctpy_parts_end(parts);
+    }
     Py_XDECREF(parts);
     if (failed) {
         return -1;

@@ -513,7 +513,7 @@ next_micro_batch(PyObject *op, ctpy_run *run, const micro_batch *batch, PyObject
     if (result == 0) {
         result = run_micro_batch(op, run, batch, parts, &p->loss);
     }
-    if (result == 0 && batch->last) {
+    if (result == 0 && batch->last && parts != NULL) {
         result = ctpy_parts_agree(parts);
     }
     if (result == 0 && p->at == p->done) {
@@ -555,7 +555,9 @@ run_micro_batches(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *coun
         }
         Py_DECREF(inputs);
     }
-    ctpy_parts_end(parts);
+    if (parts != NULL) {
+        ctpy_parts_end(parts);
+    }
     Py_XDECREF(device_loss);
     Py_XDECREF(parts);
     *loss = p.loss;
