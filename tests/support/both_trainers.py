@@ -128,9 +128,10 @@ class Lab:
 
 
 def digest(value: Any) -> Any:
+    """Shape, dtype and a sum that depends on the order; of what is no array whether it
+    is there: our count of items must not be read."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
-        plain = isinstance(value, bool | int | float | str)
-        return value if plain else "a number" if value is not None else None
+        return value is not None
     data = value.detach().float().double()
     weights = torch.arange(1, data.numel() + 1).double()
     return [list(value.shape), str(value.dtype), float(data.flatten() @ weights)]
@@ -180,14 +181,10 @@ def ends_of(trainer: Any) -> dict[str, Any]:
         "callbacks": [
             type(c).__name__ for c in trainer.callback_handler.callbacks
         ],
-        "optimizer": content_of_optimizer(trainer.optimizer),
+        "optimizer": trainer.optimizer and trainer.optimizer.state_dict(),
         "lr": None if trainer.lr_scheduler is None
         else trainer.lr_scheduler.get_last_lr(),
     }  # fmt: skip
-
-
-def content_of_optimizer(optimizer: Any) -> Any:
-    return None if optimizer is None else optimizer.state_dict()
 
 
 def files_of(folder: Path) -> dict[str, Any]:
