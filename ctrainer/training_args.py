@@ -72,7 +72,7 @@ class TrainingArguments(Setters):
     Raises:
         TypeError: a keyword that is no argument; the message has the nearest.
         ValueError: a value of the wrong type, that is rejected, or that contradicts
-            another.
+            another; ddp_backend on several ranks of a torch that lacks it.
         RuntimeError: accelerate launch asks for DeepSpeed or another engine.
 
     Example:
@@ -183,7 +183,7 @@ class TrainingArguments(Setters):
                 self.use_cpu, self.tf32, self.local_process_index, self.world_size
             )
             backend = "gloo" if self._device.type == "cpu" else "nccl"
-            join_run(self.ddp_backend or backend, self.ddp_timeout)
+            join_run(self.ddp_backend, backend, self.ddp_timeout)
             affinity = "ACCELERATE_CPU_AFFINITY"  # of accelerate launch
             if read(os.environ.get(affinity) or "no", bool, affinity):
                 _ = self.distributed_state  # accelerate binds the process to cores

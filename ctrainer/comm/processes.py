@@ -46,18 +46,27 @@ def join(
     return dist.get_rank()
 
 
-def join_run(backend: str, timeout_seconds: float) -> None:
-    """Join the ranks of the run as the default group, for the collectives of scripts.
+def join_run(wanted: str | None, usual: str, timeout_seconds: float) -> None:
+    """Join the ranks of the run as the default group, for the collectives of scripts,
+    by the backend that is wanted, or the usual one if torch has it.
 
-    Nothing where there is a group, or no backend of that name, or where nothing says
-    where ranks of several machines meet: MASTER_ADDR and MASTER_PORT.
+    Nothing where there is a group, or where nothing says where ranks of several
+    machines meet: MASTER_ADDR and MASTER_PORT. Raises ValueError for a wanted backend
+    that torch lacks.
     """
     place = run.place()
     if not place.joins_torch or not available() or is_initialized():
         return
+    backend = wanted or usual
+    if ":" not in backend and not dist.is_backend_available(backend):
+        if wanted is None:
+            return
+        raise ValueError(
+            f"ddp_backend={wanted!r}, which this torch does not have; leave it out for "
+            f"{usual}"
+        )
     set_local_rendezvous(os.environ)
-    meet = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
-    if meet and dist.is_backend_available(backend):
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         join(backend, "env://", place.rank, place.world_size, timeout_seconds)
 
 

@@ -73,7 +73,7 @@ def differences(name: str, mine: Any, other: Any) -> set[str]:
         # the last update's first micro-batches: of theirs rows are dropped
         keys -= {"end", "joined", "objects"}
     if name == "dispatched" and other["remainder"] == -1:  # theirs does not know it yet
-        keys.remove("remainder")
+        keys.discard("remainder")
     return keys
 
 

@@ -27,7 +27,7 @@ class Reasons(logging.Handler):
 
 data_parallel.DistributedDataParallel = wrapper
 data_parallel.logger.addHandler(Reasons())
-processes.join_run("gloo", 30)
+processes.join_run("gloo", "nccl", 30)
 for backend in ("gloo", None):
     args = SimpleNamespace(device="cuda:7", ddp_backend=backend, ddp_timeout=30)
     module = nn.Linear(1, 1)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from places import ROOT
-from ranks import run_alone
+from ranks import run_alone, torchrun
 
 from ctrainer.adapters import torch_fairseq
 from ctrainer.arguments import table
@@ -614,6 +614,17 @@ class TestObject:
         monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "True")
         with pytest.raises(ValueError, match="USE_REGIONAL_COMPILATION is set"):
             adopt(transformers.TrainingArguments(tmp_path, use_cpu=True))
+
+    def test_a_backend_that_torch_lacks_is_an_error_under_torchrun(
+        self, monkeypatch, tmp_path
+    ) -> None:
+        monkeypatch.setattr(
+            torch.distributed, "is_backend_available", lambda name: name == "gloo"
+        )
+        for name, value in torchrun(0, 1, "job").items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match="ddp_backend='nccl', which this torch"):
+            TrainingArguments(tmp_path, use_cpu=True, ddp_backend="nccl")
 
     def test_accumulation_of_accelerate_launch_is_a_warning(
         self, monkeypatch, tmp_path, recwarn
