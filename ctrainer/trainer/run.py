@@ -571,6 +571,10 @@ class TrainerRun(TrainerBase):
             self._deactivate_neftune(self.model)
         if self._deferral is not None:
             self._deferral.end()
+            if whole and not self._deferral.losses:  # training_step is an override
+                logger.warning(
+                    "chunked_cross_entropy: no loss of this run was computed in chunks"
+                )
             self._deferral = None
         self._wait_for_save(release=True)
 

@@ -163,6 +163,22 @@ def test_without_a_loss_in_chunks_the_first_micro_batch_says_so(
     assert not any("forward" in vars(m) for m in made.modules())
 
 
+class OwnStep(ctrainer.Trainer):
+    def training_step(self, model: Any, inputs: Any, *_: Any) -> Any:
+        loss = model(**inputs).loss
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt2"])
+def test_a_training_step_of_its_own_has_it_or_a_warning(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path, model(kind), cls=OwnStep, chunked_cross_entropy=True)
+    warned = "no loss of this run was computed in chunks" in caplog.text
+    assert warned == (kind == "gemma2")
+
+
 def test_a_model_without_output_embeddings_is_rejected(tmp_path: Path) -> None:
     config = transformers.BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
