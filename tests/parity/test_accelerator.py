@@ -19,14 +19,22 @@ OF_MICRO_BATCHES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, ["accumulated"]), id="two ranks"),
+        pytest.param((1, []), id="alone, all", marks=pytest.mark.exhaustive),
+        pytest.param((2, []), id="two ranks, all", marks=pytest.mark.exhaustive),
+    ],
+)
 def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of each rank, what ours and transformers' Trainer told."""
+    """Of each rank, what ours and transformers' Trainer told; of all cases, or some."""
+    world, names = request.param
     engines = [
         told(
             run(
                 tmp_path_factory.mktemp(engine), "parity.accelerator",
-                request.param, engine=engine,
+                world, engine=engine, cases=names,
             )
         )
         for engine in ("ours", "theirs")
