@@ -493,9 +493,11 @@ run_samples(PyObject *op, update *u)
     const Py_ssize_t n = PyList_GET_SIZE(u->samples);
     PyObject *parts = Py_XNewRef(((FairseqTrainer *)op)->parts);
     int failed = ctpy_parts_call(parts, "begin") < 0;
-    for (u->place = 0; !failed && u->place < n; u->place++) {
+    u->place = 0;
+    while (!failed && u->place < n) {
         PyObject *sample = Py_NewRef(PyList_GET_ITEM(u->samples, u->place));
         failed = run_sample(op, u, sample) < 0;
+        u->place += !failed; /* an error names the place */
         Py_DECREF(sample);
     }
     if (parts != NULL) {
