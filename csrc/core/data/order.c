@@ -169,14 +169,14 @@ ct_rows_move(void *rows, size_t n, size_t row_bytes, const int64_t *to, ct_error
     bool *marks = ct_calloc(n, sizeof *marks);
     unsigned char *spare = ct_alloc(2 * row_bytes);
     ct_status status;
-    if (marks == NULL || spare == NULL) {
-        status = ct_fail(err, CT_ENOMEM, "out of memory: an order of %zu rows", n);
+    if (marks != NULL && spare != NULL) {
+        status = check_permutation(to, n, marks, err);
+        if (status == CT_OK) {
+            move_all(rows, n, row_bytes, to, marks, spare);
+        }
     }
     else {
-        status = check_permutation(to, n, marks, err);
-    }
-    if (status == CT_OK) {
-        move_all(rows, n, row_bytes, to, marks, spare);
+        status = ct_fail(err, CT_ENOMEM, "out of memory: an order of %zu rows", n);
     }
     ct_free(spare);
     ct_free(marks);
