@@ -14,6 +14,7 @@ from typing import Any
 
 from ctrainer.comm import world
 from ctrainer.comm.environment import set_local_rendezvous
+from ctrainer.runtime import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,6 @@ _PLACES = (
     ("transformers", "Seq2SeqTrainer", "ctrainer.seq2seq"),
     ("transformers.trainer_seq2seq", "Seq2SeqTrainer", "ctrainer.seq2seq"),
 )
-_originals: dict[tuple[str, str], type] = {}
 
 
 def patch_transformers() -> None:
@@ -52,11 +52,13 @@ def patch_transformers() -> None:
     found = {
         (place, name): getattr(import_module(place), name) for place, name, _ in _PLACES
     }
-    _originals.update((k, cls) for k, cls in found.items() if cls is not ours[k[1]])
+    replaced.classes.update(
+        (k, cls) for k, cls in found.items() if cls is not ours[k[1]]
+    )
     for place, name in found:
         for module in _copies(place):
             setattr(module, name, ours[name])
-    late = _holders(set(_originals.values()))
+    late = _holders(set(replaced.classes.values()))
     if late:
         logger.warning(
             "patch_transformers() came after the import of %s, which keep(s) "
@@ -67,10 +69,10 @@ def patch_transformers() -> None:
 
 def unpatch_transformers() -> None:
     """Restore transformers' own classes."""
-    for (place, name), original in _originals.items():
+    for (place, name), original in replaced.classes.items():
         for module in _copies(place):
             setattr(module, name, original)
-    _originals.clear()
+    replaced.classes.clear()
 
 
 def _copies(name: str) -> list[ModuleType]:
@@ -105,8 +107,7 @@ def native(cls: type) -> type:
     """
     made: dict[type, type] = {}
     for place, name, home in _PLACES:
-        module = import_module(place)
-        original = _originals.get((place, name), getattr(module, name))
+        original = replaced.original(place, name)
         ours = getattr(import_module(home), name)
         if issubclass(cls, ours):
             return cls

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ctrainer import _C
 from ctrainer.adapters.parameters import grads_of
+from ctrainer.runtime.replaced import original
 
 logger = logging.getLogger("ctrainer.trainer")
 
@@ -87,9 +88,9 @@ def optimizer_class(
 def package_optimizer_class(args: Any, model: Any) -> tuple[Any, dict[str, Any]]:
     """The class and the keywords that transformers' Trainer makes of args.optim, whose
     optimizer is in another package."""
-    from transformers import Trainer
-
-    return Trainer.get_optimizer_cls_and_kwargs(args, model)
+    theirs = original("transformers.trainer", "Trainer")
+    found: tuple[Any, dict[str, Any]] = theirs.get_optimizer_cls_and_kwargs(args, model)
+    return found
 
 
 def is_metric_scheduler(scheduler: Any) -> bool:

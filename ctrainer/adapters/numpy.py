@@ -261,8 +261,8 @@ def package_optimizer_class(args: Any, model: Any) -> NoReturn:
 
 def _of_torch(name: Any) -> ValueError:
     return ValueError(
-        f"optim={str(name)!r} is for models of torch, and this one is of NumPy, for "
-        f"which there are {', '.join(_numpy_optim.NAMES)}"
+        f"optim={getattr(name, 'value', name)!r} is for models of torch, and this one "
+        f"is of NumPy, for which there are {', '.join(_numpy_optim.NAMES)}"
     )
 
 

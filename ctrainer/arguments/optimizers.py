@@ -139,7 +139,7 @@ _OF_TORCH = {"foreach", "fused", "capturable", "differentiable"}
 
 def supported(name: Any) -> bool:
     """Whether `optim` may be `name`: it is built in, or its package is installed."""
-    package = PACKAGES.get(str(name))
+    package = PACKAGES.get(name)
     built_in = name in RECIPES
     return built_in or (
         package is not None and not package.reason and package.installed
@@ -149,7 +149,7 @@ def supported(name: Any) -> bool:
 def instead(name: Any) -> str:
     """What to do instead of a name that is not supported."""
     own = "make the optimizer and pass optimizers=(optimizer, None)"
-    package = PACKAGES.get(str(name))
+    package = PACKAGES.get(name)
     if package is None:
         return own
     if package.reason:
@@ -193,7 +193,7 @@ def optimizer_class(
         raise ValueError(f"optim={name!r} is not supported: {instead(name)}")
     recipe = RECIPES.get(name)
     if recipe is None or _is_elsewhere(recipe, adapter, model):
-        return _of_a_package(args, adapter, model)
+        return _of_a_package(args, name, adapter, model)
     if getattr(args, "optim_target_modules", None):
         raise ValueError(
             f"optim_target_modules={args.optim_target_modules!r}: optim={name!r} "
@@ -227,14 +227,14 @@ def _precision_of(args: Any, cls: Callable[..., Any]) -> dict[str, bool]:
 
 
 def _of_a_package(
-    args: Any, adapter: Any, model: Any
+    args: Any, name: str, adapter: Any, model: Any
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     cls, kwargs = adapter.package_optimizer_class(args, model)
     _precision_of(args, cls)
     known = {k for group in kwargs.get("params", ()) for k in group} | kwargs.keys()
     known -= _OWN_ARGUMENTS.keys() | {"params"}
     for key in parse_options(args.optim_args).keys() - known:
-        raise ValueError(_rejection(key, str(args.optim), sorted(known)))
+        raise ValueError(_rejection(key, name, sorted(known)))
     return cls, kwargs
 
 

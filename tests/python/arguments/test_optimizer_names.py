@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 import ctrainer
-from ctrainer import Trainer, TrainingArguments, optim
+from ctrainer import Trainer, TrainingArguments, hf, optim
 from ctrainer.adapters import numpy as arrays
 from ctrainer.arguments import optimizers
 from ctrainer.enums import OptimizerNames
@@ -119,6 +119,27 @@ def test_a_package_s_optimizer_trains_as_in_transformers(
         weights.append(nn.utils.parameters_to_vector(model.parameters()))
     assert not torch.equal(weights[0], start)
     torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_package_s_optimizer_is_found_for_arguments_of_transformers(
+    replaced: bool, tmp_path: Path
+) -> None:
+    expected = pytest.importorskip("grokadamw").GrokAdamW
+    args = transformers.TrainingArguments(
+        str(tmp_path), optim="grokadamw", optim_args="gamma=0.2", learning_rate=0.3,
+        use_cpu=True, report_to="none",
+    )  # fmt: skip
+    if replaced:
+        hf.patch_transformers()
+    try:
+        trainer = transformers.Trainer if replaced else Trainer
+        optimizer = trainer(Ravine(), args).create_optimizer()
+    finally:
+        hf.unpatch_transformers()
+    assert issubclass(trainer, Trainer)
+    assert type(optimizer) is expected
+    assert {(g["gamma"], g["lr"]) for g in optimizer.param_groups} == {(0.2, 0.3)}
 
 
 def test_options_that_a_package_s_optimizer_lacks_are_rejected(tmp_path: Path) -> None:
