@@ -393,6 +393,7 @@ def adopt(args: Any) -> Any:
         checks.require_arguments(args)
         checks.complete(args, TrainingArguments)
         checks.take_launched(args)
+        table.warn_without_effect(args, TrainingArguments._default_of)
     checks.check_types(args, TrainingArguments)
     table.check(args, TrainingArguments._default_of)
     accelerator.take_accumulation(args)

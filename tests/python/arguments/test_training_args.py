@@ -787,6 +787,14 @@ class TestAdopt:
         assert old.train_sampling_strategy == "group_by_length"
         assert old.dataloader_in_order is True
 
+    def test_object_of_an_older_release_warns_of_what_has_no_effect(
+        self, hf, tmp_path
+    ) -> None:
+        old = hf.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        old.save_safetensors = False
+        with pytest.warns(FutureWarning, match="save_safetensors=False has no effect"):
+            adopt(old)
+
     def test_something_else_is_a_type_error(self) -> None:
         with pytest.raises(TypeError, match="not dict"):
             adopt({"output_dir": "x"})
