@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +32,9 @@ class Package:
 
     @property
     def installed(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
+        # Of a module that is loaded without a spec, find_spec() is a ValueError.
+        loaded = sys.modules.get(self.module) is not None
+        return loaded or importlib.util.find_spec(self.module) is not None
 
 
 _IN_BACKWARD = "it updates during backward, before gradients are whole and checked"

@@ -1,6 +1,8 @@
 """What `optim` and `optim_args` make, and what they reject."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -140,6 +142,15 @@ def test_a_package_s_optimizer_is_found_for_arguments_of_transformers(
     assert issubclass(trainer, Trainer)
     assert type(optimizer) is expected
     assert {(g["gamma"], g["lr"]) for g in optimizer.param_groups} == {(0.2, 0.3)}
+
+
+@pytest.mark.parametrize("loaded", [None, ModuleType("torchdistx")])
+def test_a_package_is_installed_if_its_module_is_loaded(
+    loaded: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that a program made has no __spec__; None forbids the import."""
+    monkeypatch.setitem(sys.modules, "torchdistx", loaded)
+    assert optimizers.supported("adamw_anyprecision") is (loaded is not None)
 
 
 def test_options_that_a_package_s_optimizer_lacks_are_rejected(tmp_path: Path) -> None:
