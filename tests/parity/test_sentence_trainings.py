@@ -16,8 +16,9 @@ FEW = ["sentence_softmax", "sentence_evaluator_alone", "cross_lambda", "peft_pre
     "names", [FEW, pytest.param([], id="all", marks=pytest.mark.exhaustive)]
 )
 def test_trainings_are_those_on_transformers_engine(names) -> None:
-    if not names and find_spec("setfit") is None:
+    if not names:
         names = ["sentence", "cross", "sparse", "vectors", "lora", "peft"]
+        names += ["setfit"] if find_spec("setfit") is not None else []
     done = run_alone("parity.sentence_trainings", *names)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert done.stdout.count("ok ") >= 2 * max(len(names), 1)

@@ -1,4 +1,4 @@
-"""Trainings of sentence-transformers, PEFT and setfit on our engine and on
+"""Trainings of sentence-transformers, PEFT, adapters and setfit on our engine and on
 transformers': how far apart are what they log and the trained weights?
 
     python -m programs.parity.sentence_trainings [--ranks N] [NAME ...]
@@ -11,6 +11,7 @@ transformers.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -709,10 +710,90 @@ for _name, _peft in ADAPTERS.items():
     )
 
 
+def bottlenecked(folder, kind, settings, made, seq2seq=False, **own):
+    """An AdapterTrainer of adapters', with an adapter of this kind of configuration;
+    made: a model's class, and what saves one for a folder and the class."""
+    import adapters
+    import transformers
+    from adapters import AdapterTrainer, Seq2SeqAdapterTrainer
+
+    name, saved_model = made
+    model = getattr(transformers, name).from_pretrained(saved_model(folder, name))
+    adapters.init(model)
+    if seq2seq:  # adapters' forward() of T5 declares any keyword; T5's does not
+        model.accepts_loss_kwargs = False
+    model.add_adapter("task", config=getattr(adapters, kind)(**settings))
+    model.train_adapter("task")
+    classifies, words, cut = name == "BertForSequenceClassification", tokenizer(), {}
+    if not classifies:
+        # As many targets in every row, and evaluations of whole batches: transformers
+        # weighs others wrongly. 4.57 also counts a target in the first place, which
+        # GPT-2 does not predict.
+        cut = dict(truncation=True, max_length=5)
+    train = rows("single").map(lambda row: words(row["text"], **cut))
+    train = train.remove_columns("text")
+    collate = transformers.DataCollatorWithPadding(words)
+    if not classifies:
+        train = train.map(lambda row: {"labels": [-100, *row["input_ids"][1:]]})
+        train = train.remove_columns("label")
+        collate = transformers.DataCollatorForSeq2Seq(words, model)
+    cls, arguments = AdapterTrainer, transformers.TrainingArguments
+    if seq2seq:
+        cls, arguments = Seq2SeqAdapterTrainer, transformers.Seq2SeqTrainingArguments
+    return cls(
+        model=model, args=arguments(**options(folder, **EVALUATED | own)),
+        train_dataset=train, eval_dataset=first_rows(train, 8), processing_class=words,
+        data_collator=collate,
+    )  # fmt: skip
+
+
+def saved(folder, cls, kind, **settings):
+    """A folder with a small model of this class and kind of configuration."""
+    import torch
+    import transformers
+
+    ends = dict(pad_token_id=0, eos_token_id=3, bos_token_id=2)
+    config = getattr(transformers, kind)(vocab_size=len(tokenizer()), **ends | settings)
+    torch.manual_seed(0)
+    getattr(transformers, cls)(config).save_pretrained(f"{folder}-model")
+    torch.manual_seed(1)
+    return f"{folder}-model"
+
+
+def gpt2(folder, cls):
+    sizes = dict(n_embd=16, n_layer=2, n_head=2, n_positions=40)
+    return saved(folder, cls, "GPT2Config", initializer_range=0.2, **sizes)
+
+
+def t5(folder, cls):
+    sizes = dict(d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2)
+    return saved(folder, cls, "T5Config", decoder_start_token_id=0, **sizes)
+
+
+MODELS = {
+    "bert": ("BertForSequenceClassification", functools.partial(bert, num_labels=4)),
+    "gpt2": ("GPT2LMHeadModel", gpt2),
+    "t5": ("T5ForConditionalGeneration", t5),
+}
+BOTTLENECKS = {
+    "bottleneck": ("SeqBnConfig", {"reduction_factor": 4}),
+    "lora": ("LoRAConfig", {"r": 2, "dropout": 0.1}),
+}
+for _model in MODELS:
+    for _name in BOTTLENECKS:
+        for _ending, _own in {
+            "": {"load_best_model_at_end": True},
+            "_accumulation": {"gradient_accumulation_steps": 2},
+        }.items():
+            RUNS[f"adapters_{_model}_{_name}{_ending}"] = functools.partial(
+                bottlenecked, kind=BOTTLENECKS[_name][0],
+                settings=BOTTLENECKS[_name][1], made=MODELS[_model],
+                seq2seq=_model == "t5", **_own,
+            )  # fmt: skip
+
+
 def setfit(folder, differentiable, **own):
     """setfit's Trainer; its train() takes a checkpoint here."""
-    import functools
-
     from sentence_transformers import SentenceTransformer
     from setfit import SetFitHead, SetFitModel, Trainer, TrainingArguments
     from sklearn.linear_model import LogisticRegression
