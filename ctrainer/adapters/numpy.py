@@ -125,7 +125,7 @@ def move_model(model: Any, device: Any) -> None:
 # Counting
 
 
-def item_count(n: int, device: Any, compiled: bool) -> ItemCount:
+def item_count(n: int, device: Any) -> ItemCount:
     return ItemCount(n)
 
 
@@ -343,7 +343,7 @@ def data_parallel(model: Any, args: Any, group: _C.Communicator) -> Any:
     return model
 
 
-def is_data_parallel(model: Any) -> bool:
+def is_wrapped(model: Any) -> bool:
     return False
 
 

@@ -132,11 +132,9 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(torch.Tensor) if isinstance(value, ItemCount) else value
 
 
-def item_count(n: int, device: Any, compiled: bool) -> torch.Tensor:
-    """The count that loss functions are passed; plain where torch.compile traces
-    the model, which could not look into a subclass."""
-    count = torch.tensor(n, device=device)
-    return count if compiled else count.as_subclass(ItemCount)
+def item_count(n: int, device: Any) -> torch.Tensor:
+    """The count that loss functions are passed."""
+    return torch.tensor(n, device=device).as_subclass(ItemCount)
 
 
 def count_targets(labels: Any, shifted: bool) -> int | None:
@@ -273,11 +271,47 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 def compile_model(model: Model, args: Args) -> Model:
     """torch.compile with the backend and mode of `args`; the same parameters."""
-    return torch.compile(  # type: ignore[return-value]
+    compiled: Any = torch.compile(
         model,
         backend=args.torch_compile_backend or "inductor",
         mode=args.torch_compile_mode,
     )
+    compiled.register_forward_pre_hook(_PlainCounts(model), with_kwargs=True)
+    return compiled  # type: ignore[no-any-return]
+
+
+class _PlainCounts:
+    """Before each forward pass of a compiled model: an ItemCount, which graphs cannot
+    take, becomes a plain tensor. Whether the model reads it is known from a forward
+    pass that is not compiled, of the first batch, in evaluation mode, without gradients
+    and with the same random state afterwards."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.reads: bool | None = None
+
+    def __call__(self, _: Any, args: Any, kwargs: Any) -> Any:
+        counts = list(_counts((*args, *kwargs.values())))
+        if not counts:
+            return None
+        if self.reads is None:
+            self.reads = self._tried(args, kwargs, counts)
+        for count in counts:
+            count.was_read |= self.reads
+        return tuple(map(_plain, args)), {k: _plain(v) for k, v in kwargs.items()}
+
+    def _tried(self, args: Any, kwargs: Any, counts: list[ItemCount]) -> bool:
+        before, state = [count.was_read for count in counts], rng_state()
+        try:
+            for count in counts:
+                count.was_read = False
+            with torch.no_grad(), memory.evaluated(self.model):
+                self.model(*args, **kwargs)
+            return any(count.was_read for count in counts)
+        finally:
+            set_rng_state(state)
+            for count, was in zip(counts, before, strict=True):
+                count.was_read = was
 
 
 # Several ranks
@@ -315,8 +349,12 @@ def ddp_options(model: Model, args: Args) -> dict[str, Any]:
     return {"find_unused_parameters": unused, **chosen}
 
 
-def is_data_parallel(model: Any) -> bool:
-    """Is it a wrapper that data_parallel() has made?"""
+def is_wrapped(model: Any) -> bool:
+    """Is it a wrapper that compile_model() or data_parallel() has made?"""
+    if "_orig_mod" in getattr(model, "_modules", ()):
+        return any(
+            isinstance(hook, _PlainCounts) for hook in model._forward_pre_hooks.values()
+        )
     wrappers = sys.modules.get("ctrainer.comm.data_parallel")
     return wrappers is not None and isinstance(model, wrappers.DataParallel)
 

@@ -312,7 +312,7 @@ def get_num_items_in_batch(
         n = -1 if uncounted else n
     if n < 0:
         return None
-    return trainer._adapter.item_count(int(n), device, trainer.args.torch_compile)
+    return trainer._adapter.item_count(int(n), device)
 
 
 def position(trainer: TrainerRun, updates_per_epoch: int) -> tuple[int, int]:

@@ -260,7 +260,7 @@ class TrainerRun(TrainerBase):
             self._seed()
             self.model = self.model_wrapped = self.call_model_init(trial)
             self.optimizer = self.lr_scheduler = self._shard_group = None
-        if self._adapter.is_data_parallel(self.model_wrapped):
+        if self._adapter.is_wrapped(self.model_wrapped):
             self.model_wrapped = self.model  # of the run before
         self._move_model_to_device(self.model, args.device)
         if args.gradient_checkpointing:
