@@ -1,6 +1,7 @@
 """How long until something happens: `import ctrainer` against `import numpy`, and from
 the start of the process to the end of the first update of a tiny torch model against
-transformers' Trainer. Each in a process of its own, in turns. Prints JSON lines.
+transformers' Trainer, a loop of torch with its fused AdamW, and `import torch` alone,
+below which no trainer gets. Each in a process of its own, in turns. Prints JSON lines.
 """
 
 from __future__ import annotations
@@ -34,8 +35,19 @@ args = package.TrainingArguments(
 )
 package.Trainer(Model(), args, train_dataset=rows).train()
 """
+LOOP = """
+import torch
+
+layer = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+rows = [(torch.ones(4), torch.ones(())) for _ in range(8)]
+for x, labels in torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True):
+    (layer(x).squeeze(-1) - labels).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    optimizer.step()
+"""
 GOAL_IMPORT = 1.5  # times `import numpy`
-GOAL_STEP = 2.0  # seconds
+GOAL_STEP = 1.5  # seconds
 
 
 def children_cpu() -> float:
@@ -46,6 +58,7 @@ def children_cpu() -> float:
 def seconds(code: str) -> tuple[float, float]:
     """Wall-clock and CPU time of a Python process that runs the code."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installation has bytecode
     spent, start = children_cpu(), time.perf_counter()
     subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True,
@@ -54,19 +67,17 @@ def seconds(code: str) -> tuple[float, float]:
     return time.perf_counter() - start, children_cpu() - spent
 
 
-def compare(ours: str, theirs: str, rounds: int) -> list[tuple[float, float]]:
-    """(ours, theirs) by the wall's clock and by the CPU's: medians of the turns."""
-    times: tuple[list[tuple[float, float]], ...] = ([], [])
-    seconds(ours), seconds(theirs)  # files into the page cache, bytecode written
+def compare(codes: list[str], rounds: int) -> list[tuple[float, float]]:
+    """Of each code the wall's and the CPU's seconds: medians of the turns."""
+    times: list[list[tuple[float, float]]] = [[] for _ in codes]
+    for code in codes:
+        seconds(code)  # files into the page cache, bytecode written
     for _ in range(rounds):
-        for kept, code in zip(times, (ours, theirs), strict=True):
+        for kept, code in zip(times, codes, strict=True):
             kept.append(seconds(code))
     return [
-        (
-            statistics.median(t[clock] for t in times[0]),
-            statistics.median(t[clock] for t in times[1]),
-        )
-        for clock in (0, 1)
+        (statistics.median(w for w, _ in turns), statistics.median(c for _, c in turns))
+        for turns in times
     ]
 
 
@@ -82,21 +93,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    pairs = compare("import ctrainer", "import numpy", 3 * options.rounds)
-    for clock, (ours, theirs) in zip(("wall", "CPU"), pairs, strict=True):
-        goal = {"goal": 1 / GOAL_IMPORT} if clock == "CPU" else {}
-        line(f"import, {clock} time", "import numpy", ours, theirs, **goal)
+    ours, theirs = compare(["import ctrainer", "import numpy"], 3 * options.rounds)
+    for clock, name in enumerate(("wall", "CPU")):
+        goal = {"goal": 1 / GOAL_IMPORT} if name == "CPU" else {}
+        line(f"import, {name} time", "import numpy", ours[clock], theirs[clock], **goal)
     with tempfile.TemporaryDirectory() as folder:
-        codes = [
+        trainers = [
             TRAINING.format(package=package, folder=folder)
             for package in ("ctrainer", "transformers")
         ]
-        pairs = compare(*codes, options.rounds)
-    for clock, (ours, theirs) in zip(("wall", "CPU"), pairs, strict=True):
-        name = f"process start to the end of the first update, {clock} time"
-        line(name, "transformers", ours, theirs)
+        ours, *others = compare([*trainers, LOOP, "import torch"], options.rounds)
+    peers = ("transformers", "loop with torch's fused AdamW", "import torch alone")
+    for clock, name in enumerate(("wall", "CPU")):
+        name = f"process start to the end of the first update, {name} time"
+        for peer, theirs in zip(peers, others, strict=True):
+            line(name, peer, ours[clock], theirs[clock])
     # On an idle machine the two clocks agree: importing works on one thread.
-    line(name, f"the {GOAL_STEP:g} s allowed", pairs[1][0], GOAL_STEP, goal=1.0)
+    line(name, f"the {GOAL_STEP:g} s allowed", ours[1], GOAL_STEP, goal=1.0)
 
 
 if __name__ == "__main__":
