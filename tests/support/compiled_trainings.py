@@ -3,11 +3,16 @@ short batch, evaluations in between; and what torch.compile has counted."""
 
 from __future__ import annotations
 
+import os
 import resource
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# inductor takes the name of a compiler, and no "ccache g++".
+if "CXX" in os.environ:
+    os.environ["CXX"] = os.environ["CXX"].split()[-1]
 
 import torch
 import transformers

@@ -263,7 +263,7 @@ def test_a_training_needs_no_more_memory_than_on_transformers(tmp_path: Path) ->
         (told,) = ranks.told(
             ranks.run(
                 tmp_path, "trainer.compiled", world=1, kind="gpt2", theirs=theirs,
-                torch_compile=True,
+                torch_compile=True, max_steps=3, eval_strategy="no",
             )
         )  # fmt: skip
         peaks.append(told["peak"])
