@@ -4,7 +4,6 @@ short batch, evaluations in between; and what torch.compile has counted."""
 from __future__ import annotations
 
 import os
-import resource
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,8 +101,3 @@ def trained(
         utils.counters["stats"]["unique_graphs"],
         [reason for reason in reasons if reason],
     )
-
-
-def peak_megabytes() -> float:
-    """The most memory that this process has held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
