@@ -333,8 +333,9 @@ class Trainer(TrainerRun):
         """The arguments of the Accelerator: those given, the type of autocast, and the
         settings of torch's DistributedDataParallel. Hook."""
         options = self._adapter.ddp_options(self.model, self.args)
-        # Arguments of transformers 4.57 have no mixed_precision.
-        kind = "fp16" if self.args.fp16 else "bf16" if self.args.bf16 else "no"
+        kind = getattr(self.args, "mixed_precision", None)
+        if kind is None:  # arguments of transformers 4.57
+            kind = "fp16" if self.args.fp16 else "bf16" if self.args.bf16 else "no"
         return {
             # accelerate knows fp16 on GPUs only
             "mixed_precision": "no" if kind == "fp16" and self._inputs_stay else kind,

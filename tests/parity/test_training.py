@@ -20,6 +20,9 @@ import ctrainer
 
 # Relative. Their norm is summed in fp32, ours in double, and clipping multiplies by it.
 UNCLIPPED, CLIPPED = 1e-6, 1e-3
+# Before 5.0, transformers logs losses to four decimals, and norms where it clips.
+OLD = transformers.__version__ < "5"
+ROUNDED = 5.1e-5 if OLD else 0.0  # absolute
 
 
 def pair(
@@ -32,8 +35,11 @@ def pair(
 
 def assert_equal_runs(theirs: Run, ours: Run, tolerance: float) -> None:
     assert len(theirs.logged("loss")) > 0
-    for key in ("loss", "grad_norm"):
-        assert ours.logged(key) == pytest.approx(theirs.logged(key), rel=tolerance)
+    expected = pytest.approx(theirs.logged("loss"), rel=tolerance, abs=ROUNDED)
+    assert ours.logged("loss") == expected
+    if theirs.logged("grad_norm") or not OLD:
+        expected = pytest.approx(theirs.logged("grad_norm"), rel=tolerance)
+        assert ours.logged("grad_norm") == expected
     for key in ("learning_rate", "epoch", "step"):
         assert ours.logged(key) == theirs.logged(key)
     assert ours.output.training_loss == pytest.approx(
@@ -427,4 +433,4 @@ def test_arguments_of_transformers_are_taken_as_they_are() -> None:
     losses = [
         [h["loss"] for h in t.state.log_history if "loss" in h] for t in (theirs, ours)
     ]
-    assert losses[1] == pytest.approx(losses[0], rel=UNCLIPPED)
+    assert losses[1] == pytest.approx(losses[0], rel=UNCLIPPED, abs=ROUNDED)

@@ -289,6 +289,18 @@ def test_a_loop_of_ones_own_needs_no_init_of_ours(tmp_path) -> None:
     assert not trainer.is_in_train
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_arguments_of_transformers_4_57_make_the_accelerator(bf16, tmp_path) -> None:
+    """They have no mixed_precision."""
+    args = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, bf16=bf16, report_to="none"
+    )
+    vars(args).pop("mixed_precision", None)
+    assert not hasattr(args, "mixed_precision")
+    trainer = ctrainer.Trainer(Net(), args, train_dataset=rows())
+    assert trainer.accelerator.mixed_precision == ("bf16" if bf16 else "no")
+
+
 def test_the_accelerator_runs_other_models_in_the_trainer_s_precision(tmp_path):
     other = torch.nn.Linear(3, 1)
     for bf16 in True, False:
@@ -406,9 +418,11 @@ TOKENS = [None, 0, 1, 2]
 def test_special_tokens_are_aligned_as_there(seed) -> None:
     import random
 
-    from transformers.trainer_utils import align_special_tokens
-
     from ctrainer.integrations import align_special_tokens as align
+
+    theirs = pytest.importorskip("transformers.trainer_utils")
+    if not hasattr(theirs, "align_special_tokens"):
+        pytest.skip("this transformers aligns them in a method of its Trainer")
 
     draw = random.Random(seed)
     names = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -433,7 +447,7 @@ def test_special_tokens_are_aligned_as_there(seed) -> None:
         made = getattr(model, "generation_config", None)
         return [[getattr(c, n) for n in names] for c in (model.config, made) if c]
 
-    assert aligned(align) == aligned(align_special_tokens)
+    assert aligned(align) == aligned(theirs.align_special_tokens)
 
 
 class _Tokens(transformers.PreTrainedTokenizerFast):
