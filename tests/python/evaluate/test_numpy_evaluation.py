@@ -10,6 +10,7 @@ from ranks import run_alone
 from ctrainer import _C, Trainer, TrainingArguments
 from ctrainer.adapters.numpy import Loss, Parameter
 from ctrainer.trainer import evaluation
+from ctrainer.trainer.data import Reading, begin_reading
 
 
 def test_evaluates_and_predicts_without_torch(tmp_path: Path) -> None:
@@ -37,6 +38,7 @@ def test_the_loop_survives_every_failed_allocation(tmp_path: Path) -> None:
     trainer = Trainer(Model(), args)
     batches = [{"x": np.ones((2, 3)), "labels": np.ones(2)}] * 2
     take = evaluation._taker(trainer, trainer.model, False, None)
+    begin_reading(trainer, Reading(batches))
 
     def run() -> tuple[Any, ...]:
         sinks = (_C.ArrayAccumulator(), [], [])
