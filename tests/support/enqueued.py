@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def data(bad: set[int]) -> list[dict[str, torch.Tensor]]:
 def run(
     folder: Path, cls: type[ctrainer.Trainer], bad: set[int], **options: Any
 ) -> tuple[Any, Notes]:
+    gc.collect()  # groups of earlier Trainers wait for the device when they are left
     resume, callbacks = options.pop("resume", None), options.pop("callbacks", [])
     model = options.pop("model", Net)
     args = arguments(
