@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +86,7 @@ def ways(
     """Of each way: is it ours, its arguments, its collator."""
     grouped = {"train_sampling_strategy": "group_by_length"}
     budget = {"max_tokens_per_batch": max(int(batch * tokens_per_row), LONGEST)}
-    known = {field.name for field in fields(ctrainer.TrainingArguments)}
-    chunked = (
-        {"chunked_cross_entropy": True} if "chunked_cross_entropy" in known else {}
-    )
+    chunked, packed = {"chunked_cross_entropy": True}, {"pack_sequences": True}
     flat = transformers.DataCollatorWithFlattening()
     return {
         DEFAULT: (False, {}, pad),
@@ -100,7 +96,8 @@ def ways(
         "ctrainer, group_by_length": (True, grouped, pad),
         "ctrainer, max_tokens_per_batch": (True, budget, pad),
         "ctrainer, max_tokens_per_batch, chunked": (True, budget | chunked, pad),
-        "ctrainer, pack_sequences": (True, budget | {"pack_sequences": True}, None),
+        "ctrainer, pack_sequences": (True, budget | packed, None),
+        "ctrainer, pack_sequences, chunked": (True, budget | packed | chunked, None),
     }
 
 

@@ -79,7 +79,7 @@ class LongestFirst(Seekable):
 
 class TokenBatches(Seekable, SeededOrder):
     """Batches of rows of like length, of at most max_tokens tokens each: rows times the
-    longest row's, as a batch is padded; or with `packed` the sum of the rows'.
+    longest row's, as a batch is padded; or with `packed` of any rows, by their sum.
 
     The batches of a run are the same in each epoch; their order follows from the seed
     and the epoch. Without a seed the longest are first, and `order` has all rows.
@@ -127,10 +127,13 @@ class TokenBatches(Seekable, SeededOrder):
     def _cut(self) -> list[np.ndarray]:
         n = len(self.lengths)
         drawn = np.random.default_rng(self.seed).permutation(n)
-        self.order = longest_first(self.lengths, drawn if self.shuffles else None)
-        sizes = self.lengths[self.order].astype(np.int64)
-        if self.packed:
+        order = drawn if self.shuffles else None
+        if self.packed:  # where rows of unlike length cost no padding
+            self.order = np.arange(n) if order is None else order
+            sizes = self.lengths[self.order].astype(np.int64)
             return _by_sum(self.order, sizes, self.max_tokens)
+        self.order = longest_first(self.lengths, order)
+        sizes = self.lengths[self.order].astype(np.int64)
         return _C.batch_by_size(self.order, sizes, self.max_tokens, 0, 1)
 
     @property
