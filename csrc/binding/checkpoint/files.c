@@ -174,7 +174,8 @@ static int
 check_fit(PyObject *path, const ct_st_tensor *stored, const ct_st_entry *entry)
 {
     if (ct_text_is(stored->tag, entry->tag) && stored->ndim == entry->ndim &&
-        memcmp(stored->shape, entry->shape, entry->ndim * sizeof(uint64_t)) == 0 &&
+        (entry->ndim == 0 || /* and then there is no shape */
+         memcmp(stored->shape, entry->shape, entry->ndim * sizeof(uint64_t)) == 0) &&
         stored->end - stored->begin == entry->bytes) {
         return 0;
     }
