@@ -7,9 +7,9 @@ import pytest
 from nvcc import ARCHS, NVCC, SOURCES, ptx
 from places import ROOT
 
-# A p-norm's powers and a loss's logarithm are functions of CUDA's library, and the rests
-# of a norm's squares are fused on purpose; both have a bound, not bits, to agree with the
-# CPU's.
+# A p-norm's powers and a loss's logarithm are functions of CUDA's library, and the
+# rests of a norm's squares are fused on purpose; both have a bound, not bits, to agree
+# with the CPU's.
 EXACT = [p for p in SOURCES if p.name not in ("norm.cu", "cross_entropy.cu")]
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
