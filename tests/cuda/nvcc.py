@@ -55,12 +55,14 @@ def _made(path: Path, *command: str | Path) -> str:
     return path.read_text(errors="replace")
 
 
-def ptx(source: Path, arch: str, fmad: bool = False) -> str:
-    """nvcc's PTX with the build's flags, or with fused arithmetic."""
-    path = _kept(source) / f"{arch}{'-fmad' * fmad}.ptx"
+def ptx(source: Path, arch: str, fmad: bool = False, log: bool = True) -> str:
+    """nvcc's PTX with the build's flags, or with fused arithmetic, or without the
+    logarithm of CUDA's library."""
+    path = _kept(source) / f"{arch}{'-fmad' * fmad}{'-no-log' * (not log)}.ptx"
+    left_out = () if log else ("-include", Path(__file__).with_name("without_log.h"))
     return _made(
         path, NVCC or "", "-std=c++17", "-O3", f"--fmad={str(fmad).lower()}",
-        f"-arch=compute_{arch}", f"-I{ROOT / 'csrc'}", "-ptx", source, "-o",
+        f"-arch=compute_{arch}", f"-I{ROOT / 'csrc'}", *left_out, "-ptx", source, "-o",
     )  # fmt: skip
 
 
