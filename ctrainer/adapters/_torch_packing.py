@@ -74,7 +74,7 @@ def collator(model: Any, training: bool) -> PackedCollator | PaddedCollator:
 
 def check_packs(model: Any, given: Any) -> None:
     """Raise ValueError unless the model computes of packed sequences what it computes
-    of each alone, for two short ones. The model is called five times, in eval mode."""
+    of each alone, for two short ones. The model is called four times, in eval mode."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
     )
@@ -109,10 +109,7 @@ def check_packs(model: Any, given: Any) -> None:
     try:
         with torch.no_grad():
             joined = logits(first, second)
-            apart = (
-                torch.equal(joined[8:], logits(other, second)[8:])
-                and torch.equal(joined[:8], logits(first, other)[:8])
-            )  # fmt: skip
+            apart = torch.equal(joined[8:], logits(other, second)[8:])
             alone = torch.cat([logits(first), logits(second)])
     finally:
         for module, training in modes:

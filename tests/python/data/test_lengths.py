@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import ctrainer
 from ctrainer.adapters import _torch_ranks as ranks
 from ctrainer.adapters.lengths import TokenBatches
 from ctrainer.arguments.accelerator import BatchPlan
+from ctrainer.trainer import data
 
 N = 53
 LENGTHS = np.random.default_rng(3).integers(1, 40, N)
@@ -94,6 +96,30 @@ def test_results_without_a_row_each_keep_the_order_of_length(
     by_length = np.argsort(-LENGTHS, kind="stable")
     assert found.label_ids.tolist() == by_length.tolist()
     assert "stay in the order of length" in caplog.text
+
+
+def test_lists_of_batches_stay_in_the_order_of_the_data(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, rows(), eval_do_concat_batches=False, **BY_LENGTH[0])
+    found = trainer.predict(rows()).label_ids
+    assert np.concatenate(found).tolist() == list(range(N))
+
+
+def test_rows_are_read_once_for_their_lengths(tmp_path: Path) -> None:
+    class Read(list[Any]):
+        times = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.times += 1
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Any:
+            return (self[i] for i in range(len(self)))
+
+    dataset = Read(rows())
+    trainer = trainer_of(tmp_path, dataset, **BY_LENGTH[0])
+    for times in (1, 2, 3):
+        trainer.evaluate()
+        assert dataset.times == N * (1 + times)
 
 
 def test_a_length_that_the_model_does_not_take_is_used(tmp_path: Path) -> None:
@@ -175,7 +201,12 @@ def test_a_run_of_token_batches_is_resumed(tmp_path: Path, workers: int) -> None
     given = {**BY_LENGTH[1], "dataloader_num_workers": workers}
     whole = trainer_of(tmp_path / "a", rows(), **given)
     whole.train()
-    assert len(whole.get_train_dataloader()) < N / 2
+    loader = whole.get_train_dataloader()
+    assert len(loader) < N / 2
+    assert not hasattr(loader, "total_batch_size")  # no batch has a known one
+    assert whole.set_initial_training_values(whole.args, loader)[3] == (
+        9 * N // len(loader)
+    )
     again = trainer_of(tmp_path / "b", rows(), **given, seed=5)
     again.train(str(tmp_path / "a" / "checkpoint-4"))
     assert losses(again) == losses(whole)
@@ -219,6 +250,13 @@ def test_what_has_no_batches_of_tokens_is_named(tmp_path: Path) -> None:
     nameless = [{"x": [1], "labels": 0}]
     with pytest.raises(ValueError, match="need the lengths of the examples"):
         trainer_of(tmp_path, nameless, **most).get_train_dataloader()
+    split = SimpleNamespace(
+        args=SimpleNamespace(world_size=2, accelerator_config={"split_batches": True})
+    )
+    with pytest.raises(ValueError, match="split_batches and dispatch_batches"):
+        data.check_token_batches(split, TokenBatches([1], 3), True)
+    split.args.world_size = 1
+    data.check_token_batches(split, TokenBatches([1], 3), True)
     with pytest.raises(ValueError, match="whole"):
         TokenBatches([0.5], 3)
     with pytest.raises(ValueError, match="max_tokens_per_batch"):

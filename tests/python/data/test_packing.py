@@ -122,6 +122,21 @@ def test_models_that_mix_sequences_are_rejected(tmp_path: Path, kind: str) -> No
     assert [module.training for module in model.modules()] == modes
 
 
+def test_models_with_other_positions_are_rejected(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=2,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    train(tmp_path, model, rows(), pack_sequences=True)
+    model.transformer.wpe.register_forward_pre_hook(
+        lambda module, given: (torch.arange(given[0].shape[-1])[None],)
+    )
+    with pytest.raises(ValueError, match="they have other positions than alone"):
+        train(tmp_path, model, rows(), pack_sequences=True)
+
+
 def test_what_cannot_be_packed_is_named(tmp_path: Path) -> None:
     def fails(match: str, model: Any, data: Any) -> None:
         with pytest.raises(ValueError, match=match):
