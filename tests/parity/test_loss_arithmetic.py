@@ -230,7 +230,7 @@ def test_evaluation_and_training_report_the_same_loss_of_the_same_rows() -> None
 def counted(n: int = 7) -> Any:
     from ctrainer.adapters import torch as adapter
 
-    return adapter.item_count(n, "cpu", compiled=False)
+    return adapter.item_count(n, "cpu")
 
 
 READS: dict[str, Callable[[Any], Any]] = {
