@@ -148,6 +148,18 @@ def _logs(args: Any, state: Any, step: int) -> bool:
     )
 
 
+def _evaluates_last(args: Any, state: Any) -> bool:
+    """Is the last step evaluated, whatever the period? Of transformers' own arguments
+    its release decides: 4.57 does not, 5.17 does."""
+    theirs = sys.modules.get("transformers.training_args")
+    if not isinstance(args, getattr(theirs, "TrainingArguments", ())):
+        return True
+    control = TrainerControl()
+    callback = sys.modules["transformers"].DefaultFlowCallback()
+    callback.on_step_end(args, state, control)
+    return control.should_evaluate
+
+
 def is_log_due(args: Any, state: Any, epoch_ends: bool) -> bool:
     """Will DefaultFlowCallback log after the update that has begun, or after the epoch
     if that ends with it?"""
@@ -184,13 +196,15 @@ class DefaultFlowCallback(TrainerCallback):
         self._saved_at = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """By steps, the last step is evaluated and saved, whatever the period."""
+        """By steps, the last step is saved, whatever the period, and evaluated unless
+        args are those of a transformers that does not."""
         step = state.global_step
         last = step >= state.max_steps
         if _logs(args, state, step):
             control.should_log = True
         if args.eval_strategy == "steps":
-            due = last or _is_multiple(step, state.eval_steps)
+            due = _is_multiple(step, state.eval_steps)
+            due = due or (last and _evaluates_last(args, state))
             if due and (args.eval_delay or 0) <= step:
                 control.should_evaluate = True
         if args.save_strategy == "steps":

@@ -451,6 +451,27 @@ class TestDefaultFlow:
                 assert ours == theirs
                 assert result is ours
 
+    @pytest.mark.parametrize("by_period_alone", [True, False])
+    def test_the_release_of_transformers_arguments_evaluates_the_last_step_or_not(
+        self, by_period_alone: bool, tmp_path, monkeypatch
+    ) -> None:
+        hf = pytest.importorskip("transformers")
+
+        class Earlier(hf.DefaultFlowCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                """As in 4.57."""
+                control.should_evaluate = state.global_step % state.eval_steps == 0
+
+        if by_period_alone:
+            monkeypatch.setattr(hf, "DefaultFlowCallback", Earlier)
+        args = hf.TrainingArguments(str(tmp_path), eval_strategy="steps", use_cpu=True)
+        evaluated = []
+        for step in range(1, 8):
+            state = TrainerState(global_step=step, max_steps=7, eval_steps=3)
+            control = DefaultFlowCallback().on_step_end(args, state, TrainerControl())
+            evaluated += [step] * control.should_evaluate
+        assert evaluated == ([3, 6] if by_period_alone else [3, 6, 7])
+
     def test_enumerations_are_understood(self) -> None:
         hf = pytest.importorskip("transformers.trainer_utils")
         args = args_of(logging_strategy=hf.IntervalStrategy.STEPS)
