@@ -53,8 +53,9 @@ class Recipe:
     takes: keywords of the constructor beside the learning rate that come from the
         arguments; weight_decay comes with the groups of parameters.
     fixed: keywords that transformers sets in addition.
-    elsewhere: the package of the optimizer for parameters that are not in host memory;
-        None: torch's class of that name, if there is one.
+    elsewhere: the package of the optimizer where it is installed and parameters are not
+        in host memory, or nobody says where; None: torch's class of that name, if there
+        is one.
     """
 
     cls: str
@@ -65,10 +66,11 @@ class Recipe:
 
 
 _ADAM = ("betas", "eps")
-_ADEMAMIX = Recipe("AdEMAMix", _ADAM, third_beta=0.9999)
+_ADEMAMIX = Recipe("AdEMAMix", _ADAM, third_beta=0.9999, elsewhere=_BITSANDBYTES)
 _ADAMW_8BIT = Recipe("AdamW8bit", _ADAM, elsewhere=_BITSANDBYTES)
-_ADEMAMIX_8BIT = replace(_ADEMAMIX, cls="AdEMAMix8bit", elsewhere=_BITSANDBYTES)
-_LION_8BIT = Recipe("Lion8bit", ("betas",), elsewhere=_BITSANDBYTES)
+_ADEMAMIX_8BIT = replace(_ADEMAMIX, cls="AdEMAMix8bit")
+_LION = Recipe("Lion", ("betas",), elsewhere=_BITSANDBYTES)
+_LION_8BIT = replace(_LION, cls="Lion8bit")
 
 RECIPES = {
     "adafactor": Recipe(
@@ -84,14 +86,14 @@ RECIPES = {
     "adamw_torch_fused": Recipe("AdamW", _ADAM),
     "ademamix": _ADEMAMIX,
     "ademamix_8bit": _ADEMAMIX_8BIT,
-    "lion_32bit": Recipe("Lion", ("betas",)),
+    "lion_32bit": _LION,
     "lion_8bit": _LION_8BIT,
     "lion_compact": Recipe("LionCompact", ("betas",)),
-    "paged_adamw_32bit": Recipe("AdamW", _ADAM),
+    "paged_adamw_32bit": Recipe("AdamW", _ADAM, elsewhere=_BITSANDBYTES),
     "paged_adamw_8bit": _ADAMW_8BIT,
     "paged_ademamix_32bit": _ADEMAMIX,
     "paged_ademamix_8bit": _ADEMAMIX_8BIT,
-    "paged_lion_32bit": Recipe("Lion", ("betas",)),
+    "paged_lion_32bit": _LION,
     "paged_lion_8bit": _LION_8BIT,
     "rmsprop": Recipe("RMSprop"),
     "rmsprop_bnb": Recipe("RMSprop"),
@@ -185,6 +187,9 @@ def optimizer_class(
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The class that args.optim names and its keywords but for the parameters.
 
+    model: None where nobody says which parameters it will be given: a package's own
+        class where it is installed, as code that asks so does to the class what the
+        package needs; else the class for parameters on args.device.
     adapter: of the model's framework.
 
     Raises:
@@ -202,6 +207,8 @@ def optimizer_class(
             f"optim_target_modules={args.optim_target_modules!r}: optim={name!r} "
             "updates all modules; only GaLore's and APOLLO's optimizers support it"
         )
+    if model is None:
+        model = adapter.model_on(args.device)
     cls, kwargs = adapter.optimizer_class(recipe.cls, name, model)
     taken = {word: _TAKEN[word](args) for word in recipe.takes}
     precision = _precision_of(args, cls)
@@ -213,9 +220,9 @@ def optimizer_class(
 
 
 def _is_elsewhere(recipe: Recipe, adapter: Any, model: Any) -> bool:
-    package = recipe.elsewhere
-    away = package is not None and package.installed
-    return away and bool(adapter.devices_elsewhere(model.parameters()))
+    if recipe.elsewhere is None or not recipe.elsewhere.installed:
+        return False
+    return model is None or bool(adapter.devices_elsewhere(model.parameters()))
 
 
 def _precision_of(args: Any, cls: Callable[..., Any]) -> dict[str, bool]:
@@ -236,6 +243,8 @@ def _of_a_package(
     _precision_of(args, cls)
     known = {k for group in kwargs.get("params", ()) for k in group} | kwargs.keys()
     known -= _OWN_ARGUMENTS.keys() | {"params"}
+    if name in RECIPES and RECIPES[name].third_beta is not None:
+        known.add("beta3")
     for key in parse_options(args.optim_args).keys() - known:
         raise ValueError(_rejection(key, name, sorted(known)))
     return cls, kwargs

@@ -687,13 +687,17 @@ class TrainerRun(TrainerBase):
         Args:
             args (TrainingArguments): The run's.
             model (default None): For optimizers that choose modules by name, and for
-                the device; None: the class for parameters of torch on the CPU.
+                the device; None: the class of the package that args.optim is of where
+                it is installed, else the one for parameters of torch on args.device.
         """
         from ctrainer.arguments.optimizers import optimizer_class
 
-        if model is None:
-            model = adapters.by_name("ctrainer.adapters.torch").Model()
-        return optimizer_class(args, model, adapters.for_model(model))
+        adapter = (
+            adapters.by_name("ctrainer.adapters.torch")
+            if model is None
+            else adapters.for_model(model)
+        )
+        return optimizer_class(args, model, adapter)
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Return the names of the parameters that weight decay applies to.

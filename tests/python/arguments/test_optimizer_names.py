@@ -240,7 +240,10 @@ def test_warm_up_as_a_fraction_is_rejected_where_updates_are_counted(
         made(tmp_path, "schedule_free_adamw", warmup_steps=0.1)
 
 
-def test_what_torch_lacks_is_rejected_for_a_model_elsewhere(tmp_path: Path) -> None:
+def test_what_torch_lacks_is_rejected_for_a_model_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers.Package, "installed", False)
     args = arguments(tmp_path, "lion_32bit")
     model = nn.Linear(2, 1, device="meta")
     with pytest.raises(
@@ -250,6 +253,18 @@ def test_what_torch_lacks_is_rejected_for_a_model_elsewhere(tmp_path: Path) -> N
     args = arguments(tmp_path, "rmsprop")
     cls, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)
     assert cls is torch.optim.RMSprop
+
+
+def test_without_a_model_the_arguments_device_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingArguments, "device", torch.device("meta"))
+    args = arguments(tmp_path, "adamw_torch")
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    assert cls is torch.optim.AdamW
+    weight = nn.Parameter(torch.ones(2, device="meta"))
+    weight.grad = torch.ones(2, device="meta")
+    cls([weight], **kwargs | {"fused": False}).step()  # the fused kernel needs a GPU
 
 
 class Model(nn.Module):

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
-from ctrainer import Trainer, TrainingArguments
+from ctrainer import Trainer, TrainingArguments, optim
 
 
 class Model(nn.Module):
@@ -82,10 +83,23 @@ def test_a_run_is_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_model_elsewhere_gets_bitsandbytes_own(tmp_path: Path) -> None:
-    bnb = pytest.importorskip("bitsandbytes")
-    args = TrainingArguments(str(tmp_path), optim="adamw_8bit", optim_args="")
-    model = nn.Linear(2, 1, device="meta")
-    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    assert cls is bnb.optim.AdamW
-    assert kwargs["optim_bits"] == 8
+@pytest.mark.parametrize(
+    ("name", "options", "of_cpu"),
+    [
+        ("adamw_8bit", "", optim.AdamW8bit),
+        ("paged_adamw_32bit", "", optim.AdamW),
+        ("lion_32bit", "", optim.Lion),
+        ("paged_lion_8bit", "", optim.Lion8bit),
+        ("paged_ademamix_8bit", "beta3=0.99,alpha=2", optim.AdEMAMix8bit),
+    ],
+)
+def test_a_model_elsewhere_or_none_gets_bitsandbytes_own(
+    name: str, options: str, of_cpu: type, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    args = TrainingArguments(str(tmp_path), optim=name, optim_args=options)
+    theirs = transformers.Trainer.get_optimizer_cls_and_kwargs(args)
+    assert theirs[0].__module__.startswith("bitsandbytes.")
+    for model in (None, nn.Linear(2, 1, device="meta")):
+        assert Trainer.get_optimizer_cls_and_kwargs(args, model) == theirs
+    assert Trainer.get_optimizer_cls_and_kwargs(args, nn.Linear(2, 1))[0] is of_cpu
