@@ -170,13 +170,20 @@ class TrainerRun(TrainerBase):
     def _prepare_run(self, run: _C.Run) -> None:
         """Fill in the run: its length, its place and the model, all of it ready."""
         run.loader = self.get_train_dataloader()
-        values = self.set_initial_training_values(run.args, run.loader)
+        values = self._call_hook(
+            "set_initial_training_values", run.args, run.loader,
+            total_train_batch_size=self.get_total_train_batch_size(run.args),
+        )  # fmt: skip
         if not isinstance(values, tuple) or len(values) != 7:
             raise TypeError(
                 "set_initial_training_values must return a tuple of 7 values, got "
                 f"{values!r}"
             )
         run.epochs, run.updates_in_epoch, rows, _, total, steps, run.max_steps = values
+        if isinstance(total, bool):  # transformers 4's epoch_based
+            total = self.get_total_train_batch_size(run.args)
+            if steps is None:
+                steps = run.max_steps * run.args.gradient_accumulation_steps
         run.steps_in_epoch = steps
         if self._communicator.world_size > 1:
             self._agree_on_length(run, rows)
@@ -315,7 +322,7 @@ class TrainerRun(TrainerBase):
         return folder
 
     def set_initial_training_values(
-        self, args: Any, dataloader: Any
+        self, args: Any, dataloader: Any, total_train_batch_size: int | None = None
     ) -> tuple[int, int, int, float, int, int, int]:
         """Return how long the run is.
 
@@ -324,6 +331,8 @@ class TrainerRun(TrainerBase):
         Args:
             args (TrainingArguments): The run's.
             dataloader: Of the training batches.
+            total_train_batch_size (int | None, default None): Examples of an update, as
+                releases before 5 pass them; None: get_total_train_batch_size(args).
 
         Returns:
             (num_train_epochs, num_update_steps_per_epoch, num_examples,
@@ -332,7 +341,7 @@ class TrainerRun(TrainerBase):
         Raises:
             ValueError: neither max_steps nor the loader's length says.
         """
-        total = self.get_total_train_batch_size(args)
+        total = total_train_batch_size or self.get_total_train_batch_size(args)
         length = len(dataloader) if has_length(dataloader) else None
         if not length:
             if args.max_steps <= 0:

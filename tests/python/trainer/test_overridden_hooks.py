@@ -4,6 +4,7 @@ is called there; the calls themselves are the oracle."""
 import collections
 import inspect
 import logging
+import sys
 
 import pytest
 
@@ -344,6 +345,43 @@ def test_names_of_transformers_4_are_called(tmp_path) -> None:
         assert trainer.neftune_hook_handle is None
     around = ["align", "activate", "deactivate"]
     assert calls == [*around, "align", "activate", 2, "deactivate"]
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield from rows()
+
+
+@pytest.mark.parametrize(("data", "max_steps"), [(rows, -1), (rows, 4), (Endless, 4)])
+def test_the_run_s_length_may_come_from_an_override_of_transformers_4(
+    tmp_path, data, max_steps
+) -> None:
+    """Whose signature and values are those of 4.57's trainer.py."""
+    seen = []
+
+    class Own(ctrainer.Trainer):
+        def set_initial_training_values(self, args, dataloader, total_train_batch_size):
+            seen.append(total_train_batch_size)
+            if data is Endless:
+                return sys.maxsize, 4, 16, 16, False, None, 4
+            epochs = 2 if max_steps == 4 else 3  # another length than the arguments'
+            return epochs, 3, 10, 30, max_steps < 0, len(dataloader), 3 * epochs
+
+    logs = []
+    for cls in (Own, ctrainer.Trainer):
+        steps = {"max_steps": max_steps} if data is Endless or cls is Own else {}
+        epochs = 3 if max_steps < 0 else 2
+        args = arguments(tmp_path, num_train_epochs=epochs, **steps)
+        trainer = cls(Net(), args, train_dataset=data())
+        trainer.train()
+        logs.append([(e["step"], e.get("loss")) for e in trainer.state.log_history])
+    assert logs[0] == logs[1]
+    assert seen == [4]
+    values = trainer.set_initial_training_values(
+        args=args, dataloader=trainer.get_train_dataloader(), total_train_batch_size=4
+    )
+    assert values[1] == (4 if data is Endless else 3)
 
 
 def test_keys_that_a_load_lacks_are_named(tmp_path, caplog, monkeypatch) -> None:
