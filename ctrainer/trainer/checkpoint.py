@@ -295,8 +295,7 @@ def run_dir(trainer: TrainerRun, trial: Any = None) -> str:
     folder = str(os.fspath(trainer.args.output_dir))
     if trial is None or trainer.hp_search_backend is None:
         return folder
-    name = trainer.hp_name
-    return os.path.join(folder, name(trial) if name else f"run-{trial.number}")
+    return os.path.join(folder, trainer._run_name(trial))
 
 
 def check_save(trainer: TrainerRun) -> None:

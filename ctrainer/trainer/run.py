@@ -851,6 +851,8 @@ class TrainerRun(TrainerBase):
     hyperparameter_search = search.hyperparameter_search
     _hp_search_setup = search.hp_search_setup
     _report_to_hp_search = search.report_to_hp_search
+    _tune_save_checkpoint = search.tune_save_checkpoint
+    _run_name = search.run_name
 
     # Evaluation
 

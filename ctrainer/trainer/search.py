@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ctrainer.arguments.checks import as_its_type
 from ctrainer.arguments.settings import nearest
 from ctrainer.integrations import search_backend
+from ctrainer.runtime.fork import temporary_folder
+from ctrainer.trainer import checkpoint
 from ctrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -147,7 +149,43 @@ def report_to_hp_search(
     elif trainer.hp_search_backend == "ray":
         import ray.tune
 
-        ray.tune.report({**metrics, "objective": trainer.objective})
+        saved = None
+        with temporary_folder() as folder:
+            if trainer.control.should_save:
+                trainer._tune_save_checkpoint(folder)
+                saved = ray.tune.Checkpoint.from_directory(folder)
+            values = {**metrics, "objective": trainer.objective}
+            ray.tune.report(values, checkpoint=saved)
+
+
+def tune_save_checkpoint(trainer: TrainerRun, checkpoint_dir: str) -> None:
+    """Save checkpoint-N in a folder for Ray, which continues trials from it. Hook."""
+    args, state = trainer.args, trainer.state
+    own = args.output_dir, args.push_to_hub, state.best_model_checkpoint
+    args.output_dir, args.push_to_hub = checkpoint_dir, False
+    try:
+        checkpoint.save_checkpoint(trainer, trainer.model)
+    finally:
+        args.output_dir, args.push_to_hub, state.best_model_checkpoint = own
+
+
+def run_name(trainer: TrainerRun, trial: Any) -> str:
+    """The name of a trial's run."""
+    name = trainer.hp_name
+    return str(name(trial)) if name else f"run-{_number(trainer, trial)}"
+
+
+def _number(trainer: TrainerRun, trial: Any) -> Any:
+    """What distinguishes a trial from the others of its search."""
+    if hasattr(trial, "number"):  # optuna's, and any where another rank leads
+        return trial.number
+    if trainer.hp_search_backend == "ray":
+        import ray.tune
+
+        return ray.tune.get_context().get_trial_id()
+    import wandb
+
+    return wandb.run.id
 
 
 def prunes(trainer: TrainerRun, trial: Any, step: int) -> bytes:
@@ -159,9 +197,9 @@ def prunes(trainer: TrainerRun, trial: Any, step: int) -> bytes:
 
 
 def _trial_of(message: dict[str, Any]) -> Any:
-    """The trial that rank 0 trains: optuna's, which has a number, or its values."""
-    if "number" not in message:
-        return message["values"]
+    """The trial that rank 0 trains: optuna's, or its values."""
+    if "study" not in message:
+        return _Values(message)
     import optuna
 
     return optuna.trial.FixedTrial(message["values"], message["number"])
@@ -174,6 +212,14 @@ def _pruned() -> Any:
     except ImportError:
         return ()
     return optuna.TrialPruned
+
+
+class _Values(dict[str, Any]):
+    """A trial's values, with its number."""
+
+    def __init__(self, message: Any) -> None:
+        super().__init__(message["values"])
+        self.number = message["number"]
 
 
 class _View:
@@ -200,10 +246,11 @@ class _Lead(_View):
         return _View(self._other.args, world_size=1, process_index=0)
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
+        sent = {"number": _number(self._other, trial)}
         if hasattr(trial, "study"):
             self._other.hp_space(trial)  # asks for the values
-            sent = {"number": trial.number, "values": trial.params}
+            sent |= {"values": trial.params, "study": True}
         else:
-            sent = {"values": dict(trial)}
+            sent["values"] = dict(trial)
         send(self._other, sent)
         return self._other.train(resume_from_checkpoint, trial=trial)

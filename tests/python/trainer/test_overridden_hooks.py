@@ -16,12 +16,11 @@ import ctrainer  # noqa: E402
 hf_trainer = transformers.trainer.Trainer
 
 # Parallel contexts and meshes, which are rejected; the size of the batch after running
-# out of memory, and what Ray stores.
+# out of memory, which stays.
 NOT_OURS = {
     "_has_mixed_mesh_grads",
     "_mixed_mesh_grad_norm",
     "_prepare_context_parallel_inputs",
-    "_tune_save_checkpoint",
     "_update_auto_batch_size",
 }
 SIZES = {"get_cp_size", "get_sp_size", "get_tp_size"}
