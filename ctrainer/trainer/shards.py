@@ -49,6 +49,7 @@ _EXCLUDED = {
 
 def plan_shards(trainer: TrainerRun) -> None:
     """Read how the model is to be sharded; what does not go with it is rejected."""
+    check_is_whole(trainer.model)
     plan = sharding_of(trainer.args)
     trainer._sharding = None if plan is None or plan.replicates else plan
     if trainer._sharding is None:
@@ -81,6 +82,17 @@ def plan_shards(trainer: TrainerRun) -> None:
             "fsdp: the optimizer that was passed has the parameters of the whole "
             "model; pass optimizer_cls_and_kwargs, or override create_optimizer, "
             "which is called with the sharded model"
+        )
+
+
+def check_is_whole(model: Any) -> None:
+    """Raise ValueError for a model of transformers whose tensors are cut over ranks."""
+    ranks = getattr(model, "tp_size", None)
+    if isinstance(ranks, int) and ranks > 1:
+        raise ValueError(
+            f"the model's tensors are cut over {ranks} ranks (tensor parallelism), and "
+            "here each rank computes with whole ones on batches of its own: load the "
+            "model without tp_plan, and set fsdp where it is too large for a rank"
         )
 
 

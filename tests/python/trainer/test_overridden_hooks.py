@@ -383,6 +383,28 @@ def test_the_run_s_length_may_come_from_an_override_of_transformers_4(
     assert values[1] == (4 if data is Endless else 3)
 
 
+@pytest.mark.parametrize("sharded", [{}, {"fsdp": "full_shard"}], ids=str)
+def test_a_model_whose_tensors_are_cut_over_ranks_is_rejected(
+    tmp_path, sharded
+) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2
+    )
+
+    def cut():
+        model = transformers.GPT2LMHeadModel(config)
+        model._tp_size = 2  # as from_pretrained(tp_plan="auto") sets it on 2 ranks
+        return model
+
+    args = ctrainer.TrainingArguments(str(tmp_path), use_cpu=True, **sharded)
+    for given in ({"model": cut()}, {"model_init": cut}):
+        with pytest.raises(ValueError, match=r"cut over 2 ranks .*without tp_plan"):
+            ctrainer.Trainer(args=args, train_dataset=rows(), **given)
+    model = cut()
+    model._tp_size = None
+    ctrainer.Trainer(model, args, train_dataset=rows())
+
+
 def test_keys_that_a_load_lacks_are_named(tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     caplog.set_level(logging.WARNING, "transformers")
