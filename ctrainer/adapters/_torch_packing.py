@@ -4,7 +4,8 @@ transformers whose attention keeps the sequences apart."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,9 +73,136 @@ def collator(model: Any, training: bool) -> PackedCollator | PaddedCollator:
     return PackedCollator(model) if training else PaddedCollator(model)
 
 
-def check_packs(model: Any, given: Any) -> None:
-    """Raise ValueError unless the model computes of packed sequences what it computes
-    of each alone, for two short ones. The model is called four times, in eval mode."""
+_OURS, _THEIRS = "ctrainer_packed", "sdpa"
+_SHORT = 32  # tokens to which shorter sequences are padded at about the same cost
+
+
+class _Packs(NamedTuple):
+    """The mask of a packed row: its sequences, padded with those of like length."""
+
+    groups: list[tuple[int, int]]  # sequences, and tokens to which they are padded
+    there: torch.Tensor  # of each place of the groups, the token that is there
+    back: torch.Tensor  # of each token, its place
+
+    @classmethod
+    def of(cls, starts: list[int], device: Any) -> _Packs:
+        """Of a row whose sequences begin at all but the last of `starts`."""
+        lengths = [end - start for start, end in pairwise(starts)]
+        groups: list[list[int]] = []
+        for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+            longest = lengths[groups[-1][0]] if groups else 0
+            if not groups or (longest > _SHORT and 4 * lengths[i] <= 3 * longest):
+                groups.append([])
+            groups[-1].append(i)
+        there, real = [], []
+        for group in groups:
+            within = torch.arange(lengths[group[0]])
+            length = torch.tensor([lengths[i] for i in group])[:, None]
+            start = torch.tensor([starts[i] for i in group])[:, None]
+            there.append((start + within.minimum(length - 1)).flatten())
+            real.append((within < length).flatten())
+        tokens, places = torch.cat(there), torch.cat(real).nonzero().squeeze(1)
+        back = torch.empty(starts[-1], dtype=torch.int64)
+        back[tokens[places]] = places
+        shapes = [(len(group), lengths[group[0]]) for group in groups]
+        return cls(shapes, tokens.to(device), back.to(device))
+
+
+def _mask(*args: Any, **given: Any) -> Any:
+    """sdpa's mask, or _Packs where it would be that of one packed row whose tokens see
+    all tokens before them in their sequence. Source: masking_utils.py of transformers,
+    whose functions that make masks pass all this by name."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    length: Any = given.get("q_length")
+    packed = (
+        not args
+        and given["batch_size"] == 1
+        and given["attention_mask"] is None
+        and length == given["kv_length"]
+        and not given["allow_is_causal_skip"]
+        and not given["use_vmap"]
+        and not torch.compiler.is_compiling()
+    )
+    if packed:
+        # Which tokens see the one before them, or, as in a block of an image, after.
+        sees, first = given["mask_function"], torch.zeros(1, dtype=torch.int64)
+        first = first.to(given["device"])
+        later = torch.arange(1, length, device=given["device"])
+        before = sees(first, first, later, later - 1)
+        ends = (~before).nonzero().squeeze(1) + 1
+        starts = [0, *ends.tolist(), length]
+        longest = max(end - start for start, end in pairwise(starts))
+        if (
+            longest <= given.get("local_size", longest)
+            and not sees(first, first, later - 1, later).any()
+        ):
+            return _Packs.of(starts, given["device"])
+    return ALL_MASK_ATTENTION_FUNCTIONS[_THEIRS](*args, **given)
+
+
+def _attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+    value: torch.Tensor, attention_mask: Any, **given: Any,
+) -> Any:  # fmt: skip
+    """sdpa's attention; with _Packs that of each sequence alone, in groups of like
+    length, where causality hides the padding on the right."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attend = ALL_ATTENTION_FUNCTIONS[_THEIRS]
+    if not isinstance(attention_mask, _Packs):
+        return attend(module, query, key, value, attention_mask, **given)
+    packs, found = attention_mask, []
+    given["is_causal"] = True
+    rows = [sequences * tokens for sequences, tokens in packs.groups]
+    padded = [
+        torch.split(x[0].transpose(0, 1).index_select(0, packs.there), rows)
+        for x in (query, key, value)
+    ]
+    for group, *parts in zip(packs.groups, *padded, strict=True):
+        own = [x.unflatten(0, group).transpose(1, 2) for x in parts]
+        found.append(attend(module, *own, None, **given)[0].flatten(0, 1))
+    joined = found[0] if len(found) == 1 else torch.cat(found)
+    return joined.index_select(0, packs.back)[None], None
+
+
+class Packing:
+    """Until end(), a model with sdpa as attention computes that of each sequence of a
+    packed row for itself."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        configs: dict[int, Any] = {
+            id(config): config
+            for module in model.modules()
+            if (config := getattr(module, "config", None))
+        }
+        self.configs = [
+            config
+            for config in configs.values()
+            if getattr(config, "_attn_implementation", None) == _THEIRS
+        ]
+        ALL_MASK_ATTENTION_FUNCTIONS.register(_OURS, _mask)
+        ALL_ATTENTION_FUNCTIONS.register(_OURS, _attention)
+        self._set(_OURS)
+
+    def end(self) -> None:
+        self._set(_THEIRS)
+
+    def _set(self, name: str) -> None:
+        for config in self.configs:  # the property would set those within it, too
+            config._attn_implementation_internal = name
+
+
+def check_packs(model: Any, given: Any) -> Packing | None:
+    """Begin a Packing if the model's attention can have one.
+
+    Raises:
+        ValueError: the model does not compute of packed sequences what it computes of
+            each alone, for two short ones. It is called up to six times, in eval mode.
+    """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
     )
@@ -90,9 +218,30 @@ def check_packs(model: Any, given: Any) -> None:
             "pack_sequences makes the batches, and data_collator is a "
             f"{type(given).__name__}; leave one of them out"
         )
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            packing, fault = _try_packs(model)
+    finally:
+        for module, training in modes:
+            module.training = training
+    if fault is not None:
+        raise ValueError(
+            f"pack_sequences needs a model that keeps packed sequences apart, and in "
+            f"{name} with attention {model.config._attn_implementation!r} "
+            f"they {fault}; leave it out (max_tokens_per_batch pads little), or load "
+            "the model with another attn_implementation"
+        )
+    return packing
+
+
+def _try_packs(model: Any) -> tuple[Packing | None, str | None]:
+    """The model's Packing, None where only its own attention keeps sequences apart; and
+    what is wrong with that one."""
     weight = model.get_input_embeddings().weight
-    tokens = (torch.arange(24, device=weight.device) * 5 + 1) % weight.shape[0]
-    first, second, other = (part.tolist() for part in tokens.split(8))
+    tokens = (torch.arange(21, device=weight.device) * 5 + 1) % weight.shape[0]
+    first, second, other = (part.tolist() for part in tokens.split([8, 5, 8]))
     pack = PackedCollator(model)
 
     def logits(*sequences: list[int]) -> Any:
@@ -104,23 +253,24 @@ def check_packs(model: Any, given: Any) -> None:
         }
         return model(**on_device).logits[0].float()
 
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    alone = torch.cat([logits(first), logits(second)])
+
+    def fault() -> str | None:
+        joined = logits(first, second)
+        if not torch.equal(joined[8:], logits(other, second)[8:]):
+            return "see each other"
+        close = 1e-4 if weight.dtype == torch.float32 else 5e-2
+        placed = (joined - alone).abs().max() <= close * alone.abs().max()
+        return None if placed else "have other positions than alone"
+
+    packing = Packing(model)
     try:
-        with torch.no_grad():
-            joined = logits(first, second)
-            apart = torch.equal(joined[8:], logits(other, second)[8:])
-            alone = torch.cat([logits(first), logits(second)])
-    finally:
-        for module, training in modes:
-            module.training = training
-    close = 1e-4 if weight.dtype == torch.float32 else 5e-2
-    placed = bool((joined - alone).abs().max() <= close * alone.abs().max())
-    if not (apart and placed):
-        fault = "see each other" if not apart else "have other positions than alone"
-        raise ValueError(
-            f"pack_sequences needs a model that keeps packed sequences apart, and in "
-            f"{name} with attention {model.config._attn_implementation!r} "
-            f"they {fault}; leave it out (max_tokens_per_batch pads little), or load "
-            "the model with another attn_implementation"
-        )
+        if packing.configs and fault() is None:
+            return packing, None
+    except (AttributeError, TypeError):  # the model computes with its masks
+        pass
+    except BaseException:
+        packing.end()
+        raise
+    packing.end()
+    return None, fault()

@@ -72,6 +72,7 @@ class TrainerBase(_C.Trainer):
     weight_average: WeightAverage | None = None
     neftune_hook_handle: Any = None
     _deferral: Any = None  # of the logits, while train() runs
+    _packing: Any = None  # of the attention, while train() runs
     _run: _C.Run | None = None  # while train() runs
     _first_place = (0, 0)  # epoch and micro-batch that train() began with
     _stopped = False  # by Ctrl-C or SIGTERM

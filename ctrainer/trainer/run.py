@@ -281,7 +281,7 @@ class TrainerRun(TrainerBase):
         if getattr(args, "pack_sequences", False):
             collator = self.data_collator
             given = None if collator is self._own_collator else collator
-            self._adapter.packing.check_packs(self.model, given)
+            self._packing = self._adapter.packing.check_packs(self.model, given)
         if getattr(args, "chunked_cross_entropy", False):
             self._deferral = self._adapter.defer_logits(self.model)
         if "underflow_overflow" in args.debug and self._debugged is not self.model:
@@ -578,6 +578,9 @@ class TrainerRun(TrainerBase):
             self._clips_model_alone = False
         if self.neftune_hook_handle is not None:
             self._deactivate_neftune(self.model)
+        if self._packing is not None:
+            self._packing.end()
+            self._packing = None
         if self._deferral is not None:
             self._deferral.end()
             if whole and not self._deferral.losses:  # training_step is an override

@@ -93,6 +93,76 @@ def test_a_packed_run_is_the_padded_run(
     assert found.predictions.shape[:2] == (40, max(len(r["labels"]) for r in rows()))
 
 
+def adapted(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "PEFT": {},
+    "chunked": {"chunked_cross_entropy": True},
+    "checkpointed": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "checkpointed anew": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+}
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_other_arguments_pack_as_they_pad(tmp_path: Path, way: str) -> None:
+    """Losses, evaluations on the way, and the configurations in checkpoints."""
+    given: dict[str, Any] = {
+        "eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, **OTHERS[way],
+    }  # fmt: skip
+
+    def run(name: str, **more: Any) -> Any:
+        model = make("Llama")
+        if way == "PEFT":
+            model = adapted(model)
+        return train(tmp_path / name, model, rows(), **given, **more)
+
+    packed, padded = run("packed", pack_sequences=True), run("padded")
+    for mine, other in zip(
+        packed.state.log_history, padded.state.log_history, strict=True
+    ):
+        for name in {"loss", "grad_norm", "eval_loss"} & set(mine):
+            assert mine[name] == pytest.approx(other[name], rel=2e-5)
+    assert packed.model.config._attn_implementation == "sdpa"
+    files = sorted((tmp_path / "padded").glob("checkpoint-*/*config.json"))
+    assert files
+    for file in files:
+        mine = tmp_path / "packed" / file.relative_to(tmp_path / "padded")
+        assert mine.read_text() == file.read_text()
+
+
+class Failing(ctrainer.TrainerCallback):
+    """Sees the attention of the run, and raises."""
+
+    seen = ""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.seen = given["model"].config._attn_implementation
+        raise RuntimeError("of the callback")
+
+
+def test_a_run_that_fails_leaves_the_attention_as_it_was(tmp_path: Path) -> None:
+    args = ctrainer.TrainingArguments(
+        str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True,
+        pack_sequences=True,
+    )  # fmt: skip
+    failing, model = Failing(), make("Llama")
+    trainer = ctrainer.Trainer(model, args, train_dataset=rows(), callbacks=[failing])
+    with pytest.raises(RuntimeError, match="of the callback"):
+        trainer.train()
+    assert failing.seen != "sdpa"
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_a_limit_of_tokens_is_of_their_sum(tmp_path: Path) -> None:
     trainer = train(
         tmp_path, make("Llama"), rows(), pack_sequences=True, max_tokens_per_batch=64
