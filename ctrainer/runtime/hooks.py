@@ -18,6 +18,20 @@ def takes_positional(function: Callable[..., Any], n: int) -> bool:
     return True
 
 
+# Arguments that transformers passes by position, and their number.
+_BY_POSITION = {"training_step": ("num_items_in_batch", 3), "log": ("start_time", 2)}
+
+
+def taken_keywords(hook: str, method: Callable[..., Any]) -> Any:
+    """What accepted_keywords() says of an override; False where it has another name
+    for the hook's last argument, which it takes by position."""
+    names = accepted_keywords(method)
+    last, n = _BY_POSITION.get(hook, ("", 0))
+    if n and last not in (names or ()) and takes_positional(method, n):
+        return False
+    return names
+
+
 def accepted_keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     """Names that `function` takes as keywords; None when it takes any."""
     try:

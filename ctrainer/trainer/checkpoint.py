@@ -162,7 +162,7 @@ def write(trainer: TrainerRun, trial: Any) -> None:
     """
     if trial is None:
         trainer.store_flos()
-    folder = step_folder(trainer, trainer._get_output_dir(trial))
+    folder = step_folder(trainer, trainer._get_output_dir(trial=trial))
     training = trainer.is_in_train
     set_mode("eval", trainer.optimizer)
     try:

@@ -118,6 +118,8 @@ class TrainerRun(TrainerBase):
             folder = self._begin_train(resume_from_checkpoint, trial)
             output, number = self._call_loop(
                 lambda: self._inner_training_loop(
+                    batch_size=self._train_batch_size,
+                    args=self.args,
                     resume_from_checkpoint=folder,
                     trial=trial,
                     ignore_keys_for_eval=ignore_keys_for_eval,
@@ -506,7 +508,7 @@ class TrainerRun(TrainerBase):
             self._log_window(learning_rate, start_time)
         if self.control.should_evaluate:
             metrics = self._evaluate(trial, ignore_keys_for_eval)
-            is_best = self._determine_best_metric(metrics, trial)
+            is_best = self._determine_best_metric(metrics=metrics, trial=trial)
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
         if self.control.should_save:

@@ -14,10 +14,10 @@
 
 /* ---- hooks of every age, and the adapter ----------------------------------------- */
 
-/* New reference: frozenset of the keywords that a callable of Python's accepts, or None
- * for all. */
+/* New reference: frozenset of the keywords that a callable of Python's accepts, None
+ * for all, or False where it takes the value of the only one by position. */
 static PyObject *
-accepted_keywords(PyObject *op, PyObject *callable)
+accepted_keywords(PyObject *op, PyObject *name, PyObject *callable)
 {
     PyObject *cache = ((Trainer *)op)->signatures;
     PyObject *function =
@@ -26,8 +26,8 @@ accepted_keywords(PyObject *op, PyObject *callable)
     if (found != NULL || !ctpy_forgive()) { /* an unhashable callable: ask every time */
         return Py_XNewRef(found);
     }
-    found = ctpy_call_function("ctrainer.runtime.hooks", "accepted_keywords", "(O)",
-                               function);
+    found = ctpy_call_function("ctrainer.runtime.hooks", "taken_keywords", "(OO)", name,
+                               callable);
     if (found != NULL && PyDict_SetItem(cache, function, found) < 0 &&
         !ctpy_forgive()) {
         Py_CLEAR(found);
@@ -75,10 +75,14 @@ ctpy_call_adapted(PyObject *op, PyObject *name, PyObject *const *args, size_t na
         stack[1 + i] = args[i];
     }
     if (n_keywords > 0 && !PyCFunction_Check(callable)) { /* ours take every keyword */
-        if ((accepted = accepted_keywords(op, callable)) == NULL) {
+        if ((accepted = accepted_keywords(op, name, callable)) == NULL) {
             goto done;
         }
-        if (accepted != Py_None) {
+        if (accepted == Py_False) {
+            nargs += n_keywords;
+            Py_CLEAR(names);
+        }
+        else if (accepted != Py_None) {
             Py_SETREF(names, keep_accepted(accepted, kwnames, &stack[1 + nargs]));
             if (names == NULL) {
                 goto done;

@@ -139,6 +139,55 @@ def test_run_epoch_gets_what_it_gets_there(tmp_path) -> None:
     assert again == seen_by(ctrainer.Trainer, ours, str(ours / "checkpoint-2"))
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_overrides_with_other_names_get_what_they_get_there(tmp_path, named) -> None:
+    def seen_by(base, folder):
+        seen = []
+
+        class Named(base):
+            def training_step(self, model, inputs, items=None):
+                seen.append(("training_step", items is None))
+                return super().training_step(model, inputs, items)
+
+            def log(self, logs, begun=None):
+                seen.append(("log", "loss" in logs, begun is None))
+                super().log(logs, begun)
+
+        class Unnamed(base):
+            def training_step(self, *args):
+                seen.append(("training_step", args[2] is None))
+                return super().training_step(*args)
+
+            def log(self, *args):
+                seen.append(("log", "loss" in args[0], len(args)))
+                super().log(*args)
+
+        class Own(Named if named else Unnamed):
+            def _inner_training_loop(self, batch_size=None, args=None, **kwargs):
+                seen.append((batch_size, args is self.args, sorted(kwargs)))
+                return super()._inner_training_loop(batch_size, args, **kwargs)
+
+            def _determine_best_metric(self, **kwargs):
+                seen.append(sorted(kwargs))
+                return super()._determine_best_metric(**kwargs)
+
+        class Takes(Net):
+            def forward(self, x, labels, num_items_in_batch=None, **kwargs):
+                found = super().forward(x, labels)
+                n = len(x) / (num_items_in_batch or len(x))
+                return {**found, "loss": found["loss"] * n}
+
+        args = arguments(
+            folder, eval_strategy="epoch", metric_for_best_model="loss"
+        )
+        Own(Takes(), args, train_dataset=rows(), eval_dataset=rows(4)).train()
+        return seen
+
+    theirs = seen_by(hf_trainer, tmp_path / "theirs")
+    assert ("training_step", False) in theirs
+    assert theirs == seen_by(ctrainer.Trainer, tmp_path / "ours")
+
+
 def test_run_epoch_may_take_another_loader_and_model(tmp_path) -> None:
     used = []
 
