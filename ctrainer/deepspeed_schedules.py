@@ -411,3 +411,22 @@ SCHEDULES = {
     cls.__name__: cls
     for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
+
+
+def from_config(section: Mapping[str, Any], optimizer: Any) -> Any:
+    """The schedule of a DeepSpeed configuration's section scheduler.
+
+    Args:
+        section (Mapping[str, Any]): Has type, one of SCHEDULES, and params.
+        optimizer: Has param_groups with "lr".
+
+    Raises:
+        ValueError: another type, or a parameter that the schedule has not.
+    """
+    name = section.get("type")
+    if name not in SCHEDULES:
+        raise ValueError(
+            f"DeepSpeed does not recognize LR scheduler {name}: scheduler.type may be "
+            f"{', '.join(SCHEDULES)}; leave the section out, and set lr_scheduler_type"
+        )
+    return SCHEDULES[name](optimizer, **section.get("params") or {})

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ctrainer import integrations
-from ctrainer.arguments import accelerator, checks, table
+from ctrainer.arguments import accelerator, checks, deepspeed, table
 from ctrainer.arguments.docstrings import (
     Argument,
     compose,
@@ -83,6 +83,12 @@ class TrainingArguments(Setters):
     """
 
     deepspeed_plugin: ClassVar[None] = None
+
+    @property
+    def hf_deepspeed_config(self) -> deepspeed.HfTrainerDeepSpeedConfig | None:
+        """The configuration that `deepspeed` has, completed by these arguments; None
+        without one."""
+        return deepspeed.config_of(self)
 
     def __post_init__(self) -> None:
         table.check_environment()

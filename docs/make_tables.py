@@ -5,7 +5,8 @@ python docs/make_tables.py --check    exits 1 when one is not current
 
 A table stands between `<!-- table: KIND NAME -->` and `<!-- table: end -->`. KIND is
 `arguments` of a class or a method, `methods` of a class, `commands` of a module,
-`names` of modules' `__all__`, `options` of a table for argparse, `events` of the class
+`names` of modules' `__all__`, `options` of a table for argparse, `keys` of a module's
+describe(), `events` of the class
 of callbacks, `schedules` of the function that makes them, or `optimizers` and
 `optimizer_names` of a module.
 """
@@ -109,6 +110,13 @@ def options(name: str) -> str:
         default = f"`{details['default']}`" if "default" in details else ""
         rows.append((quoted(names), default, details["help"]))
     return made("| option | default | meaning |", rows)
+
+
+def keys(name: str) -> str:
+    """A row for each key of a configuration that the module describes."""
+    described = importlib.import_module(name).describe()
+    rows = [(f"`{key}`", status, note) for key, status, note in described]
+    return made("| key | status | what it does, or why not |", rows)
 
 
 def events(name: str) -> str:
@@ -216,6 +224,7 @@ KINDS = {
     "arguments": arguments,
     "methods": methods,
     "names": names,
+    "keys": keys,
     "commands": commands,
     "options": options,
     "events": events,

@@ -16,7 +16,8 @@ MODULES = (
     *("ctrainer", "ctrainer.optim", "ctrainer.schedules", "ctrainer.checkpoint"),
     *("ctrainer.comm", "ctrainer.comm.machines", "ctrainer.comm.process_group"),
     *("ctrainer.fsdp", "ctrainer.hf", "ctrainer.adapters.numpy"),
-    *("ctrainer.fairseq", "ctrainer.compat.fairscale", "ctrainer.deepspeed_schedules"),
+    *("ctrainer.fairseq", "ctrainer.compat.fairscale", "ctrainer.compat.deepspeed"),
+    "ctrainer.deepspeed_schedules",
 )
 
 

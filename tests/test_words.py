@@ -86,6 +86,8 @@ ALLOWED = {
     "ctrainer/fairseq/metrics.py": r"rate",  # per second
     "ctrainer/trainer_utils.py": r"rates?",  # per second
     "csrc/core/base/crc.c": r"distance",  # in bits
+    "ctrainer/arguments/deepspeed_keys.py": r"distance",  # DeepSpeed's key
+    "docs/reference/deepspeed.md": r"distance",
     "csrc/core/schedule/schedule.c": r"distance",  # of two words
     "csrc/binding/bmuf/bmuf.c": r"and passes over",  # loops over tensors
     "ctrainer/adapters/*": r"stretch(es)?",  # of sorted batches, as transformers' own

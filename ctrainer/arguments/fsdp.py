@@ -1,4 +1,5 @@
-"""How a run shards its model: by fsdp and fsdp_config, or by accelerate launch."""
+"""How a run shards its model: by fsdp and fsdp_config, by accelerate launch, or by a
+DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ctrainer.arguments import deepspeed
 from ctrainer.arguments.settings import (
     Natural,
     nearest,
@@ -33,10 +35,12 @@ class Sharding:
     """The settings of a sharded run, whichever release's names they came under.
 
     replicates: every rank keeps the whole model, as without sharding (no_shard).
-    hybrid: the ranks of a machine are a sharding group, and each machine has a replica.
-    layers: class names of the modules that become units, None: those that the model
-    names. min_num_params: how many parameters a module needs to become a unit, None:
-    units are layers. saves_full: checkpoints have the whole weights beside the shards.
+    hybrid: the ranks of a machine, or group_size ranks, are a sharding group, and each
+    such group has a replica. layers: class names of the modules that become units,
+    None: those that the model names. min_num_params: how many parameters a module needs
+    to become a unit, None: units are layers. unnamed_min_num_params: the same where the
+    model names no layers. prefetch_numel: no unit is prefetched where one has more
+    parameters. saves_full: checkpoints have the whole weights beside the shards.
     gather_bits, reduce_bits: of quantized parameters and gradients, None: not
     quantized. error_feedback: the residual of quantized gradients is added to the next
     gradients. xla_options: arguments of FullyShardedDataParallel that take precedence
@@ -46,14 +50,17 @@ class Sharding:
     reshard_after_forward: bool = True
     replicates: bool = False
     hybrid: bool = False
+    group_size: int | None = None
     wraps: bool = True
     layers: tuple[str, ...] | None = None
     min_num_params: int | None = None
+    unnamed_min_num_params: int | None = None
     saves_full: bool = True
     recomputes: bool = False
     synchronizes: bool = True
     forward_prefetch: bool = False
     backward_prefetch: str | None = None
+    prefetch_numel: int | None = None
     gather_bits: int | None = None
     reduce_bits: int | None = None
     error_feedback: bool = True
@@ -106,6 +113,11 @@ def sharding_of(args: Any) -> Sharding | None:
     another, or a file that cannot be read.
     """
     words = _words(getattr(args, "fsdp", None))
+    zero = deepspeed.config_of(args)
+    if zero is not None:
+        if words is not None:
+            raise ValueError("fsdp and deepspeed both shard the model; set one")
+        return _of_zero(zero) if zero.stage > 0 else None
     if words is not None:
         config = _config(getattr(args, "fsdp_config", None))
         _take_older_fields(args, config)
@@ -115,6 +127,51 @@ def sharding_of(args: Any) -> Sharding | None:
     else:
         return None
     return _read(config)
+
+
+def _of_zero(config: deepspeed.HfTrainerDeepSpeedConfig) -> Sharding:
+    """The section zero_optimization of stage 1, 2 or 3."""
+    parts = ("offload_optimizer", "offload_param")
+    devices = {config.offload_device(part) for part in parts}
+    if "nvme" in devices:
+        raise ValueError(
+            "deepspeed: offloading to nvme is not supported: shards and the "
+            "optimizer's state are in memory; set device to cpu"
+        )
+    reduced = config.get_value("communication_data_type") or "fp32"
+    computed = "bf16" if config.is_true("bf16.enabled") else "fp16"
+    if reduced not in ("fp32", computed):
+        raise ValueError(
+            f"deepspeed: communication_data_type={reduced!r} is neither fp32 nor what "
+            "the layers compute in; set fp32"
+        )
+
+    def count(key: str, default: float) -> int:
+        value = config.get_value(f"zero_optimization.stage3_{key}", default)
+        return int(default if value == "auto" else float(value))
+
+    ahead = count("prefetch_bucket_size", 5e7)
+    prefetches = config.stage == 3 and not config.is_false(
+        "zero_optimization.overlap_comm"
+    )
+    shared = int(config.get_value("zero_optimization.mics_shard_size", -1))
+    bits = config.is_true("zero_optimization.zero_quantized_gradients")
+    return Sharding(
+        reshard_after_forward=config.stage == 3,
+        hybrid=shared > 0,
+        group_size=shared if shared > 0 else None,
+        unnamed_min_num_params=max(count("param_persistence_threshold", 1e5), 1),
+        forward_prefetch=prefetches,
+        backward_prefetch="BACKWARD_PRE" if prefetches else None,
+        prefetch_numel=min(ahead, count("max_live_parameters", 1e9) // 2),
+        gather_bits=8
+        if config.is_true("zero_optimization.zero_quantized_weights")
+        else None,
+        reduce_bits=4 if bits else None,
+        error_feedback=config.is_true("zero_optimization.zeropp_loco_param"),
+        cpu_offload="cpu" in devices,
+        xla_options={} if reduced == "fp32" else {"fp32_reduce_scatter": False},
+    )
 
 
 def describe_keys() -> str:

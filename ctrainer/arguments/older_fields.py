@@ -402,6 +402,12 @@ class OwnFields(OlderFields):
         "language models of transformers, after a check that the model keeps them "
         "apart; max_tokens_per_batch then limits their sum.",
     )
+    deepspeed_rules: Literal["v5", "v4.5"] = arg(
+        "v5",
+        "Which transformers' rules complete `deepspeed`: v5: 'auto' takes the value of "
+        "an argument, and other values have to equal it; v4.5: arguments replace "
+        "values, batch sizes may not be set, and 0 stands for 'auto'.",
+    )
     eval_spill_bytes: Natural | None = arg(
         None,
         "Size of predictions in bytes from which on they are written to a temporary "

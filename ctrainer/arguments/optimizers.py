@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ctrainer.arguments.settings import nearest, read
+from ctrainer.arguments import deepspeed
+from ctrainer.arguments.settings import nearest, read, reject_unknown
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,10 @@ def optimizer_class(
         ValueError: optim_args has a key that the class lacks or a value of another
             type, or an argument needs a feature that the class lacks.
     """
+    zero = deepspeed.config_of(args)
+    section = None if zero is None else deepspeed.optimizer_of(zero)
+    if section is not None:
+        return _of_deepspeed(args, *section, adapter, model)
     name = str(getattr(args.optim, "value", args.optim))
     if not supported(name):
         raise ValueError(f"optim={name!r} is not supported: {instead(name)}")
@@ -217,6 +222,25 @@ def optimizer_class(
         taken["betas"] += (given.pop("beta3", recipe.third_beta),)
     lr = {"lr": args.learning_rate}
     return cls, {**lr, **taken, **recipe.fixed, **kwargs, **precision, **given}
+
+
+def _of_deepspeed(
+    args: Any, name: str, params: dict[str, Any], adapter: Any, model: Any
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The optimizer of a DeepSpeed configuration: one group of all parameters, which
+    weight decay applies to alike."""
+    try:
+        cls, kwargs = adapter.optimizer_class(name, name, model)
+    except AttributeError:
+        raise ValueError(
+            f"deepspeed: optimizer.type={name!r} is not in ctrainer.optim; leave the "
+            "section out, and set optim"
+        ) from None
+    known = set(inspect.signature(cls).parameters) - _OF_TORCH - {"params", "precision"}
+    reject_unknown(f"deepspeed: optimizer.params of {name}", params, sorted(known))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    precision = _precision_of(args, cls)
+    return cls, {**kwargs, **precision, **params, "params": trained}
 
 
 def _is_elsewhere(recipe: Recipe, adapter: Any, model: Any) -> bool:

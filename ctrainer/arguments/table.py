@@ -48,7 +48,6 @@ WITHOUT_EFFECT = {
 REJECTED = {
     "use_liger_kernel": "apply Liger's kernels to the model before it is passed on",
     "parallelism_config": "ranks hold the whole model; leave it unset",
-    "deepspeed": "DeepSpeed's engine is not used; leave it unset",
     "use_mps_device": "training runs on a CPU or a CUDA device",
     "jit_mode_eval": "trace the model yourself, or set torch_compile",
     "tpu_num_cores": "training runs on a CPU or a CUDA device",
@@ -109,6 +108,12 @@ LIMITED = {
     "fsdp_config": Limit(
         lambda config: True,  # read, and rejected, by sharding_of
         fsdp.describe_keys(),
+        "",
+    ),
+    "deepspeed": Limit(
+        lambda config: True,  # read, and rejected, by deepspeed.config_of
+        "a path, a dict, JSON or its base64, with the keys of How do I come from "
+        "DeepSpeed?,",
         "",
     ),
     "include_num_input_tokens_seen": one_of("all", "non_padding", "no", True, False),

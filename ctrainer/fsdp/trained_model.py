@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import glob
 import logging
@@ -68,7 +69,7 @@ def choose(model: nn.Module, sharding: Sharding) -> set[int]:
     if sharding.min_num_params is not None:
         chosen = _by_size(model, sharding.min_num_params)
     else:
-        chosen = _by_class(model, sharding.layers)
+        chosen = _by_class(model, sharding.layers, sharding.unnamed_min_num_params)
     places = _places(model)
     return {
         id(module)
@@ -78,7 +79,9 @@ def choose(model: nn.Module, sharding: Sharding) -> set[int]:
     }
 
 
-def _by_class(model: nn.Module, layers: tuple[str, ...] | None) -> list[nn.Module]:
+def _by_class(
+    model: nn.Module, layers: tuple[str, ...] | None, otherwise: int | None
+) -> list[nn.Module]:
     names = set(layers or getattr(model, "_no_split_modules", None) or ())
     found = [m for m in _below(model) if type(m).__name__ in names]
     missing = names - {type(m).__name__ for m in found}
@@ -88,6 +91,8 @@ def _by_class(model: nn.Module, layers: tuple[str, ...] | None) -> list[nn.Modul
             f"fsdp_config: transformer_layer_cls_to_wrap names {sorted(missing)}, of "
             f"which the model has no module; its classes are {', '.join(there)}"
         )
+    if not found and otherwise is not None:
+        return _by_size(model, otherwise)
     if not found:
         logger.warning(
             "The model names no classes of layers (_no_split_modules): it becomes one "
@@ -533,7 +538,7 @@ def shard(
     if sharding.recomputes:
         recompute(model, chosen)
     names = [name for name, _ in model.named_parameters()]
-    options = _options(sharding, args) | {
+    options = _options(_within_limit(sharding, model, chosen), args) | {
         "process_group": groups,
         "param_init_fn": initial_values.initializer(model),
         "sync_module_states": sharding.synchronizes,
@@ -552,6 +557,19 @@ def shard(
     )
     made._places = {name: place for place, name in enumerate(names)}
     return made
+
+
+def _within_limit(sharding: Sharding, model: nn.Module, chosen: set[int]) -> Sharding:
+    """Without prefetching where a unit has more parameters than may be prefetched."""
+    sizes = [
+        sum(p.numel() for p in module.parameters())
+        for module in model.modules()
+        if id(module) in chosen
+    ]
+    limit = sharding.prefetch_numel
+    if limit is None or max(sizes, default=0) <= limit:
+        return sharding
+    return dataclasses.replace(sharding, forward_prefetch=False, backward_prefetch=None)
 
 
 def begins_anew(model: nn.Module, sharding: Sharding, group: _C.Communicator) -> bool:
@@ -581,7 +599,12 @@ def _groups(sharding: Sharding, group: _C.Communicator) -> Any:
     """
     if not sharding.hybrid:
         return group
-    each = ranks_a_machine(group)
+    each = sharding.group_size or ranks_a_machine(group)
+    if sharding.group_size and group.world_size % sharding.group_size:
+        raise ValueError(
+            f"deepspeed: mics_shard_size={sharding.group_size} does not divide the "
+            f"{group.world_size} ranks; set a size that does"
+        )
     if each is None:
         raise ValueError(
             "fsdp: hybrid_shard needs as many ranks on every machine, numbered one "

@@ -67,6 +67,11 @@ def _set_tf32(device: torch.device, wanted: bool) -> None:
     torch.backends.cudnn.allow_tf32 = wanted
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype of a name such as "bfloat16"."""
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
 def seed_torch(seed: int) -> None:
     """Seed torch's generators, those of CUDA devices too."""
     torch.manual_seed(seed)

@@ -33,8 +33,9 @@ _VERSION = 1
 # What a repetition does not do.
 _OFF: dict[str, Any] = {
     "report_to": [], "push_to_hub": False, "crash_record": False, "fsdp": None,
-    "fsdp_config": None, "use_bmuf": False, "use_diloco": False, "torch_compile": False,
-    "disable_tqdm": True, "auto_find_batch_size": False, "local_rank": -1,
+    "deepspeed": None, "fsdp_config": None, "use_bmuf": False, "use_diloco": False,
+    "torch_compile": False, "disable_tqdm": True, "auto_find_batch_size": False,
+    "local_rank": -1,
 }  # fmt: skip
 
 

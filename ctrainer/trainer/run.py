@@ -18,8 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from ctrainer import _C, adapters, average, integrations, throughput
-from ctrainer.arguments import accelerator
+from ctrainer import (
+    _C,
+    adapters,
+    average,
+    deepspeed_schedules,
+    integrations,
+    throughput,
+)
+from ctrainer.arguments import accelerator, deepspeed
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.arguments.settings import reject_keywords
 from ctrainer.comm import world
@@ -412,6 +419,9 @@ class TrainerRun(TrainerBase):
         """Optimizer, schedule and the wrapped model; the checkpoint's state of them."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
+        zero = deepspeed.config_of(self.args)
+        if zero is not None:
+            zero.trainer_config_finalize(self.args, self.model, max_steps)
         shards.shard_model(self, resume_from_checkpoint)
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
         shards.check_optimizer(self)
@@ -485,7 +495,10 @@ class TrainerRun(TrainerBase):
                 "small updates vanish: load the model with dtype=torch.float32, or "
                 "set master_weights=True, which updates float32 copies"
             )
-        scaler = make_loss_scaler(self.args.loss_scaler)
+        setting, zero = self.args.loss_scaler, deepspeed.config_of(self.args)
+        if setting is None and zero is not None:
+            setting = deepspeed.loss_scaler_of(zero)
+        scaler = make_loss_scaler(setting)
         return scaler if scaler.enabled else None
 
     def _maybe_log_save_evaluate(
@@ -731,13 +744,20 @@ class TrainerRun(TrainerBase):
         """
         if self.lr_scheduler is None:
             args = self.args
-            self.lr_scheduler = self._adapter.make_scheduler(
-                str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-                self.optimizer if optimizer is None else optimizer,
-                args.get_warmup_steps(num_training_steps),
-                num_training_steps,
-                dict(args.lr_scheduler_kwargs or {}),
-            )
+            of = self.optimizer if optimizer is None else optimizer
+            zero = deepspeed.config_of(args)
+            if zero is not None and zero.get_value("scheduler") is not None:
+                section = zero.get_value("scheduler")
+                self.lr_scheduler = deepspeed_schedules.from_config(section, of)
+            else:
+                kind = args.lr_scheduler_type
+                self.lr_scheduler = self._adapter.make_scheduler(
+                    str(getattr(kind, "value", kind)),
+                    of,
+                    args.get_warmup_steps(num_training_steps),
+                    num_training_steps,
+                    dict(args.lr_scheduler_kwargs or {}),
+                )
             self._created_lr_scheduler = True
         return self.lr_scheduler
 

@@ -114,6 +114,7 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
 
     anew = False
     if not isinstance(trainer.model, trained_model.TrainedModel):
+        trainer._sharding = sharding_of(trainer.args) or trainer._sharding
         trainer._set_signature_columns_if_needed()
         trainer._flos_per_token = trainer._adapter.flos_per_token(trainer.model)
         group = trainer._communicator

@@ -516,6 +516,9 @@ AREAS = {
                 "core/base/test_mapping.c core/base/test_alloc.c",
             "ctrainer/arguments/fsdp.py":
                 "python/fsdp/test_fsdp_options.py python/fsdp/test_fsdp_errors.py",
+            "ctrainer/arguments/deepspeed.py ctrainer/arguments/deepspeed_keys.py":
+                "python/compat/test_deepspeed_config.py "
+                "python/fsdp/test_deepspeed_training.py",
             "ctrainer/fsdp/full_params.py ctrainer/fsdp/module.py "
             "ctrainer/fsdp/sharded.py":
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py "

@@ -1,0 +1,16 @@
+"""Trainer with DeepSpeed configurations, on 2 ranks."""
+
+import sys
+
+from programs.run import folder, tell
+
+sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
+
+import deepspeed_trainings as runs  # noqa: E402
+
+results = {}
+for name in runs.CASES:
+    made = runs.trainer(f"{folder}/{name}", name)
+    made.train()
+    results[name] = runs.told(made)
+tell(results)

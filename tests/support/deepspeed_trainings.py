@@ -1,0 +1,120 @@
+"""Trainings with DeepSpeed configurations, and the same updates in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import tiny
+import torch
+from draws import EXHAUSTIVE
+
+import ctrainer
+
+UPDATES, RANKS, ROWS = 6, 2, 2
+LR, DECAY, CLIP = 1e-2, 0.1, 0.5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "optimizer": {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    "both": {
+        "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}
+    },
+    "older": {"cpu_offload": True, "cpu_offload_params": True},
+    "not ahead": {"zero_quantized_weights": False, "overlap_comm": False},
+}  # fmt: skip
+_ALL = [
+    (stage, offload, dtype)
+    for stage, offload, dtype in itertools.product((0, 1, 2, 3), OFFLOADS, DTYPES)
+    if stage or (offload == "none" and dtype == "fp32")
+]
+# Every stage with every precision, and every offload; in `make test-all` all together.
+CASES = {" ".join(map(str, case)): case for case in (_ALL if EXHAUSTIVE else _ALL[::4])}
+
+
+def configuration(stage: int, offload: str, dtype: str) -> dict[str, Any]:
+    return {
+        "zero_optimization": {"stage": stage, **OFFLOADS[offload]},
+        "optimizer": {
+            "type": "AdamW",
+            "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": "auto", "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto", "warmup_type": "linear",
+            },
+        },
+        "fp16": {"enabled": "auto", "initial_scale_power": 8},
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+    }  # fmt: skip
+
+
+def trainer(folder: str, name: str, **options: Any) -> Any:
+    _, _, dtype = CASES[name]
+    precision = {dtype: True} if dtype != "fp32" else {}
+    defaults: dict[str, Any] = {
+        "deepspeed": configuration(*CASES[name]), "output_dir": folder,
+        "max_steps": UPDATES, "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2, "learning_rate": LR, "warmup_steps": 4,
+        "weight_decay": DECAY, "max_grad_norm": CLIP, "ddp_timeout": 60,
+        "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    return tiny.make(
+        ctrainer.Trainer, tiny.gpt2(), tiny.tokens(96),
+        **{**defaults, **precision, **options},
+    )  # fmt: skip
+
+
+def told(made: Any) -> dict[str, Any]:
+    logs = [log for log in made.state.log_history if "grad_norm" in log]
+    return {
+        "losses": [log["loss"] for log in logs],
+        "norms": [log["grad_norm"] for log in logs],
+        "rates": [log["learning_rate"] for log in logs],
+        "sharded": type(made.model).__name__ == "TrainedModel",
+        "stage": made.args.hf_deepspeed_config.stage,
+        "optimizer": type(made.optimizer).__name__,
+        "groups": [len(group["params"]) for group in made.optimizer.param_groups],
+    }
+
+
+def in_plain_torch(dtype: str) -> dict[str, Any]:
+    """The same updates in one process: a model of the dtype, float32 copies of its
+    parameters that AdamW updates, gradients added in float32, decay of all parameters,
+    and DeepSpeed's linear WarmupLR."""
+    low: Any = tiny.gpt2().to(DTYPES[dtype]).train()
+    master = [p.detach().float().clone() for p in tiny.gpt2().parameters()]
+    optimizer = torch.optim.AdamW(master, lr=LR, weight_decay=DECAY)
+    batches = iter(torch.utils.data.DataLoader(tiny.tokens(96), ROWS))
+    losses, norms, rates = [], [], []
+    scale = 256.0 if dtype == "fp16" else 1.0
+    for update in range(UPDATES):
+        # The least at the first update and, as the schedule counts from the batch that
+        # follows it, at the second.
+        rate = LR * min(max(update - 1, 0) / 4, 1.0)
+        rates.append(rate)
+        optimizer.param_groups[0]["lr"] = rate
+        total, count = 0.0, 2 * RANKS
+        grads = [torch.zeros_like(p) for p in master]
+        for batch in itertools.islice(batches, count):
+            for of, p in zip(low.parameters(), master, strict=True):
+                of.data.copy_(p)
+                of.grad = None
+            loss = low(**batch).loss
+            (loss * scale / 2).backward()
+            for grad, of in zip(grads, low.parameters(), strict=True):
+                grad += of.grad.float() * 2 / (scale * count)
+            total += loss.item() / count
+        norm = torch.linalg.vector_norm(torch.stack([g.double().norm() for g in grads]))
+        for p, grad in zip(master, grads, strict=True):
+            p.grad = grad * min(1.0, CLIP / (norm.item() + 1e-6))
+        optimizer.step()
+        losses.append(total)
+        norms.append(norm.item())
+    return {"losses": losses, "norms": norms, "rates": rates}
