@@ -44,7 +44,7 @@ _DICTS = (
 _ELSEWHERE = frozenset(
     """
     accelerator_config debug deepspeed fsdp fsdp_config generation_config loss_scaler
-    parallelism_config
+    parallelism_config sharded_ddp
     """.split()
 )
 # Types beyond the annotation, which transformers' parser reads too.

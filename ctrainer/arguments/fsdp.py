@@ -1,5 +1,5 @@
-"""How a run shards its model: by fsdp and fsdp_config, by accelerate launch, or by a
-DeepSpeed configuration."""
+"""How a run shards its model: by fsdp and fsdp_config, by accelerate launch, by a
+DeepSpeed configuration, or by sharded_ddp."""
 
 from __future__ import annotations
 
@@ -113,11 +113,13 @@ def sharding_of(args: Any) -> Sharding | None:
     another, or a file that cannot be read.
     """
     words = _words(getattr(args, "fsdp", None))
+    fairscale = _fairscale_words(getattr(args, "sharded_ddp", None))
+    _check_one_way(words, getattr(args, "deepspeed", None), fairscale)
     zero = deepspeed.config_of(args)
     if zero is not None:
-        if words is not None:
-            raise ValueError("fsdp and deepspeed both shard the model; set one")
         return _of_zero(zero) if zero.stage > 0 else None
+    if fairscale:
+        return _of_fairscale(fairscale, args.world_size)
     if words is not None:
         config = _config(getattr(args, "fsdp_config", None))
         _take_older_fields(args, config)
@@ -127,6 +129,72 @@ def sharding_of(args: Any) -> Sharding | None:
     else:
         return None
     return _read(config)
+
+
+def _check_one_way(words: Any, zero: Any, fairscale: list[str]) -> None:
+    for flag, given in (("deepspeed", zero), ("fsdp", words is not None)):
+        if fairscale and given:
+            raise ValueError(
+                f"Using --sharded_ddp xxx together with --{flag} is not possible, "
+                "deactivate one of those flags."
+            )
+    if words is not None and zero:
+        raise ValueError("fsdp and deepspeed both shard the model; set one")
+
+
+_LEAST = 100_000  # parameters of a unit, where the model names no layers
+_FAIRSCALE = ("simple", "zero_dp_2", "zero_dp_3", "auto_wrap", "offload")
+
+
+def _fairscale_words(given: Any) -> list[str]:
+    """The words of sharded_ddp: True is simple, and cpu_offload is offload."""
+    if given is True:
+        return ["simple"]
+    words = given.split() if isinstance(given, str) else list(given or ())
+    words = [str(getattr(word, "value", word)).lower() for word in words]
+    if words in (["true"], ["false"]):
+        return ["simple"] if words == ["true"] else []
+    words = ["offload" if word == "cpu_offload" else word for word in words]
+    for word in words:
+        if word not in _FAIRSCALE:
+            raise ValueError(
+                f"sharded_ddp may be {', '.join(_FAIRSCALE)} or True, not {word!r}; "
+                f"{nearest(word, _FAIRSCALE)}"
+            )
+    return words
+
+
+def _of_fairscale(words: list[str], world_size: int) -> Sharding:
+    """The options of sharded_ddp. Source: transformers 4.5, training_args.py and
+    trainer.py."""
+    if words == ["offload"]:
+        raise ValueError(
+            "`--sharded_ddp offload` can't work on its own. It needs to be added to "
+            "`--sharded_ddp zero_dp_2` or `--sharded_ddp zero_dp_3`. For example, "
+            '`--sharded_ddp "zero_dp_2 offload"`.'
+        )
+    if "simple" in words and len(words) > 1:
+        raise ValueError(
+            "`--sharded_ddp simple` is not compatible with any other option."
+        )
+    if "zero_dp_2" in words and "zero_dp_3" in words:
+        raise ValueError(
+            "`--sharded_ddp zero_dp_2` is not compatible with `--sharded_ddp "
+            "zero_dp_3`."
+        )
+    if words == ["auto_wrap"]:
+        raise ValueError(
+            "`--sharded_ddp auto_wrap` wraps the layers that are sharded; add "
+            "zero_dp_2 or zero_dp_3"
+        )
+    if world_size == 1:
+        raise ValueError("Using sharded DDP only works in distributed training.")
+    return Sharding(
+        reshard_after_forward="zero_dp_3" in words,
+        wraps="auto_wrap" in words,
+        unnamed_min_num_params=_LEAST,
+        cpu_offload="offload" in words,
+    )
 
 
 def _of_zero(config: deepspeed.HfTrainerDeepSpeedConfig) -> Sharding:
@@ -160,7 +228,7 @@ def _of_zero(config: deepspeed.HfTrainerDeepSpeedConfig) -> Sharding:
         reshard_after_forward=config.stage == 3,
         hybrid=shared > 0,
         group_size=shared if shared > 0 else None,
-        unnamed_min_num_params=max(count("param_persistence_threshold", 1e5), 1),
+        unnamed_min_num_params=max(count("param_persistence_threshold", _LEAST), 1),
         forward_prefetch=prefetches,
         backward_prefetch="BACKWARD_PRE" if prefetches else None,
         prefetch_numel=min(ahead, count("max_live_parameters", 1e9) // 2),

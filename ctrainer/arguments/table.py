@@ -55,8 +55,6 @@ REJECTED = {
     "push_to_hub_organization": "write it into hub_model_id, as organization/name",
     "mp_parameters": "SageMaker's model parallelism is not supported",
     "sortish_sampler": "set train_sampling_strategy='group_by_length'",
-    "sharded_ddp": "every rank of this Trainer holds the whole model; see "
-    "ctrainer.compat.fairscale for loops of your own",
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from draws import EXHAUSTIVE
 
 import ctrainer
+from ctrainer.deepspeed_schedules import WarmupLR
 
 UPDATES, RANKS, ROWS = 6, 2, 2
 LR, DECAY, CLIP = 1e-2, 0.1, 0.5
@@ -30,6 +31,13 @@ _ALL = [
 ]
 # Every stage with every precision, and every offload; in `make test-all` all together.
 CASES = {" ".join(map(str, case)): case for case in (_ALL if EXHAUSTIVE else _ALL[::4])}
+
+
+# Words of sharded_ddp, and the dtype.
+FAIRSCALE = [
+    "simple fp32", "zero_dp_2 fp32", "zero_dp_2 auto_wrap fp32", "zero_dp_3 fp16",
+    "zero_dp_3 auto_wrap offload fp32", "zero_dp_2 cpu_offload fp16",
+]  # fmt: skip
 
 
 def configuration(stage: int, offload: str, dtype: str) -> dict[str, Any]:
@@ -55,30 +63,52 @@ def configuration(stage: int, offload: str, dtype: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class OneGroup(ctrainer.Trainer):
+    """Its optimizer decays all parameters, by a schedule of DeepSpeed's."""
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        return [name for name, _ in model.named_parameters()]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        self.lr_scheduler = WarmupLR(
+            self.optimizer, warmup_num_steps=4, warmup_type="linear"
+        )
+        return self.lr_scheduler
+
+
 def trainer(folder: str, name: str, **options: Any) -> Any:
-    _, _, dtype = CASES[name]
-    precision = {dtype: True} if dtype != "fp32" else {}
+    words, _, dtype = name.rpartition(" ")
+    precision: dict[str, Any] = {dtype: True} if dtype != "fp32" else {}
+    cls: Any = OneGroup
+    if name in CASES:
+        cls, shards = ctrainer.Trainer, {"deepspeed": configuration(*CASES[name])}
+    else:
+        shards = {"sharded_ddp": words}
+        if precision:
+            precision["loss_scaler"] = {"preset": "static", "loss_scale": 256.0}
     defaults: dict[str, Any] = {
-        "deepspeed": configuration(*CASES[name]), "output_dir": folder,
+        **shards, "output_dir": folder,
         "max_steps": UPDATES, "per_device_train_batch_size": ROWS,
         "gradient_accumulation_steps": 2, "learning_rate": LR, "warmup_steps": 4,
         "weight_decay": DECAY, "max_grad_norm": CLIP, "ddp_timeout": 60,
         "train_sampling_strategy": "sequential",
     }  # fmt: skip
     return tiny.make(
-        ctrainer.Trainer, tiny.gpt2(), tiny.tokens(96),
+        cls, tiny.gpt2(), tiny.tokens(96),
         **{**defaults, **precision, **options},
     )  # fmt: skip
 
 
 def told(made: Any) -> dict[str, Any]:
     logs = [log for log in made.state.log_history if "grad_norm" in log]
+    config = made.args.hf_deepspeed_config
     return {
         "losses": [log["loss"] for log in logs],
         "norms": [log["grad_norm"] for log in logs],
+        "units": len(made.model.units()) if made.is_fsdp_enabled else 0,
         "rates": [log["learning_rate"] for log in logs],
         "sharded": type(made.model).__name__ == "TrainedModel",
-        "stage": made.args.hf_deepspeed_config.stage,
+        "stage": None if config is None else config.stage,
         "optimizer": type(made.optimizer).__name__,
         "groups": [len(group["params"]) for group in made.optimizer.param_groups],
     }

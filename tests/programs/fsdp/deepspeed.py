@@ -1,4 +1,4 @@
-"""Trainer with DeepSpeed configurations, on 2 ranks."""
+"""Trainer with DeepSpeed configurations and sharded_ddp, on 2 ranks."""
 
 import sys
 
@@ -9,7 +9,7 @@ sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
 import deepspeed_trainings as runs  # noqa: E402
 
 results = {}
-for name in runs.CASES:
+for name in [*runs.CASES, *runs.FAIRSCALE]:
     made = runs.trainer(f"{folder}/{name}", name)
     made.train()
     results[name] = runs.told(made)

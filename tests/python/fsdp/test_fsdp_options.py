@@ -141,3 +141,55 @@ def test_accelerate_launch_is_heard_where_the_arguments_say_nothing(
     expected = {"reshard_after_forward": False, "saves_full": False}
     assert read(None) == Sharding(layers=("Block",), **expected)
     assert read(True) == Sharding()
+
+
+def of_fairscale(words: Any, world_size: int = 2, **others: Any) -> Sharding | None:
+    return sharding_of(
+        SimpleNamespace(sharded_ddp=words, world_size=world_size, **others)
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "differs"),
+    [
+        (True, {"wraps": False, "reshard_after_forward": False}),
+        ("simple", {"wraps": False, "reshard_after_forward": False}),
+        ("zero_dp_2", {"wraps": False, "reshard_after_forward": False}),
+        ("zero_dp_3", {"wraps": False}),
+        ("zero_dp_3 auto_wrap", {}),
+        (["zero_dp_3", "auto_wrap", "offload"], {"cpu_offload": True}),
+        ("zero_dp_2 cpu_offload",
+         {"wraps": False, "reshard_after_forward": False, "cpu_offload": True}),
+    ],
+)  # fmt: skip
+def test_sharded_ddp_means_what_fairscale_s_classes_do(
+    words: Any, differs: dict[str, Any]
+) -> None:
+    assert of_fairscale(words) == Sharding(unnamed_min_num_params=100_000, **differs)
+    for nothing in ("", None, False, [], "false"):
+        assert of_fairscale(nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "others", "error"),
+    [
+        ("offload", {}, r"`--sharded_ddp offload` can't work on its own\. It needs to"),
+        ("offload", {}, r'For example, `--sharded_ddp "zero_dp_2 offload"`\.'),
+        ("simple offload", {}, "`--sharded_ddp simple` is not compatible with any "),
+        ("zero_dp_2 zero_dp_3", {}, "zero_dp_2` is not compatible with `--sharded_ddp"),
+        ("auto_wrap", {}, "add zero_dp_2 or zero_dp_3"),
+        ("zero_dp3", {}, "did you mean 'zero_dp_3'"),
+        ("simple", {"world_size": 1}, "Using sharded DDP only works in distributed tr"),
+        ("simple", {"fsdp": True}, "sharded_ddp xxx together with --fsdp is not poss"),
+        ("simple", {"deepspeed": {}, "deepspeed_rules": "v5"}, None),
+        ("simple", {"deepspeed": "{}"}, "xxx together with --deepspeed is not possi"),
+    ],
+)  # fmt: skip
+def test_options_of_sharded_ddp_that_exclude_each_other(
+    words: str, others: dict[str, Any], error: str | None
+) -> None:
+    if error is None:  # an empty configuration is none
+        assert of_fairscale(words, **others) is not None
+        return
+    with pytest.raises(ValueError, match=error):
+        of_fairscale(words, **others)
