@@ -3,7 +3,7 @@ transformers whose attention keeps the sequences apart."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ class PackedCollator:
         flattening: Any = transformers.DataCollatorWithFlattening
         self.join = flattening(return_flash_attn_kwargs=varlen)
 
-    def __call__(self, features: list[Mapping[str, Any]]) -> Any:
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> Any:
         for row in features:
             unknown = sorted(set(row) - _TAKEN)
             if unknown:
@@ -71,6 +71,24 @@ class PaddedCollator:
 def collator(model: Any, training: bool) -> PackedCollator | PaddedCollator:
     """Makes the batches of a run with pack_sequences."""
     return PackedCollator(model) if training else PaddedCollator(model)
+
+
+def count_sequences(batch: Any) -> int | None:
+    """The sequences of a packed batch; None for another one."""
+    places = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    return None if places is None else int((places == 0).sum())
+
+
+def sequences(model: Any, batch: Any, begin: int, end: int) -> Any:
+    """A packed batch of the sequences from `begin` to before `end`."""
+    places = batch["position_ids"][0]
+    starts = [*(places == 0).nonzero().flatten().tolist(), len(places)]
+    joined = ("input_ids", "labels")
+    taken = [
+        {name: batch[name][0, first:last].tolist() for name in joined}
+        for first, last in zip(starts[begin:end], starts[begin + 1 :], strict=False)
+    ]
+    return PackedCollator(model)(taken)
 
 
 _OURS, _THEIRS = "ctrainer_packed", "sdpa"

@@ -72,6 +72,10 @@ class Parts:
         """What a batch weighs in a loss that is a mean."""
         return float(rows)
 
+    def count(self, batch: Any) -> int | None:
+        """The rows of a batch; None: no tensor says how many."""
+        return _C.find_batch_size(batch)
+
     def part(self, batch: Any, rows: int, begin: int, end: int) -> Any:
         """The rows from `begin` to before `end`."""
         return rows_of(batch, rows, begin, end, self.what)
@@ -109,7 +113,7 @@ class Parts:
     def take(self, batch: Any, row: int) -> tuple[Any, float, int]:
         """The part of a batch from `row` on, what it weighs in the batch, and the first
         row after it, -1 where none is left."""
-        rows = _C.find_batch_size(batch)
+        rows = self.count(batch)
         step = self.step()
         if self.rows and step - self._split_at >= GROWTH_INTERVAL:
             self.rows, self._split_at = 2 * self.rows, step
@@ -140,7 +144,7 @@ class Parts:
         is not about memory, and stands. Raises ValueError where the loss does not allow
         a split.
         """
-        adapter, rows = self._adapter, _C.find_batch_size(part)
+        adapter, rows = self._adapter, self.count(part)
         once_more = rows == 1 and self._retried_at != self.step()
         if not is_out_of_memory(error) or rows is None or (rows < 2 and not once_more):
             self.spoilt = bool(self._held)

@@ -560,7 +560,11 @@ def _ignored(trainer: TrainerRun) -> list[str]:
 
 def _loss_and_outputs(trainer: TrainerRun, model: Any, inputs: Any) -> tuple[Any, Any]:
     """What compute_loss returns, the loss without its graph, and as one number."""
-    count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+    parts = trainer._evaluations
+    if parts is not None and parts.counted is not None:
+        (count,) = parts.counted
+    else:
+        count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
     pair = trainer._call_hook(
         "compute_loss", model, inputs, return_outputs=True,
         num_items_in_batch=count,
@@ -677,10 +681,13 @@ class _Ranks:
 
     def report(self, error: BaseException) -> None:
         """Let the other ranks raise, too, unless they do already."""
-        if not self.reported:
-            stopped = isinstance(error, KeyboardInterrupt)
-            with contextlib.suppress(BaseException):  # the first failure is reported
-                self.sync(_STOPPED if stopped else _FAILED)
+        if self.reported:
+            return
+        code = _STOPPED if isinstance(error, KeyboardInterrupt) else _FAILED
+        with contextlib.suppress(BaseException):  # the first failure is reported
+            for _ in range(3):  # others were in a sharded pass, and have raised, too
+                with contextlib.suppress(ValueError):
+                    self.sync(code)
 
     def broadcast(self, batch: Any, root: int) -> Any:
         """The batch of rank `root` on every rank."""

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ctrainer import _C
 from ctrainer.runtime import parts
 from ctrainer.runtime.parts import Parts, is_out_of_memory
 from ctrainer.trainer_pt_utils import nested_concat
@@ -25,14 +24,7 @@ def prepare(trainer: TrainerRun, model: Any) -> None:
             "auto_find_batch_size=True works on one GPU, or on ranks of CPUs: ranks "
             "with a GPU each would wait for the one that runs out of memory"
         )
-    group = trainer._shard_group
-    if splits and group is not None and not group.compares:
-        raise ValueError(
-            "auto_find_batch_size=True with fsdp needs ranks that compare what they "
-            "call, or the others would wait for the one that runs out of memory: set "
-            "CTRAINER_CHECK_COLLECTIVES=1 on every rank, or auto_find_batch_size=False"
-        )
-    kind = MicroBatches if group is None else ShardedMicroBatches
+    kind = MicroBatches if trainer._shard_group is None else ShardedMicroBatches
     trainer._parts = kind(trainer, model) if splits else None
 
 
@@ -71,6 +63,19 @@ class MicroBatches(OfTrainer):
     def modules(self) -> Sequence[Any]:
         return (self.trainer.model,)
 
+    def count(self, batch: Any) -> int | None:
+        """Of a packed batch the sequences."""
+        if getattr(self.trainer.args, "pack_sequences", False):
+            sequences: int | None = self._adapter.packing.count_sequences(batch)
+            if sequences is not None:
+                return sequences
+        return super().count(batch)
+
+    def part(self, batch: Any, rows: int, begin: int, end: int) -> Any:
+        if rows == super().count(batch):
+            return super().part(batch, rows, begin, end)
+        return self._adapter.packing.sequences(self.trainer.model, batch, begin, end)
+
     def evaluated(self) -> Any:
         return self._adapter.evaluated(self.model)
 
@@ -85,25 +90,42 @@ class MicroBatches(OfTrainer):
 
 
 # What a rank that is out of memory is in, for messages of the others' collectives.
-_REPEATING = "the repetition of an update for want of memory"
+_REPEATING = "the repetition of passes for want of memory"
 
 
-class ShardedMicroBatches(MicroBatches):
-    """Of training with sharded parameters, whose passes are collectives: every rank
-    makes as many parts of each micro-batch, and repeats an update with the others.
+class OfShards(OfTrainer):
+    """Passes over sharded parameters, which are collectives: every rank makes as many
+    parts of each batch, and repeats an update, or a batch of an evaluation, with the
+    others.
 
     A rank whose pass fails leaves the pass at any place and calls for a sum of numbers.
     The others are in another collective, or come to one, and ranks that call for
     different ones all raise. So these leave their passes, too, and call for that sum;
-    ranks without a failure do so at the end of an update's passes.
+    ranks without a failure do so at the end of the passes.
     """
 
-    pieces = 1  # of each micro-batch
+    pieces = 1  # of each batch
+    _dummy = False  # is the batch another rank's, which weighs nothing?
+
+    def __init__(self, trainer: TrainerRun, model: Any) -> None:
+        group: Any = trainer._shard_group
+        if not group.compares:
+            raise ValueError(
+                "auto_find_batch_size=True with fsdp needs ranks that compare what "
+                "they call, or the others would wait for the one that runs out of "
+                "memory: set CTRAINER_CHECK_COLLECTIVES=1 on every rank, or "
+                "auto_find_batch_size=False"
+            )
+        super().__init__(trainer, model)
+
+    def begin(self) -> None:
+        self._dummy = self.trainer._dummy_batch
+        super().begin()
 
     def take(self, batch: Any, row: int) -> tuple[Any, float, int]:
         """The part of a batch at place `row`, what it weighs, and the place of the
         next. One of the first row, that weighs nothing, where rows do not suffice."""
-        step, rows = self.step(), _C.find_batch_size(batch)
+        step, rows = self.step(), self.count(batch)
         if self.pieces > 1 and step - self._split_at >= parts.GROWTH_INTERVAL:
             self.pieces, self._split_at = self.pieces // 2, step
         self._batch, pieces = batch, self.pieces
@@ -111,12 +133,11 @@ class ShardedMicroBatches(MicroBatches):
             return batch, 1.0, -1
         if rows is None:
             raise ValueError(
-                "out of memory: a micro-batch has no tensor of rows, so it cannot be "
-                "split: set auto_find_batch_size=False and lower "
-                "per_device_train_batch_size"
+                f"out of memory: {self.what} has no tensor of rows, so it cannot be "
+                f"split: set auto_find_batch_size=False and lower {self.size}"
             )
         begin, end = rows * row // pieces, rows * (row + 1) // pieces
-        self.trainer._dummy_batch = begin == end
+        self.trainer._dummy_batch = self._dummy or begin == end
         part = self.part(batch, rows, begin, end) if begin < end else None
         weight = float(begin < end)
         if part is None:
@@ -127,10 +148,8 @@ class ShardedMicroBatches(MicroBatches):
         return part, weight, row + 1 if row + 1 < pieces else -1
 
     def recover(self, part: Any, error: BaseException, row: int) -> bool | None:
-        mine, rows = is_out_of_memory(error), _C.find_batch_size(part)
-        if not mine and not (
-            isinstance(error, ValueError) and _REPEATING in str(error)
-        ):
+        mine, rows = is_out_of_memory(error), self.count(part)
+        if not mine and not _says_repeating(error):
             return None
         traceback.clear_frames(error.__traceback__)  # which hold what the pass has made
         splits = mine and rows is not None and rows > 1
@@ -146,35 +165,33 @@ class ShardedMicroBatches(MicroBatches):
         sums = self._share(False, False, False)
         return sums[0] > 0 and bool(self._repeat(None, sums))
 
+    def rewind(self) -> None:
+        super().rewind()
+        self.trainer._dummy_batch = self._dummy
+
     def end(self) -> None:
         super().end()
-        self._batch, self.trainer._dummy_batch = None, False
+        self._batch, self.trainer._dummy_batch = None, self._dummy
 
     def _share(self, *flags: bool) -> list[float]:
         """The sums of the flags over the ranks."""
-        group: Any = self.trainer._shard_group
-        while True:
-            try:
-                values = [float(flag) for flag in flags]
-                return list(group.sum_numbers(_REPEATING, values))
-            except ValueError as error:
-                if _REPEATING not in str(error):
-                    raise
-                # Others were in a pass, and have raised as well.
+        values = [float(flag) for flag in flags]
+        unit = self.model._unit
+        for group in (unit.communicator, unit.replicate_group):
+            if group is not None:
+                values = _sums(group, values)
+        return values
 
     def _repeat(self, error: BaseException | None, sums: list[float]) -> bool | None:
-        """On all ranks: forget the update's passes, and make more parts. error: of this
-        rank, which is raised where it has failed with a single row again."""
+        """On all ranks: forget the passes, and make more parts. error: of this rank,
+        which is raised where it has failed with a single row again."""
         failed, splits, gave_up = sums
-        self.model._unit.abandon()
-        self._adapter.drop_gradients(self.modules())
-        self._adapter.empty_cache()
-        self.trainer._dummy_batch = False
+        self._forget()
         if gave_up:
             if error is not None:
                 return None
             raise RuntimeError(
-                "another rank is out of memory with a single row of a micro-batch: "
+                f"another rank is out of memory with a single row of {self.what}: "
                 "shorten the rows, or set gradient_checkpointing=True"
             )
         generators, sums_before = self._update
@@ -182,33 +199,82 @@ class ShardedMicroBatches(MicroBatches):
         self.set_sums(sums_before)
         self._split_at = self.step()
         if splits:
-            if self.kind is None:
-                rows = _C.find_batch_size(self._batch)
-                self.kind = self._kind(self._batch, 1 if rows is None else rows)
+            self._choose_kind()
             self.pieces *= 2
             self.logger.warning(
-                "Out of memory in a micro-batch on %d of the ranks: from here on each "
-                "micro-batch is trained on in %d parts. An update has the same rows as "
-                "before%s.",
-                failed, self.pieces,
+                "Out of memory in %s on %d of the ranks: from here on each one is run "
+                "in %d parts. An update has the same rows as before%s.",
+                self.what, failed, self.pieces,
                 parts.DRAWS if draws else "",
             )  # fmt: skip
         return True
 
+    def _choose_kind(self) -> None:
+        if self.kind is None:
+            rows = self.count(self._batch)
+            self.kind = self._kind(self._batch, 1 if rows is None else rows)
+
+    def _forget(self) -> None:
+        self.model._unit.abandon()
+        self._adapter.drop_gradients(self.modules())
+        self._adapter.empty_cache()
+        self.trainer._dummy_batch = self._dummy
+
     def _compare(self, batch: Any, rows: int) -> str | None:
-        """As all ranks find it; a rank with a single row has no say."""
-        kinds = set(self.kinds)
-        if rows > 1:
-            kinds = self._kinds(batch, rows, min(rows, parts.TRIED))
-        else:
-            with self.evaluated(), self._adapter.no_grad():
-                for _ in range(3):  # the passes of the others
-                    self.measure(batch)
-        group: Any = self.trainer._shard_group
-        votes = [float(kind in kinds) for kind in self.kinds]
-        found = group.sum_numbers("the comparison of losses of rows", votes)
-        pairs = zip(self.kinds, found, strict=True)
-        return next((kind for kind, n in pairs if n == group.world_size), None)
+        """As all ranks find it, by fewer rows where memory does not suffice; a rank
+        with a single row has no say."""
+        n = parts.TRIED
+        while True:
+            kinds, error = set(self.kinds), None
+            try:
+                if rows > 1:
+                    kinds = self._kinds(batch, rows, min(rows, n))
+                else:
+                    with self.evaluated(), self._adapter.no_grad():
+                        for _ in range(3):  # the passes of the others
+                            self.measure(batch)
+            except Exception as raised:
+                if not is_out_of_memory(raised) and not _says_repeating(raised):
+                    raise
+                error = raised
+            mine = error is not None and is_out_of_memory(error)
+            least = min(rows, n) <= 2
+            failed, gave_up, *votes = self._share(
+                mine, mine and least, *(kind in kinds for kind in self.kinds)
+            )
+            if not failed:
+                ranks = self.trainer._communicator.world_size
+                pairs = zip(self.kinds, votes, strict=True)
+                return next((kind for kind, found in pairs if found == ranks), None)
+            self._forget()
+            if gave_up:
+                raise (
+                    error
+                    if mine and error is not None
+                    else RuntimeError(
+                        f"another rank is out of memory with two rows of {self.what}: "
+                        "shorten the rows"
+                    )
+                )
+            n = max(n // 2, 2)
+
+
+def _says_repeating(error: BaseException) -> bool:
+    return isinstance(error, ValueError) and _REPEATING in str(error)
+
+
+def _sums(group: Any, values: list[float]) -> list[float]:
+    """Of the values of the group's ranks, which may come from passes."""
+    try:
+        return list(group.sum_numbers(_REPEATING, values))
+    except ValueError as error:
+        if not _says_repeating(error):
+            raise
+    return list(group.sum_numbers(_REPEATING, values))  # the others have raised, too
+
+
+class ShardedMicroBatches(OfShards, MicroBatches):
+    """Of training with sharded parameters."""
 
 
 class _NoLossError(Exception):
@@ -221,6 +287,18 @@ class Evaluations(OfTrainer):
 
     what = "a batch of an evaluation"
     size = "per_device_eval_batch_size"
+    counted: tuple[Any] | None = None  # the batch's num_items_in_batch, for its parts
+
+    def take(self, batch: Any, row: int) -> tuple[Any, float, int]:
+        if self.counted is None:
+            trainer = self.trainer
+            count = trainer._get_num_items_in_batch([batch], trainer.args.device)
+            self.counted = (count,)
+        return super().take(batch, row)
+
+    def end(self) -> None:
+        super().end()
+        self.counted = None
 
     def evaluated(self) -> Any:
         return contextlib.nullcontext()
@@ -243,17 +321,20 @@ class Evaluations(OfTrainer):
     ) -> tuple[Any, ...]:
         """The batch that _evaluate_batches() keeps, of what `take` returned of each
         part, and what the part weighs. Called by C."""
+        first = taken[0][0]
+        if len(taken) == 1:
+            return (*first[:-1], targets)
+        if first[4] is not None and self.kind is None:
+            rows = self.count(batch)
+            self.kind = self._kind(batch, 1 if rows is None else rows)
+        if any(item[-2] for item, _ in taken):
+            taken = [pair for pair in taken if pair[0][-2]]  # without repeated rows
         items = [item for item, _ in taken]
-        if len(items) == 1:
-            return (*items[0][:-1], targets)
-        first, n_rows = items[0], [item[-2] for item in items]
+        n_rows = [item[-2] for item in items]
         for item in items:
             self._check_rows(item[:3], item[-2])
         values = [_concat([item[i] for item in items]) for i in range(3)]
         losses = [_mean(item[4]) for item in items]
-        if losses[0] is not None and self.kind is None:
-            rows = _C.find_batch_size(batch)
-            self.kind = self._kind(batch, 1 if rows is None else rows)
         whole = None if first[3] is None else batch
         loss = self._loss_of(losses, [weight for _, weight in taken])
         return *values, whole, loss, sum(n_rows), targets
@@ -279,19 +360,25 @@ class Evaluations(OfTrainer):
                 )
 
 
+class ShardedEvaluations(Evaluations, OfShards):
+    """Of evaluations with sharded parameters."""
+
+    def _choose_kind(self) -> None:
+        """join() does, where batches have a loss."""
+
+
 def for_evaluation(trainer: TrainerRun, model: Any) -> Evaluations | None:
     """What splits the batches of an evaluation of this model; None where they are not
     to be split, or calls of prediction_step belong to collectives or to each other."""
     args = trainer.args
-    if not getattr(args, "auto_find_batch_size", False) or (
-        trainer._shard_group is not None
-    ):
+    if not getattr(args, "auto_find_batch_size", False):
         return None
     if getattr(args, "past_index", -1) >= 0 or "gather_function" in vars(trainer):
         return None
+    kind = Evaluations if trainer._shard_group is None else ShardedEvaluations
     found = trainer._evaluations
-    if not isinstance(found, Evaluations):
-        trainer._evaluations = found = Evaluations(trainer, model)
+    if not isinstance(found, kind):
+        trainer._evaluations = found = kind(trainer, model)
     found.model = model
     return found
 

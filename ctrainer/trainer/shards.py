@@ -70,13 +70,6 @@ def plan_shards(trainer: TrainerRun) -> None:
         value = getattr(trainer.args, name, None)
         if value:
             raise ValueError(f"{name}={value!r} does not go with fsdp: {why}")
-    if trainer._sharding.hybrid and getattr(
-        trainer.args, "auto_find_batch_size", False
-    ):
-        raise ValueError(
-            "auto_find_batch_size=True does not go with hybrid sharding: a machine "
-            "would wait for the one that repeats a pass; use full_shard"
-        )
     if trainer.optimizer is not None:
         raise ValueError(
             "fsdp: the optimizer that was passed has the parameters of the whole "

@@ -245,18 +245,33 @@ take_part(void *context, PyObject *part, double weight, bool Py_UNUSED(last))
     return result;
 }
 
+/* Runs the parts of a batch on all ranks. 1: the batch has to begin anew. */
+static int
+run_parts(part_run *run, PyObject *inputs)
+{
+    PyObject *parts = run->loop->parts;
+    const int result = ctpy_parts_run(parts, inputs, take_part, run);
+    return result == 0 ? ctpy_parts_agree(parts) : result;
+}
+
 /* Runs a batch, for which memory may not suffice, and joins the parts. */
 static PyObject *
 take_in_parts(eval_loop *loop, PyObject *inputs, long long targets, ctpy_state *names)
 {
     part_run run = {loop, names, PyList_New(0)};
     PyObject *item = NULL;
-    if (run.taken != NULL &&
-        ctpy_parts_run(loop->parts, inputs, take_part, &run) == 0) {
+    int result = run.taken == NULL ? -1 : ctpy_parts_call(loop->parts, "begin");
+    while (result == 0 && (result = run_parts(&run, inputs)) > 0) {
+        result = PyList_SetSlice(run.taken, 0, PY_SSIZE_T_MAX, NULL) < 0
+                     ? -1
+                     : ctpy_parts_call(loop->parts, "rewind");
+    }
+    if (result == 0) {
         item =
             PyObject_CallMethod(loop->parts, "join", "OLO", inputs, targets, run.taken);
     }
     Py_XDECREF(run.taken);
+    ctpy_parts_end(loop->parts);
     return item;
 }
 

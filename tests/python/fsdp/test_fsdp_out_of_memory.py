@@ -25,6 +25,8 @@ KEPT = {
     "fsdp_config": {"reshard_after_forward": False},
 }
 BY_SIZE = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 10}}
+HYBRID = {"fsdp": "hybrid_shard auto_wrap", "fsdp_config": {}, "ranks_a_machine": 2}
+KEPT_HYBRID = {**HYBRID, "fsdp": "hybrid_shard_zero2 auto_wrap"}
 
 
 CASES = [
@@ -36,7 +38,12 @@ MORE = [
     pytest.param(WHOLE, "gpt2", 2, [8, 0], id="whole"),
     pytest.param(PREFETCHING, "gpt2", 2, [8, 8], id="prefetching"),
     pytest.param(KEPT, "gpt2", 2, [8, 8], id="kept"),
-    pytest.param(BY_SIZE, "net", 3, [8, 8, 8], id="three ranks"),
+    pytest.param(BY_SIZE, "net", 3, [6, 6, 6], id="three ranks"),
+    pytest.param(LAYERS, "gpt2", 2, [8, 0, 0], id="one of three ranks"),
+    pytest.param(KEPT, "gpt2", 2, [0, 8, 8], id="two of three ranks"),
+    pytest.param(HYBRID, "gpt2", 2, [6, 6, 6, 6], id="hybrid"),
+    pytest.param(HYBRID, "gpt2", 1, [0, 8, 0, 0], id="one of two machines"),
+    pytest.param(KEPT_HYBRID, "gpt2", 2, [8, 0, 0, 8], id="kept on machines"),
 ]
 
 
@@ -94,12 +101,6 @@ def test_a_loss_that_couples_rows_is_rejected_on_all_ranks(tmp_path: Path) -> No
         assert "set split_coupled_rows=True" in rank["error"]
 
 
-def test_hybrid_sharding_does_not_go_with_it() -> None:
-    args = tiny.arguments(fsdp="hybrid_shard auto_wrap", auto_find_batch_size=True)
-    with pytest.raises(ValueError, match="does not go with hybrid sharding"):
-        ctrainer.Trainer(tiny.Net(), args, train_dataset=tiny.rows(8)).train()
-
-
 def test_ranks_that_do_not_compare_their_calls_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -117,3 +118,59 @@ def test_ranks_that_do_not_compare_their_calls_are_rejected(
     monkeypatch.setenv("CTRAINER_CHECK_COLLECTIVES", "1")
     memory.prepare(one := trainer(), one.model)
     assert isinstance(one._parts, memory.ShardedMicroBatches)
+
+
+EVALUATIONS = [
+    {**LAYERS, "rate": 0.2, "most": [3, 3]},
+    {**KEPT, "rate": 0.2, "most": [0, 3]},
+]
+UNEVEN = {"accelerator_config": {"even_batches": False}}
+MORE_EVALUATIONS = [
+    {**WHOLE, "rate": 0.4, "most": [3, 0]},
+    {**BY_SIZE, "rate": 0.1, "most": [2, 2], "model": "net", "more": UNEVEN},
+    {**LAYERS, "rate": 0.2, "most": [2, 2], "more": {"batch_eval_metrics": False}},
+]
+
+
+def evaluated(folder: Path, ranks: int, cases: list[Any], machine: int = 0) -> Any:
+    options = {"cases": cases, "ranks_a_machine": machine}
+    of_ranks = told(run(folder, "fsdp.evaluation_out_of_memory", ranks, **options))
+    return list(zip(cases, zip(*of_ranks, strict=True), strict=True))
+
+
+def are_those_without(found: Any) -> None:
+    for case, ranks in found:
+        assert sum(rank["failed"] for rank in ranks) > 1
+        for rank, most in zip(ranks, case["most"], strict=True):
+            assert (rank["failed"] > 0) == (most > 0)
+            assert rank["failing"] == pytest.approx(rank["plain"], rel=1e-6)
+            assert rank["same_predictions"]
+            assert rank["pieces"] == ranks[0]["pieces"] > 1
+
+
+def test_evaluations_fail_on_each_rank_at_its_own_times(tmp_path: Path) -> None:
+    are_those_without(evaluated(tmp_path, 2, EVALUATIONS))
+
+
+@pytest.mark.exhaustive
+def test_evaluations_of_more_ranks_and_layouts(tmp_path: Path) -> None:
+    are_those_without(evaluated(tmp_path / "two", 2, MORE_EVALUATIONS))
+    three = [{**case, "most": [0, 3, 3]} for case in (*EVALUATIONS, *MORE_EVALUATIONS)]
+    are_those_without(evaluated(tmp_path / "three", 3, three))
+    hybrid = [{**HYBRID, "rate": 0.2, "most": [0, 3, 3, 0]}]
+    are_those_without(evaluated(tmp_path / "hybrid", 4, hybrid, machine=2))
+
+
+def test_an_evaluation_that_cannot_go_on_ends_on_all_ranks(tmp_path: Path) -> None:
+    common = {**LAYERS, "rate": 1.0, "most": [0, 0], "raises": True}
+    row = {**common, "most": [0, 99], "least": 1}
+    net = {**common, **BY_SIZE, "model": "net", "coupled": True, "most": [1, 0]}
+    broken = [{**common, "broken": at} for at in ("before", "after", "between")]
+    found = evaluated(tmp_path, 2, [row, net, *broken])
+    (_, (first, second)), (_, coupled), *others = found
+    assert first.startswith("RuntimeError: another rank is out of memory with a single")
+    assert second.startswith("OutOfMemoryError: CUDA out of memory")
+    assert all("split_coupled_rows=True" in error for error in coupled)
+    for _, (first, second) in others:
+        assert second == "KeyError: 'broken'"
+        assert first.startswith(("ValueError", "RuntimeError"))
