@@ -214,6 +214,58 @@ def async_distillation(folder):
     )  # fmt: skip
 
 
+def served(folder):
+    """The teacher behind what its client asks of vLLM's server."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    import torch
+    from trl.generation import vllm_client
+
+    model = language_model(folder, seed=1).eval()
+
+    def scored(tokens, n, temperature):
+        """The n likeliest tokens of each place but the first, and the one there."""
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0] / temperature
+        places = [None]
+        for token, row in zip(tokens[1:], logits.log_softmax(-1), strict=False):
+            order = row.argsort(descending=True).tolist()
+            ranks = {one: order.index(one) + 1 for one in (*order[:n], token)}
+            places.append(
+                {
+                    str(one): {"logprob": float(row[one]), "rank": rank}
+                    for one, rank in ranks.items()
+                }
+            )
+        return {"prompt_logprobs": places}
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer({"data": [{"id": "teacher"}]})
+
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            how = asked["prompt_logprobs"], asked["temperature"]
+            found = [scored(tokens, *how) for tokens in asked["prompt"]]
+            self.answer({"choices": found})
+
+        def answer(self, value):
+            body = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    vllm_client.is_vllm_available = lambda *args, **kwargs: True  # the client is HTTP
+    return {"teacher_model_server_url": f"http://127.0.0.1:{server.server_port}"}
+
+
 def judged(folder):
     critic = language_model(folder, seed=2, num_labels=1)
     return {"ref_model": language_model(folder), "reward_funcs": critic}
@@ -267,6 +319,10 @@ TRAINERS = {
         "AsyncDistillation", "async_distillation", {"prompt": TEXTS},
         dict(token_budget=0, model_init_kwargs={"attn_implementation": "eager"}),
         async_distillation,
+    ),
+    "server_distillation": (
+        "ServerDistillation", "server_distillation",
+        {"prompt": [c[:1] for c in CHATS]}, dict(max_completion_length=6), served,
     ),
     # Of TRL 0.29
     "bco": ("BCO", "bco", LABELED, dict(max_length=24), None),
@@ -360,6 +416,9 @@ def trained(name, variant, folder):
             )
             keywords["eval_dataset"] = data.select(range(20, 32))
         data = data.select(range(20))
+    if "teacher_model_server_url" in keywords:
+        url = keywords.pop("teacher_model_server_url")
+        options = {**options, "teacher_model_server_url": url}
     args = config(output, **{**shared, **options})
     # torch cannot restore to transformers' "cpu:0"
     if RANKS > 1 and not issubclass(trainer, Trainer):
