@@ -344,7 +344,10 @@ class Reading:
     def __init__(self, loader: Any, batches: int | None = None) -> None:
         self.batches = batches  # that remain; None: not known
         size = getattr(loader, "total_batch_size", None)
-        rows = getattr(loader, "total_dataset_length", None)
+        try:
+            rows = getattr(loader, "total_dataset_length", None)
+        except TypeError:  # accelerate's, of a stream
+            rows = None
         parts = loader, getattr(loader, "batch_sampler", None)
         drops = any(getattr(part, "drop_last", False) for part in parts)
         self.remainder = rows % size if size and rows and not drops else -1

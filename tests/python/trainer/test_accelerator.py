@@ -129,3 +129,24 @@ def test_one_made_in_the_middle_of_a_run_knows_where_it_is(tmp_path: Path) -> No
 
     run(tmp_path, Late)
     assert seen == [(False, False, True), (True, True, True)]
+
+
+def test_a_stream_may_be_prepared_by_accelerate(tmp_path: Path) -> None:
+    """Its loader says of rows that it has no length by an error."""
+
+    class Rows(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(tiny.rows(32))
+
+    class Own(ctrainer.Trainer):
+        def get_train_dataloader(self) -> Any:
+            loader = torch.utils.data.DataLoader(Rows(), batch_size=4)
+            return self.accelerator.prepare(loader)
+
+    plain, streamed = (run(tmp_path, cls) for cls in (InOrder, Own))
+    assert torch.equal(parameters(streamed.model), parameters(plain.model))
+
+
+class InOrder(ctrainer.Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
