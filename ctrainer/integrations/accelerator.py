@@ -6,8 +6,9 @@ and the wrapper of the model are ctrainer's.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import accelerate
@@ -17,6 +18,8 @@ from ctrainer.comm.data_parallel import DataParallel
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """The accelerator of a trainer, whose model and optimizer it has as prepared."""
+
+    _optimizers: list[Any]
 
     def __init__(self, trainer: Any, **options: Any) -> None:
         super().__init__(**options)
@@ -32,7 +35,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def take(self, trainer: Any) -> None:
         """Have the model and the optimizer that a run begins with, and nothing else."""
         self.free_memory()
-        self._models.append(trainer.model_wrapped)
+        model = trainer.model_wrapped
+        if model is not trainer.model or _is_sharded(model):
+            model._is_accelerate_prepared = True  # prepare() returns it as it is
+        self._models.append(model)
         self._optimizers.append(trainer.optimizer)
 
     @property
@@ -56,6 +62,139 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         while isinstance(model, DataParallel):
             model = model.module
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float | str = 2
+    ) -> Any:
+        """Clip by the norm, without the loss scale and, of a sharded model, over all
+        ranks; return the norm before."""
+        parameters = _listed(parameters)
+        sharded = self._sharded_with(parameters)
+        clip = super().clip_grad_norm_
+        scale = self._scale_of(parameters)
+        if sharded is None:
+            return clip(parameters, max_norm * scale, norm_type) / scale
+        return sharded.clip_grad_norm_(max_norm * scale, norm_type) / scale
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        parameters = _listed(parameters)
+        limit = clip_value * self._scale_of(parameters)
+        super().clip_grad_value_(parameters, limit)
+
+    def _scale_of(self, parameters: list[Any]) -> Any:
+        """The loss scale that the gradients of the parameters have."""
+        trainer = self._trainer()
+        if self.scaler is None or trainer is None or not trainer._grads_scaled:
+            return 1.0
+        groups = trainer.optimizer.param_groups
+        own = {id(p) for group in groups for p in group["params"]}
+        scaled = [p.grad for p in parameters if id(p) in own and p.grad is not None]
+        return self.scaler._scale(scaled[0]) if scaled else 1.0
+
+    def _sharded_with(self, parameters: list[Any]) -> Any:
+        """The sharded model whose parameters these are, or None."""
+        given = {id(p) for p in parameters}
+        for model in self._models:
+            if not _is_sharded(model):
+                continue
+            own = {id(p) for p in model.parameters()}
+            if own & given and own != given:
+                raise ValueError(
+                    "clip_grad_norm_ takes all parameters of a sharded model, "
+                    f"model.parameters(), and has {len(own & given)} of {len(own)} of "
+                    f"them with {len(given - own)} others; max_grad_norm and "
+                    "clip_by_group of the training arguments clip parts"
+                )
+            if own & given:
+                return model
+        return None
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """The model's state_dict(), of a sharded model its whole values: collective."""
+        if _is_sharded(model):
+            return model.full_state_dict()
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, *args: Any, **options: Any) -> Any:
+        """Write a folder with the models and optimizers, sharded ones as whole."""
+        with self._whole_optimizers():
+            return super().save_state(*args, **options)
+
+    def load_state(self, *args: Any, **options: Any) -> None:
+        """Read a folder that save_state() has written, on any number of ranks."""
+        hook = self.register_load_state_pre_hook(_take_whole)  # behind the script's
+        try:
+            with self._whole_optimizers():
+                super().load_state(*args, **options)
+        finally:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def _whole_optimizers(self) -> Iterator[None]:
+        """The optimizers of sharded models have the state of whole ones meanwhile."""
+        before = self._optimizers
+        trainer = self._trainer()
+        on_all = self.project_configuration.save_on_each_node
+        self._optimizers = [
+            WholeOptimizer(trainer.model_wrapped, optimizer, on_all)
+            if optimizer is getattr(trainer, "optimizer", None)
+            and _is_sharded(trainer.model_wrapped)
+            else optimizer
+            for optimizer in before
+        ]
+        try:
+            yield
+        finally:
+            self._optimizers = before
+
+
+class WholeModel:
+    """A sharded model with the state of the model before; its calls are collective."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._model.full_state_dict()
+        return state
+
+    def load_state_dict(
+        self, state: dict[str, Any], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        self._model.load_full_state_dict(state)
+        return [], []
+
+
+class WholeOptimizer:
+    """A sharded model's optimizer with the state of a whole model's; collective."""
+
+    def __init__(self, model: Any, optimizer: Any, on_all: bool) -> None:
+        self._model, self._optimizer, self._on_all = model, optimizer, on_all
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, on the first rank or on all; {} on others."""
+        state: dict[str, Any] = self._model.full_optim_state_dict(
+            self._model, self._optimizer, rank0_only=not self._on_all
+        )
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        part = self._model.shard_full_optim_state_dict(
+            state, self._model, optim=self._optimizer
+        )
+        self._optimizer.load_state_dict(part)
+
+
+def _take_whole(models: list[Any], folder: str) -> None:
+    models[:] = [WholeModel(m) if _is_sharded(m) else m for m in models]
+
+
+def _is_sharded(model: Any) -> bool:
+    return hasattr(type(model), "load_full_state_dict")
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if hasattr(parameters, "grad") else list(parameters)
 
 
 class LossScale:

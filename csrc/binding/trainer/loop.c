@@ -659,6 +659,7 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
         }
     }
     ((Trainer *)op)->in_update = true;
+    ((Trainer *)op)->grads_scaled = true;
     if (ctpy_set_int64(op, names->str_current_gradient_accumulation_steps,
                        (int64_t)n) == 0 &&
         ctpy_batch_shares(op, run, batches, shares) == 0 &&

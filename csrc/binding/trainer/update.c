@@ -389,6 +389,7 @@ clip_update(PyObject *op, ctpy_run *run, ctpy_update *u)
         return -1;
     }
     u->loss_scale = 1.0;
+    ((Trainer *)op)->grads_scaled = false;
     if (u->overridden &&
         (clip_by_override(op, run, u) < 0 || clip_by_value(op, u) < 0)) {
         return -1;

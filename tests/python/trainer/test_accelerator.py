@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import ctrainer
+from ctrainer.fsdp import FullyShardedDataParallel
 
 SCALED = {"fp16": True, "loss_scaler": {"init_scale": 1024.0}}
 
@@ -86,6 +87,41 @@ def test_an_optimizer_of_the_script_skips_gradients_that_overflow(
     )
 
 
+class Clipping(ctrainer.Trainer):
+    """Clips in training_step, while gradients have the loss scale."""
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self.norms: list[list[float]] = []
+
+    def training_step(self, model: Any, *args: Any, **kw: Any) -> Any:
+        loss = super().training_step(model, *args, **kw)
+
+        def norm() -> float:
+            every = torch.cat([p.grad.flatten() for p in model.parameters()])
+            return (every / 1024).norm().item()
+
+        if self.accelerator.sync_gradients:
+            before = norm()
+            told = self.accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            self.norms.append([before, told.item(), norm()])
+            self.accelerator.clip_grad_value_(model.parameters(), 0.1)
+            assert max(p.grad.abs().max() for p in model.parameters()) == 102.4
+        return loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = self.accelerator.clip_grad_norm_(model.parameters(), 0.01)
+        self.norms[-1].append(norm.item())
+        return self.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_clipping_in_training_step_leaves_the_loss_scale_out(tmp_path: Path) -> None:
+    for before, told, after, of_update in run(tmp_path, Clipping, **SCALED).norms:
+        assert told == pytest.approx(before, rel=1e-6)  # of a sum in float32
+        assert after == pytest.approx(0.5, rel=1e-5)  # torch adds 1e-6 to the norm
+        assert 0.1 <= of_update <= 0.5
+
+
 class Spoiled(ctrainer.Trainer):
     """The second update has a gradient that is not a number."""
 
@@ -105,6 +141,17 @@ class Watch(ctrainer.TrainerCallback):
 
     def on_optimizer_step(self, *args: Any, **kw: Any) -> None:
         self.skipped.append(self.trainer.accelerator.optimizer_step_was_skipped)
+
+
+def test_a_part_of_a_sharded_model_is_not_clipped_by_norm(tmp_path: Path) -> None:
+    """Its norm would be that of this rank's shards."""
+    args = ctrainer.TrainingArguments(tmp_path, use_cpu=True)
+    trainer = ctrainer.Trainer(tiny.Net(), args)
+    model = FullyShardedDataParallel(tiny.Net())
+    trainer.accelerator._models.append(model)
+    part = [*model.parameters(), nn.Parameter(torch.zeros(2))]
+    with pytest.raises(ValueError, match=r"has (\d) of \1 of them with 1 others"):
+        trainer.accelerator.clip_grad_norm_(part, 1.0)
 
 
 @pytest.mark.filterwarnings("ignore:the gradients of step 2:RuntimeWarning")
