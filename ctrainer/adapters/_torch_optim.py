@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,8 +90,14 @@ def package_optimizer_class(args: Any, model: Any) -> tuple[Any, dict[str, Any]]
     """The class and the keywords that transformers' Trainer makes of args.optim, whose
     optimizer is in another package."""
     theirs = original("transformers.trainer", "Trainer")
-    found: tuple[Any, dict[str, Any]] = theirs.get_optimizer_cls_and_kwargs(args, model)
-    return found
+    cls, kwargs = theirs.get_optimizer_cls_and_kwargs(args, model)
+    if model is not None and kwargs.get("optim_bits") == 8:
+        # As transformers' create_optimizer does after this.
+        manager = sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance()
+        for table in embeddings(model):
+            of_table = SimpleNamespace(weight=table)
+            manager.register_module_override(of_table, "weight", {"optim_bits": 32})
+    return cls, kwargs
 
 
 def is_metric_scheduler(scheduler: Any) -> bool:

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 from ctrainer import Trainer, TrainingArguments, optim
+from ctrainer.adapters._torch_optim import package_optimizer_class
 
 
 class Model(nn.Module):
@@ -103,3 +104,28 @@ def test_a_model_elsewhere_or_none_gets_bitsandbytes_own(
     for model in (None, nn.Linear(2, 1, device="meta")):
         assert Trainer.get_optimizer_cls_and_kwargs(args, model) == theirs
     assert Trainer.get_optimizer_cls_and_kwargs(args, nn.Linear(2, 1))[0] is of_cpu
+
+
+def test_bitsandbytes_own_keeps_embeddings_in_32_bits_as_there(tmp_path: Path) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    args = transformers.TrainingArguments(
+        str(tmp_path), optim="adamw_8bit", use_cpu=True, report_to="none"
+    )
+    kinds = []
+    for ours in (True, False):
+        model = Model()
+        if ours:
+            cls, kwargs = package_optimizer_class(args, model)
+            optimizer = cls(model.parameters(), **kwargs)
+        else:
+            optimizer = transformers.Trainer(model, args).create_optimizer()
+        assert isinstance(optimizer, bnb.optim.AdamW)
+        data = rows()
+        x = torch.stack([row["x"] for row in data])
+        model(x, torch.zeros(len(x)))["loss"].backward()
+        optimizer.step()
+        params = model.named_parameters()
+        kinds.append({n: optimizer.state[p]["state1"].dtype for n, p in params})
+    assert kinds[0] == kinds[1]
+    assert kinds[0]["table.weight"] == torch.float32
+    assert kinds[0]["layers.0.weight"] == torch.uint8
