@@ -8,9 +8,10 @@ runtime/config.py, zero/config.py, zero/offload_config.py and precision_config.p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from ctrainer.arguments.settings import (
     Count,
@@ -18,8 +19,10 @@ from ctrainer.arguments.settings import (
     NotNegative,
     Portion,
     Range,
+    choices_of,
     read,
     reject_unknown,
+    without_none,
 )
 
 Stage = Annotated[int, Range("{0, 1, 2, 3}")]
@@ -212,7 +215,7 @@ KEYS: dict[str, Key] = {
     "scheduler": Key(dict, "type and params, of DeepSpeed's five"),
     "fp16": Key(dict, ""),
     "bf16": Key(dict, ""),
-    "bfloat16": Key(dict, "the older name of bf16"),
+    "bfloat16": Key(dict, "the older name of the section bf16"),
     "zero_optimization": Key(dict | bool, ""),
     "zero_allow_untested_optimizer": Key(
         bool, "the optimizer section may name any optimizer of ctrainer.optim"
@@ -290,12 +293,16 @@ def check(config: Mapping[str, Any]) -> None:
                 raise ValueError(_sentence(long, value, _SWITCH[long]))
             continue
         key = KEYS[long]
-        if value == "auto":
+        if value == "auto" and not _is_section(long):
             continue
         if key.asks_nothing is None:
             read(value, key.hint, f"deepspeed: {long}")
         elif value not in key.asks_nothing:
             raise ValueError(_sentence(long, value, key.note))
+
+
+def _is_section(long: str) -> bool:
+    return long not in _FREE and any(key.startswith(f"{long}.") for key in KEYS)
 
 
 def _sentence(key: str, value: Any, why: str) -> str:
@@ -313,9 +320,69 @@ def _keys_of(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
     for name, value in section.items():
         long = prefix + name
         yield long, value
-        inner = any(other.startswith(f"{long}.") for other in KEYS)
-        if inner and isinstance(value, Mapping) and long not in _FREE:
+        if _is_section(long) and isinstance(value, Mapping):
             yield from _keys_of(value, f"{long}.")
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a configuration, by draft 2020-12, for editors and
+    validators: every key that may be set, of its type or "auto"."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "DeepSpeed configuration, as ctrainer reads it",
+        **_schema_of_section(""),
+    }
+
+
+def _schema_of_section(prefix: str) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for long, key in KEYS.items():
+        name = long.removeprefix(prefix)
+        if not long.startswith(prefix) or "." in name:
+            continue
+        described = {"description": key.note} if key.note else {}
+        properties[name] = {**described, **_schema_of_key(long, key)}
+    for name, why in _SWITCH.items() if not prefix else ():
+        off = {"type": "object", "properties": {"enabled": {"const": False}}}
+        properties[name] = {"description": why, "anyOf": [off, {"const": False}]}
+    return {
+        "type": "object", "properties": properties, "additionalProperties": False
+    }  # fmt: skip
+
+
+def _schema_of_key(long: str, key: Key) -> dict[str, Any]:
+    if key.asks_nothing is not None:
+        return {"enum": list(key.asks_nothing)}
+    if _is_section(long):
+        types = ["object"] if key.hint is dict else ["object", "boolean"]
+        return {**_schema_of_section(f"{long}."), "type": types}
+    return {"anyOf": [*_schemas_of(key.hint), {"const": "auto"}]}
+
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
+
+
+def _schemas_of(hint: Any) -> list[dict[str, Any]]:
+    """What an annotation allows."""
+    inner, optional = without_none(hint)
+    nothing: list[dict[str, Any]] = [{"type": "null"}] if optional else []
+    words = choices_of(inner)
+    if words is not None:
+        return [{"enum": list(words)}, *nothing]
+    spans: tuple[Range, ...] = ()
+    if get_origin(inner) is Annotated:
+        inner, *rest = get_args(inner)
+        spans = tuple(rest)
+    found: dict[str, Any] = {"type": _TYPES.get(inner, "object")}
+    for span in spans:
+        ends = [float(end) for end in span.text[1:-1].split(",")]
+        if span.text.startswith("{"):
+            found = {"enum": ends}
+        else:
+            found["minimum"] = ends[0]
+            if ends[-1] < math.inf:
+                found["maximum"] = ends[-1]
+    return [found, *nothing]
 
 
 def describe() -> Iterator[tuple[str, str, str]]:

@@ -2,6 +2,7 @@
 learning-rate schedules, without DeepSpeed."""
 
 from ctrainer.arguments.deepspeed import HfDeepSpeedConfig, HfTrainerDeepSpeedConfig
+from ctrainer.arguments.deepspeed_keys import json_schema
 from ctrainer.deepspeed_schedules import (
     LRRangeTest,
     OneCycle,
@@ -18,4 +19,5 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "json_schema",
 ]

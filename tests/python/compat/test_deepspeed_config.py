@@ -9,6 +9,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import tiny
 import torch
@@ -22,7 +23,11 @@ import ctrainer
 from ctrainer.arguments import deepspeed_keys
 from ctrainer.arguments.deepspeed import config_of
 from ctrainer.arguments.fsdp import sharding_of
-from ctrainer.compat.deepspeed import HfDeepSpeedConfig, HfTrainerDeepSpeedConfig
+from ctrainer.compat.deepspeed import (
+    HfDeepSpeedConfig,
+    HfTrainerDeepSpeedConfig,
+    json_schema,
+)
 
 _METHODS = {
     name: value
@@ -392,3 +397,46 @@ def test_any_content_is_read_or_rejected(content: Any) -> None:
     except ValueError as error:
         said = str(error)
     assert not said or "deepspeed" in said
+
+
+def reads(config: Any) -> bool:
+    try:
+        HfDeepSpeedConfig(config)
+    except ValueError as error:
+        return "simultaneously enabled" in str(error)
+    return True
+
+
+_SCHEMA = jsonschema.Draft202012Validator(json_schema())
+_DRAWN = st.sampled_from(
+    ["auto", None, True, False, 0, 1, 3, -1, 0.5, 1e9, "cpu", "fp32", [], {}]
+)
+
+
+@settings(max_examples=draws(150, 5000), deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(sorted(deepspeed_keys.KEYS)), _DRAWN, max_size=3)
+    | st.dictionaries(st.sampled_from(["amp", "wandb", "zero", "fp16"]), _DRAWN)
+)
+def test_what_the_schema_accepts_is_read(flat: dict[str, Any]) -> None:
+    try:
+        config = nested(dict(sorted(flat.items(), reverse=True)))
+    except (AttributeError, TypeError):  # a key within a value that is no section
+        return
+    assert reads(config) or not _SCHEMA.is_valid(config)
+
+
+@settings(max_examples=draws(30, 1000), deadline=None)
+@given(_CONFIGS)
+def test_configurations_that_transformers_reads_are_of_the_schema(
+    config: dict[str, Any],
+) -> None:
+    _SCHEMA.validate(config)
+
+
+def test_the_schema_accepts_examples_and_names_what_is_wrong() -> None:
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+    for config in (ZERO2, ZERO3, FULL):
+        _SCHEMA.validate(config)
+    with pytest.raises(jsonschema.ValidationError, match="'stge' was unexpected"):
+        _SCHEMA.validate({"zero_optimization": {"stge": 2}})

@@ -177,9 +177,7 @@ def test_overrides_with_other_names_get_what_they_get_there(tmp_path, named) -> 
                 n = len(x) / (num_items_in_batch or len(x))
                 return {**found, "loss": found["loss"] * n}
 
-        args = arguments(
-            folder, eval_strategy="epoch", metric_for_best_model="loss"
-        )
+        args = arguments(folder, eval_strategy="epoch", metric_for_best_model="loss")
         Own(Takes(), args, train_dataset=rows(), eval_dataset=rows(4)).train()
         return seen
 
