@@ -240,7 +240,7 @@ def _take_compilation(args: Any) -> None:
         name: os.environ.get(f"ACCELERATE_DYNAMO_{name}", "").lower()
         for name in ("BACKEND", "MODE", *_NOT_PASSED)
     }
-    if args.torch_compile or launched["BACKEND"] in ("", "no"):
+    if not args.torch_compile and launched["BACKEND"] in ("", "no"):
         return
     for name in _NOT_PASSED:
         if read(launched[name] or "no", bool, f"ACCELERATE_DYNAMO_{name}"):
@@ -248,8 +248,8 @@ def _take_compilation(args: Any) -> None:
                 f"ACCELERATE_DYNAMO_{name} is set, which torch_compile does not pass "
                 "on; pass torch.compile(model, ...) instead"
             )
-    args.torch_compile = True
-    args.torch_compile_backend = args.torch_compile_backend or launched["BACKEND"]
+    if not args.torch_compile:
+        args.torch_compile, args.torch_compile_backend = True, launched["BACKEND"]
     args.torch_compile_mode = args.torch_compile_mode or launched["MODE"] or None
 
 

@@ -28,6 +28,7 @@ _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _PREFETCHES = ("NO_PREFETCH", "BACKWARD_PRE", "BACKWARD_POST")
 _STATE_DICTS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 _UNSET = ("none", "")  # a launcher's value of an option that is not set
+_NO = (*_UNSET, "false", "[]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,14 @@ _VARIABLES = {
     "transformer_cls_to_wrap": "transformer_layer_cls_to_wrap",
     "sharding_strategy": "strategy",
 }
+# Of these, accelerate's plugin also takes those that the arguments leave out.
+_FILLED_IN = (
+    "cpu_offload",
+    "transformer_layer_cls_to_wrap",
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+    "ignored_modules",
+)
 
 
 def sharding_of(args: Any) -> Sharding | None:
@@ -120,15 +129,25 @@ def sharding_of(args: Any) -> Sharding | None:
         return _of_zero(zero) if zero.stage > 0 else None
     if fairscale:
         return _of_fairscale(fairscale, args.world_size)
+    name = "ACCELERATE_USE_FSDP"
+    launched = _environment() if _truth(name, os.environ.get(name, "")) else {}
     if words is not None:
         config = _config(getattr(args, "fsdp_config", None))
         _take_older_fields(args, config)
         _take_words(words, config)
-    elif _truth("ACCELERATE_USE_FSDP", os.environ.get("ACCELERATE_USE_FSDP", "")):
-        config = _environment()
+        if config.get("min_num_params"):
+            launched.pop("transformer_layer_cls_to_wrap", None)
+        config = {n: launched[n] for n in _FILLED_IN if n in launched} | config
+    elif launched:
+        config = launched
     else:
         return None
-    return _read(config)
+    try:
+        return _read(config)
+    except ValueError as error:
+        if not launched:
+            raise
+        raise ValueError(f"{error}; accelerate launch sets FSDP_ variables") from None
 
 
 def _check_one_way(words: Any, zero: Any, fairscale: list[str]) -> None:
@@ -328,6 +347,8 @@ def _environment() -> dict[str, Any]:
     config.setdefault("auto_wrap_policy", "NO_WRAP")  # accelerate's default, not HF's
     if config.get("version") == "2":
         config.pop("strategy", None)
+    elif str(config.get("strategy")).lower() in ("2", "shard_grad_op"):
+        config["reshard_after_forward"] = "false"  # the launcher's default is true
     return config
 
 
@@ -371,7 +392,9 @@ def _read(config: dict[str, Any]) -> Sharding:
 
 def _check_keys(config: dict[str, Any]) -> None:
     for name, why in _REJECTED.items():
-        if name in config and _truth(name, config[name]):
+        value = config.get(name, False)
+        lists = name == "ignored_modules" and str(value).lower() not in _NO
+        if lists or (name != "ignored_modules" and _truth(name, value)):
             raise ValueError(f"fsdp_config: {name} is not supported: {why}")
     known = (*SUPPORTED, *NO_EFFECT, *_REJECTED, "strategy")
     reject_unknown("fsdp_config", config, known)

@@ -76,7 +76,11 @@ def new_accelerator(trainer: Any, cpu: bool) -> Any:
     Raises ImportError without accelerate.
     """
     from accelerate.state import AcceleratorState
-    from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        GradientAccumulationPlugin,
+        patch_environment,
+    )
 
     from ctrainer.integrations.accelerator import Accelerator
 
@@ -97,7 +101,8 @@ def new_accelerator(trainer: Any, cpu: bool) -> Any:
     had = AcceleratorState._shared_state.get("_mixed_precision")
     if had not in (None, options.get("mixed_precision")):
         AcceleratorState._reset_state()  # of a trainer before
-    return Accelerator(trainer, **{"cpu": cpu, **options})
+    with patch_environment(ACCELERATE_USE_FSDP="false"):  # the trainer shards
+        return Accelerator(trainer, **{"cpu": cpu, **options})
 
 
 def follow_run(trainer: Any) -> None:

@@ -28,15 +28,18 @@ def choose_device(
     ranks: processes of the run, each with a GPU of its own.
 
     Sets TF32 for CUDA's products when `tf32` is not None. Raises ValueError when TF32
-    is asked for where there is none, or where there is no GPU of that index.
+    is asked for where there is none, where there is no GPU of that index, or where
+    ACCELERATE_TORCH_DEVICE names another device.
     """
-    wants_cpu = use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
-        "1",
-        "true",
-        "yes",
-        "on",
-    )
+    named = os.environ.get("ACCELERATE_TORCH_DEVICE", "")
+    launched = os.environ.get("ACCELERATE_USE_CPU", "").lower()
+    wants_cpu = use_cpu or named == "cpu" or launched in ("1", "true", "yes", "on")
     kind = (None if wants_cpu else accelerator()) or torch.device("cpu")
+    if named not in ("", kind.type, f"{kind.type}:{index}"):
+        raise ValueError(
+            f"ACCELERATE_TORCH_DEVICE={named} is not the device of this process, "
+            f"{kind.type}:{index}; unset it"
+        )
     if tf32 and kind.type != "cuda":
         raise ValueError("tf32=True needs a CUDA device, and none is used")
     if kind.type == "cpu":

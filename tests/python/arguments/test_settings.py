@@ -529,6 +529,10 @@ class TestSharding:
             TrainingArguments("o", fsdp=fsdp)
 
 
+def accelerate_utils() -> Any:
+    return pytest.importorskip("accelerate.utils")
+
+
 def takes_anything(option: str) -> bool:
     group, name = option.split(".")
     return hints(groups()[group])[name] is Any
@@ -586,13 +590,39 @@ class TestEnvironment:
             "default",
         )
         given = TrainingArguments("o", torch_compile_backend="eager")
+        plugin = accelerate_utils().TorchDynamoPlugin(backend="eager", mode=None)
         assert (given.torch_compile_backend, given.torch_compile_mode) == (
-            "eager",
-            None,
+            plugin.backend.value.lower(),
+            plugin.mode,
         )
         monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "True")
-        with pytest.raises(ValueError, match="ACCELERATE_DYNAMO_USE_DYNAMIC is set"):
-            TrainingArguments("o")
+        for own in ({}, {"torch_compile": True}):
+            with pytest.raises(ValueError, match="DYNAMO_USE_DYNAMIC is set"):
+                TrainingArguments("o", **own)
+
+    @pytest.mark.parametrize("backend", ["no", "eager"])
+    @pytest.mark.parametrize("given", [{}, {"torch_compile_mode": "max-autotune"}])
+    def test_arguments_that_compile_have_the_launched_mode_and_their_own_backend(
+        self, backend: str, given: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
+        monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+        args = TrainingArguments("o", torch_compile=True, **given)
+        plugin = accelerate_utils().TorchDynamoPlugin(
+            backend="inductor", mode=given.get("torch_compile_mode")
+        )
+        found = (args.torch_compile_backend, args.torch_compile_mode)
+        assert found == (plugin.backend.value.lower(), plugin.mode)
+
+    def test_another_device_of_accelerate_is_an_error(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("cpu", "cpu:0", ""):
+            monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", name)
+            assert TrainingArguments("o", use_cpu=True).device.type == "cpu"
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+        with pytest.raises(ValueError, match="ACCELERATE_TORCH_DEVICE=meta is not the"):
+            _ = TrainingArguments("o", use_cpu=True).device
 
     def test_a_variable_nearly_called_as_ours_is_told(
         self, monkeypatch: pytest.MonkeyPatch

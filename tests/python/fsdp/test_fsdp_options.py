@@ -140,7 +140,49 @@ def test_accelerate_launch_is_heard_where_the_arguments_say_nothing(
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     expected = {"reshard_after_forward": False, "saves_full": False}
     assert read(None) == Sharding(layers=("Block",), **expected)
-    assert read(True) == Sharding()
+    given = pytest.importorskip("transformers").TrainingArguments("o", fsdp=True)
+    plugin = pytest.importorskip("accelerate.utils").FullyShardedDataParallelPlugin
+    theirs = plugin(**given.fsdp_plugin_args)
+    assert (theirs.reshard_after_forward, theirs.state_dict_type.name) == (
+        True, "FULL_STATE_DICT",
+    )  # fmt: skip
+    assert read(True) == Sharding(layers=(*theirs.transformer_cls_names_to_wrap,))
+    assert read(True, min_num_params=9) == Sharding(min_num_params=9)
+
+
+@pytest.mark.parametrize("named", ["2", "shard_grad_op", "SHARD_GRAD_OP"])
+def test_the_strategy_of_accelerate_launch_is_not_its_default_of_resharding(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", named)
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "true")
+    found = read(None)
+    assert found is not None
+    theirs = pytest.importorskip("accelerate.utils").FullyShardedDataParallelPlugin()
+    assert theirs.sharding_strategy.name == "SHARD_GRAD_OP"
+    assert not found.reshard_after_forward
+
+
+def test_what_the_arguments_leave_out_accelerate_launch_fills_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As accelerate's plugin does, which transformers makes of the arguments."""
+    launched = {
+        "OFFLOAD_PARAMS": "true", "ACTIVATION_CHECKPOINTING": "true",
+        "TRANSFORMER_CLS_TO_WRAP": "Block", "RESHARD_AFTER_FORWARD": "true",
+        "AUTO_WRAP_POLICY": "NO_WRAP", "MIN_NUM_PARAMS": "100",
+    }  # fmt: skip
+    for name, value in launched.items():
+        monkeypatch.setenv(f"FSDP_{name}", value)
+    assert read("shard_grad_op") == Sharding(reshard_after_forward=False)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert read("shard_grad_op", activation_checkpointing=False) == Sharding(
+        reshard_after_forward=False, cpu_offload=True, layers=("Block",)
+    )
+    monkeypatch.setenv("FSDP_IGNORED_MODULES", "head")
+    with pytest.raises(ValueError, match=r"ignored_modules is not .* sets FSDP_"):
+        read(True)
 
 
 def of_fairscale(words: Any, world_size: int = 2, **others: Any) -> Sharding | None:
