@@ -63,6 +63,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model = model.module
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None
+    ) -> Any:
+        """torch's Join of models that the script has prepared, on GPUs. ValueError for
+        the trainer's model."""
+        for model in joinables if self.multi_device else ():
+            if isinstance(model, DataParallel) or _is_sharded(model):
+                raise ValueError(
+                    "join_uneven_inputs does not take the trainer's model: "
+                    "even_batches in accelerator_config gives all ranks equally many "
+                    "batches; prepare() another model to join"
+                )
+        return super().join_uneven_inputs(joinables, even_batches)
+
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float | str = 2
     ) -> Any:

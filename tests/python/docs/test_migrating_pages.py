@@ -37,6 +37,21 @@ def test_every_flag_of_accelerates_is_named() -> None:
     assert not [f for f in flags if f"`{f}`" not in section("accelerate")]
 
 
+def test_every_variable_of_accelerate_launch_is_named() -> None:
+    """By its name, or that of a group of variables, such as FSDP_*."""
+    launch = inspect.getsource(pytest.importorskip("accelerate.utils.launch"))
+    launch = launch[: launch.index("class PrepareForLaunch")]
+    names = set(re.findall(r'(?:environ|env)\["([A-Z]\w+)"\]', launch))
+    names |= set(re.findall(r'"((?:ACCELERATE|MASTER|FSDP)_[A-Z]\w*)"', launch))
+    assert len(names) > 50
+    page = (ROOT / "docs/reference/many_ranks.md").read_text()
+    table = page.split("\n## accelerate launch")[1].split("\n## ")[0]
+    told = {word.rstrip("*") for word in re.findall(r"`([A-Z]\w+\*?)`", table)}
+    groups = tuple(word for word in told if word.endswith("_"))
+    ours = {"PYTHONPATH"}  # of Python
+    assert not {n for n in names - ours if n not in told and not n.startswith(groups)}
+
+
 def test_policies_of_torchs_are_taken() -> None:
     from torch import nn
 

@@ -154,6 +154,19 @@ def test_a_part_of_a_sharded_model_is_not_clipped_by_norm(tmp_path: Path) -> Non
         trainer.accelerator.clip_grad_norm_(part, 1.0)
 
 
+def test_uneven_inputs_of_the_trainers_model_are_not_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ctrainer.TrainingArguments(tmp_path, use_cpu=True)
+    accelerator = ctrainer.Trainer(tiny.Net(), args).accelerator
+    model = FullyShardedDataParallel(tiny.Net())
+    with accelerator.join_uneven_inputs([model]):
+        pass  # on a CPU it has no effect in accelerate either
+    monkeypatch.setattr(type(accelerator), "multi_device", True)
+    with pytest.raises(ValueError, match="does not take the trainer's model"):
+        accelerator.join_uneven_inputs([model])
+
+
 @pytest.mark.filterwarnings("ignore:the gradients of step 2:RuntimeWarning")
 @pytest.mark.parametrize("options", [{}, SCALED, {"optim": "sgd"}])
 def test_updates_that_were_skipped_are_known(tmp_path: Path, options: Any) -> None:
