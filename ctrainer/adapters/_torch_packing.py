@@ -3,6 +3,7 @@ transformers whose attention keeps the sequences apart."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -92,38 +93,77 @@ def sequences(model: Any, batch: Any, begin: int, end: int) -> Any:
 
 
 _OURS, _THEIRS = "ctrainer_packed", "sdpa"
-_SHORT = 32  # tokens to which shorter sequences are padded at about the same cost
+_SHORT = 32  # tokens of a row of short sequences: on a CPU 16 to 48 were no faster
+
+
+class _Group(NamedTuple):
+    """Rows of like length."""
+
+    shape: tuple[int, int]
+    mask: torch.Tensor | None  # which tokens see which; None: all before them
 
 
 class _Packs(NamedTuple):
-    """The mask of a packed row: its sequences, padded with those of like length."""
+    """The mask of a packed row: where its sequences are in rows, each alone in one, or
+    short ones one after the other."""
 
-    groups: list[tuple[int, int]]  # sequences, and tokens to which they are padded
-    there: torch.Tensor  # of each place of the groups, the token that is there
+    groups: list[_Group]
+    there: torch.Tensor  # of each place in the rows, the token that is there
     back: torch.Tensor  # of each token, its place
 
     @classmethod
     def of(cls, starts: list[int], device: Any) -> _Packs:
-        """Of a row whose sequences begin at all but the last of `starts`."""
-        lengths = [end - start for start, end in pairwise(starts)]
-        groups: list[list[int]] = []
-        for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-            longest = lengths[groups[-1][0]] if groups else 0
-            if not groups or (longest > _SHORT and 4 * lengths[i] <= 3 * longest):
-                groups.append([])
-            groups[-1].append(i)
-        there, real = [], []
-        for group in groups:
-            within = torch.arange(lengths[group[0]])
-            length = torch.tensor([lengths[i] for i in group])[:, None]
-            start = torch.tensor([starts[i] for i in group])[:, None]
-            there.append((start + within.minimum(length - 1)).flatten())
-            real.append((within < length).flatten())
-        tokens, places = torch.cat(there), torch.cat(real).nonzero().squeeze(1)
-        back = torch.empty(starts[-1], dtype=torch.int64)
+        """Of sequences that begin at all but the last of `starts`."""
+        groups: list[_Group] = []
+        there: list[int] = []
+        owners: list[int] = []  # which sequence of its row a place has, or -1
+        for rows in _like_rows(list(pairwise(starts))):
+            width, begin = max(map(_tokens, rows)), len(there)
+            for row in rows:
+                padding = width - _tokens(row)
+                for at, (start, end) in enumerate(row):
+                    there += range(start, end)
+                    owners += [at] * (end - start)
+                there += [row[0][0]] * padding
+                owners += [-1] * padding
+            mask, shape = None, (len(rows), width)
+            if any(len(row) > 1 for row in rows):
+                own = torch.tensor(owners[begin:]).view(shape)
+                mask = (own[:, None, :, None] == own[:, None, None, :]).tril()
+                mask = mask.to(device)
+            groups.append(_Group(shape, mask))
+        places = torch.tensor(owners).ge(0).nonzero().squeeze(1)
+        tokens, back = torch.tensor(there), torch.empty(starts[-1], dtype=torch.int64)
         back[tokens[places]] = places
-        shapes = [(len(group), lengths[group[0]]) for group in groups]
-        return cls(shapes, tokens.to(device), back.to(device))
+        return cls(groups, tokens.to(device), back.to(device))
+
+
+_Row = list[tuple[int, int]]  # beginnings and ends of sequences
+
+
+def _tokens(row: _Row) -> int:
+    return sum(end - start for start, end in row)
+
+
+def _like_rows(sequences: _Row) -> list[list[_Row]]:
+    """Groups of rows: of one sequence each, more than 3/4 as long as the group's
+    longest; and of short ones, a long one and the shortest that fit."""
+    groups: list[list[_Row]] = []
+    blocks: list[_Row] = []
+    rest = deque(sorted(sequences, key=lambda one: one[0] - one[1]))
+    while rest:
+        row = [rest.popleft()]
+        tokens = _tokens(row)
+        if tokens > _SHORT:
+            if not groups or 4 * tokens <= 3 * _tokens(groups[-1][0]):
+                groups.append([])
+            groups[-1].append(row)
+            continue
+        while rest and tokens + _tokens([rest[-1]]) <= _SHORT:
+            row.append(rest.pop())
+            tokens += _tokens(row[-1:])
+        blocks.append(row)
+    return [*groups, blocks] if blocks else groups
 
 
 def _mask(*args: Any, **given: Any) -> Any:
@@ -163,23 +203,23 @@ def _attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
     value: torch.Tensor, attention_mask: Any, **given: Any,
 ) -> Any:  # fmt: skip
-    """sdpa's attention; with _Packs that of each sequence alone, in groups of like
-    length, where causality hides the padding on the right."""
+    """sdpa's attention; with _Packs that of their rows, in which no sequence sees
+    another, nor the padding to its right."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attend = ALL_ATTENTION_FUNCTIONS[_THEIRS]
-    if not isinstance(attention_mask, _Packs):
-        return attend(module, query, key, value, attention_mask, **given)
     packs, found = attention_mask, []
+    if not isinstance(packs, _Packs):
+        return attend(module, query, key, value, attention_mask, **given)
     given["is_causal"] = True
-    rows = [sequences * tokens for sequences, tokens in packs.groups]
+    places = [rows * tokens for (rows, tokens), _ in packs.groups]
     padded = [
-        torch.split(x[0].transpose(0, 1).index_select(0, packs.there), rows)
+        torch.split(x[0].transpose(0, 1).index_select(0, packs.there), places)
         for x in (query, key, value)
     ]
-    for group, *parts in zip(packs.groups, *padded, strict=True):
-        own = [x.unflatten(0, group).transpose(1, 2) for x in parts]
-        found.append(attend(module, *own, None, **given)[0].flatten(0, 1))
+    for (shape, mask), *parts in zip(packs.groups, *padded, strict=True):
+        own = [x.unflatten(0, shape).transpose(1, 2) for x in parts]
+        found.append(attend(module, *own, mask, **given)[0].flatten(0, 1))
     joined = found[0] if len(found) == 1 else torch.cat(found)
     return joined.index_select(0, packs.back)[None], None
 

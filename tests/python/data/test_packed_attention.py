@@ -116,8 +116,10 @@ def begun(model: Any) -> packing.Packing:
 
 def check_near(mine: torch.Tensor, other: torch.Tensor) -> None:
     """Eager attention and norms round a float64 to float32 on their way, some ten times
-    in two layers: 10 * 2**-24 of the largest value, and four times that."""
-    bound = 40 * 2**-24 * other.abs().max()
+    in two layers: 10 * 2**-24 of the largest value, and four times that. Of a token
+    that sees itself alone the gradients of query and key are 0, or float64's rounding.
+    """
+    bound = 40 * 2**-24 * other.abs().max() + 2**-44
     assert bool((mine - other).abs().max() <= bound)
 
 
@@ -139,11 +141,10 @@ def test_logits_and_gradients_are_those_of_each_sequence_alone(kind: str) -> Non
         longest = max(len(row["input_ids"]) for row in rows)
         windowed = kind in ("mistral", "gemma2", "gemma3") and longest > 9
         if len(rows) > 1 and not windowed:
-            assert not any(has_mask for _, has_mask, _ in seen.calls)
-            assert max(shape[2] for shape, _, _ in seen.calls) == longest
+            assert max(shape[2] for shape, _, _ in seen.calls) <= max(longest, 32)
 
 
-def test_no_sequence_over_32_tokens_is_padded_by_more_than_a_third() -> None:
+def test_sequences_over_32_tokens_have_no_mask_and_little_padding() -> None:
     model = make("llama", num_hidden_layers=1)
     begun(model)
     for seed in range(draws(10, 200)):
@@ -151,11 +152,16 @@ def test_no_sequence_over_32_tokens_is_padded_by_more_than_a_third() -> None:
         lengths = [int(n) for n in rng.integers(1, LONGEST, 12)]
         with Attentions() as seen:
             packed_logits(model, rows_of(lengths))
-        places = sum(shape[0] * shape[2] for shape, _, _ in seen.calls)
-        short = sum(n for n in lengths if n <= 32)
-        assert sum(lengths) <= places
-        assert places <= (sum(lengths) - short) * 4 / 3 + 32 * len(lengths)
-        assert sum(shape[0] for shape, _, _ in seen.calls) == len(lengths)
+        long = [n for n in lengths if n > 32]
+        short = [n for n in lengths if n <= 32]
+        alone = [shape for shape, has_mask, _ in seen.calls if shape[2] > 32]
+        joined = [shape for shape, _, _ in seen.calls if shape[2] <= 32]
+        assert not any(has_mask for shape, has_mask, _ in seen.calls if shape[2] > 32)
+        assert sum(shape[0] for shape in alone) == len(long)
+        places = sum(shape[0] * shape[2] for shape in alone)
+        assert sum(long) <= places < sum(long) * 4 / 3 + 1
+        # Each row but the last is over half full.
+        assert sum(shape[0] for shape in joined) <= 2 * sum(short) / 32 + 1
 
 
 def test_attention_drops_what_sdpa_drops() -> None:
