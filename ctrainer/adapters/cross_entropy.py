@@ -288,7 +288,7 @@ def _chunks(
             of_weight.add(logits.t(), x)
         if of_bias is not None:
             of_bias += logits.sum(0, dtype=of_bias.dtype)
-    total = None if of_weight is None else of_weight.total
+    total = None if of_weight is None else of_weight.total()
     return losses, _Grads(of_hidden, total, of_bias)
 
 
@@ -299,13 +299,22 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class _Sum:
     """The sum of products, at least in float32."""
 
+    _total: torch.Tensor | None = None
+
     def __init__(self, like: torch.Tensor) -> None:
-        self.total = torch.zeros_like(like, dtype=_wide(like.dtype))
-        narrow = like.dtype != self.total.dtype
+        self._like, self._dtype = like, _wide(like.dtype)
+        narrow = like.dtype != self._dtype
         self._product = torch.empty_like(like) if narrow else None
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        if self._product is None:
-            self.total.addmm_(a, b)
+        if self._total is None:
+            self._total = torch.mm(a, b, out=self._product).to(self._dtype)
+        elif self._product is None:
+            self._total.addmm_(a, b)
         else:
-            self.total += torch.mm(a, b, out=self._product)
+            self._total += torch.mm(a, b, out=self._product)
+
+    def total(self) -> torch.Tensor:
+        if self._total is None:
+            return torch.zeros_like(self._like, dtype=self._dtype)
+        return self._total
