@@ -135,10 +135,11 @@ def as_its_type(args: Any, cls: type, name: str, value: Any) -> Any:
     """A new value for a field of `cls`, as its annotation says; for any other
     attribute, as the type of the value that it has."""
     table = read_table(type(args) if isinstance(args, cls) else cls)
-    if name in table:
-        return read_field(*table[name], value)
     had = getattr(args, name)
     kind = type(had)
+    if name in table:
+        value = read_field(*table[name], value)
+        return float(value) if kind is float and isinstance(value, int) else value
     if kind in (bool, int, float, str):
         return read(value, kind, name)
     return value if had is None else kind(value)

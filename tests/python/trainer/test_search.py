@@ -47,7 +47,8 @@ def test_each_trial_sets_its_values_and_the_best_is_returned(tmp_path: Path) -> 
     def space(trial):
         rate = trial.suggest_float("learning_rate", 1e-5, 1e-1, log=True)
         tried.append(rate)
-        return {"learning_rate": rate, "per_device_train_batch_size": 2}
+        chosen = {"learning_rate": rate, "per_device_train_batch_size": 2}
+        return {**chosen, "weight_decay": trial.suggest_int("weight_decay", 1, 1)}
 
     best = trainer.hyperparameter_search(space, n_trials=3, backend="optuna")
     assert len(tried) == 3
@@ -55,6 +56,7 @@ def test_each_trial_sets_its_values_and_the_best_is_returned(tmp_path: Path) -> 
     assert best.hyperparameters["learning_rate"] in tried
     assert trainer.args.learning_rate == tried[-1]
     assert trainer._train_batch_size == 2
+    assert isinstance(trainer.args.weight_decay, float)
     assert trainer.hp_search_backend is None
     assert best.objective >= 0.0
 
