@@ -272,6 +272,7 @@ AREAS = {
             "ctrainer/trainer/memory.py ctrainer/adapters/_torch_memory.py "
             "ctrainer/runtime/parts.py " + binding("engine/parts"):
                 "python/trainer/test_out_of_memory.py "
+                "python/trainer/test_out_of_memory_with_features.py "
                 "python/trainer/test_evaluation_out_of_memory.py "
                 "python/fsdp/test_fsdp_out_of_memory.py",
             "ctrainer/fairseq/_split.py":

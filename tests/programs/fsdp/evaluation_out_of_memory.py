@@ -16,7 +16,7 @@ from ctrainer.comm import machines, world
 if size := options["ranks_a_machine"]:
     world(60)
     machines._this_machine = lambda: f"machine {rank // size}"
-ROWS = {"gpt2": tiny.tokens(83, padded=True), "net": tiny.rows(83)}
+ROWS = {"gpt2": tiny.tokens(79, padded=True), "net": tiny.rows(79)}
 
 
 def metrics(p: Any) -> dict[str, float]:
