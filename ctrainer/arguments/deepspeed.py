@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ctrainer.arguments import deepspeed_keys
-from ctrainer.arguments.settings import nearest, parse_json
+from ctrainer.arguments.settings import nearest, parse_json, read
 
 logger = logging.getLogger("ctrainer.arguments")
 
@@ -353,8 +353,9 @@ def _decoded(text: str) -> Any:
 
 
 def config_of(args: Any) -> HfTrainerDeepSpeedConfig | None:
-    """The configuration of a run's arguments, completed by them; None without."""
-    given = getattr(args, "deepspeed", None)
+    """The configuration of a run's arguments or of accelerate launch, completed by the
+    arguments; None without."""
+    given = given_to(args)
     if not given:
         return None
     known: HfTrainerDeepSpeedConfig | None = vars(args).get("_deepspeed_config")
@@ -363,6 +364,43 @@ def config_of(args: Any) -> HfTrainerDeepSpeedConfig | None:
         known.trainer_config_process(args)
         args._deepspeed_config = known
     return known
+
+
+def given_to(args: Any) -> Any:
+    """The argument `deepspeed`, or what accelerate launch --use_deepspeed means: its
+    file, or its flags. Source: accelerate 1.15, DeepSpeedPlugin."""
+    given, name = getattr(args, "deepspeed", None), "ACCELERATE_USE_DEEPSPEED"
+    if given or not read(os.environ.get(name) or "no", bool, name):
+        return given
+
+    def flag(name: str, default: str) -> str:
+        return os.environ.get(f"ACCELERATE_{name}", default).lower()
+
+    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if path.lower() != "none":
+        return path
+    devices: dict[str, Any] = {
+        part: {"device": flag(f"DEEPSPEED_{part.upper()}_DEVICE", "none")}
+        for part in ("offload_optimizer", "offload_param")
+    }
+    config: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": flag("GRADIENT_ACCUMULATION_STEPS", "auto"),
+        "gradient_clipping": flag("GRADIENT_CLIPPING", "auto"),
+        "zero_optimization": devices,
+    }
+    stage = flag("DEEPSPEED_ZERO_STAGE", "2")
+    devices["stage"] = read(stage, int, "accelerate launch: zero_stage")
+    for key, hint in (
+        ("gradient_accumulation_steps", int),
+        ("gradient_clipping", float),
+    ):
+        if config[key] == "none":
+            del config[key]
+        elif config[key] != "auto":
+            config[key] = read(config[key], hint, f"accelerate launch: {key}")
+    return config
 
 
 def loss_scaler_of(config: HfTrainerDeepSpeedConfig) -> dict[str, Any]:

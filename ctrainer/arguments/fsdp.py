@@ -123,7 +123,7 @@ def sharding_of(args: Any) -> Sharding | None:
     """
     words = _words(getattr(args, "fsdp", None))
     fairscale = _fairscale_words(getattr(args, "sharded_ddp", None))
-    _check_one_way(words, getattr(args, "deepspeed", None), fairscale)
+    _check_one_way(words, deepspeed.given_to(args), fairscale)
     zero = deepspeed.config_of(args)
     if zero is not None:
         return _of_zero(zero) if zero.stage > 0 else None

@@ -201,7 +201,7 @@ class OlderFields(CurrentFields):
     torchdynamo: str | None = arg(None, "torch_compile_backend before 4.26.")
     ray_scope: str | None = arg("last", "Of a search with Ray.")
     include_tokens_per_second: bool = arg(False, "Tokens per second among the metrics.")
-    sharded_ddp: bool | str | list[str] | None = arg(
+    sharded_ddp: str = arg(
         "",
         "Shard as fairscale does: 'simple' or 'zero_dp_2': gradients and the "
         "optimizer's state; 'zero_dp_3': parameters, too; with 'auto_wrap' layer by "

@@ -153,8 +153,6 @@ def warn_without_effect(args: Any, default_of: Callable[[str], Any]) -> None:
 
 
 _ENGINES = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed's engine is not used; fsdp shards as its "
-    "ZeRO does",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron's engine is not used",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "ranks hold the whole model, or shards of it "
     "with fsdp",

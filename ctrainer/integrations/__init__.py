@@ -14,6 +14,9 @@ from ctrainer.arguments.settings import reject_unknown
 from ctrainer.comm import run
 from ctrainer.runtime import messages
 
+# For accelerate: what accelerate launch asks to be sharded, the trainer shards.
+NOT_SHARDED = {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "false"}
+
 
 def _integrations() -> Any:
     if find_spec("transformers") is None:
@@ -101,7 +104,7 @@ def new_accelerator(trainer: Any, cpu: bool) -> Any:
     had = AcceleratorState._shared_state.get("_mixed_precision")
     if had not in (None, options.get("mixed_precision")):
         AcceleratorState._reset_state()  # of a trainer before
-    with patch_environment(ACCELERATE_USE_FSDP="false"):  # the trainer shards
+    with patch_environment(**NOT_SHARDED):
         return Accelerator(trainer, **{"cpu": cpu, **options})
 
 
@@ -144,6 +147,7 @@ def partial_state(args: Any) -> Any:
     variables, by which accelerate knows them. Raises ImportError without accelerate.
     """
     from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import patch_environment
 
     cpu, place = args.device.type == "cpu", run.place()
     if PartialState._shared_state and (PartialState().device.type == "cpu") != cpu:
@@ -157,7 +161,8 @@ def partial_state(args: Any) -> Any:
         for name, number in known.items():
             os.environ.setdefault(name, str(number))
         options = {"backend": args.ddp_backend} if args.ddp_backend else {}
-    return PartialState(cpu=cpu, **options)
+    with patch_environment(**NOT_SHARDED):
+        return PartialState(cpu=cpu, **options)
 
 
 def model_card(trainer: Any, **facts: Any) -> str:

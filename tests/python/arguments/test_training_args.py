@@ -586,10 +586,10 @@ class TestObject:
         args = TrainingArguments(tmp_path, save_on_each_node=True)
         assert args.should_save is (local_rank == 0)
 
-    def test_deepspeed_of_accelerate_launch_is_rejected(
+    def test_engines_of_accelerate_launch_are_rejected(
         self, monkeypatch, tmp_path
     ) -> None:
-        name = "ACCELERATE_USE_DEEPSPEED"
+        name = "ACCELERATE_USE_MEGATRON_LM"
         args = TrainingArguments(tmp_path)
         monkeypatch.setenv(name, "true")
         with pytest.raises(RuntimeError, match=name):

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import tiny
 import torch
+from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig as Accelerates
 from draws import draws
 from hypothesis import given, settings
@@ -440,3 +441,39 @@ def test_the_schema_accepts_examples_and_names_what_is_wrong() -> None:
         _SCHEMA.validate(config)
     with pytest.raises(jsonschema.ValidationError, match="'stge' was unexpected"):
         _SCHEMA.validate({"zero_optimization": {"stge": 2}})
+
+
+FLAGS = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+}
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, FLAGS, {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, None]
+)
+def test_accelerate_launch_s_flags_are_a_configuration(
+    flags: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """accelerate's own plugin reads the same variables; None: a file's."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(FULL))
+    file = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+    for name, value in (file if flags is None else flags).items():
+        monkeypatch.setenv(name, value)
+    wanted = Theirs(DeepSpeedPlugin().hf_ds_config.config)
+    wanted.trainer_config_process(arguments())
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    args = arguments()
+    ours = args.hf_deepspeed_config
+    for key in ("train_batch_size", "zero_optimization.stage", "gradient_clipping",
+                "zero_optimization.offload_param.device"):  # fmt: skip
+        assert ours.get_value(key) == wanted.get_value(key), key
+    assert ours.is_offload() == (flags is FLAGS)
+    plan = sharding_of(args)
+    assert plan is not None
+    assert plan.reshard_after_forward == (flags is FLAGS)
+    assert args.distributed_state.num_processes == 1
+    with pytest.raises(ValueError, match="fsdp and deepspeed both shard"):
+        arguments(fsdp="full_shard")
