@@ -1,5 +1,6 @@
-"""Ranks of a sharded Trainer that run out of memory each at its own times and places:
-losses, and weights at the end, of their run and of one without."""
+"""Ranks of a Trainer, sharded or with an empty `fsdp`, that run out of memory each at
+its own times and places: losses, and weights at the end, of their run and of one
+without."""
 
 from typing import Any
 
@@ -23,10 +24,7 @@ def trained(at: str, most: int) -> tuple[Any, Any, list[float], list[float]]:
     torch.manual_seed(3)
     name = options["model"]
     model = tiny.gpt2() if name == "gpt2" else tiny.Net(dropout=0.0)
-    fails = Fails(
-        17 * rank + 1, most, options["rate"], options.get("least", 2),
-        only=options.get("only", ""),
-    )  # fmt: skip
+    fails = Fails(17 * rank + 1, most, options["rate"], options.get("least", 2))
     if most:
         inner = model.transformer.h if name == "gpt2" else model.layers
         for module in (*inner, *(block.mlp for block in inner if name == "gpt2")):

@@ -25,6 +25,7 @@ KEPT = {
     "fsdp_config": {"reshard_after_forward": False},
 }
 BY_SIZE = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 10}}
+NONE = {"fsdp": "", "fsdp_config": {}}
 HYBRID = {"fsdp": "hybrid_shard auto_wrap", "fsdp_config": {}, "ranks_a_machine": 2}
 KEPT_HYBRID = {**HYBRID, "fsdp": "hybrid_shard_zero2 auto_wrap"}
 
@@ -41,6 +42,9 @@ MORE = [
     pytest.param(BY_SIZE, "net", 3, [6, 6, 6], id="three ranks"),
     pytest.param(LAYERS, "gpt2", 2, [8, 0, 0], id="one of three ranks"),
     pytest.param(KEPT, "gpt2", 2, [0, 8, 8], id="two of three ranks"),
+    pytest.param(NONE, "gpt2", 2, [8, 0, 0], id="one of three, not sharded"),
+    pytest.param(NONE, "net", 3, [0, 8, 8], id="two of three, not sharded"),
+    pytest.param(NONE, "gpt2", 1, [8, 8, 8], id="all of three, not sharded"),
     pytest.param(HYBRID, "gpt2", 2, [6, 6, 6, 6], id="hybrid"),
     pytest.param(HYBRID, "gpt2", 1, [0, 8, 0, 0], id="one of two machines"),
     pytest.param(KEPT_HYBRID, "gpt2", 2, [8, 0, 0, 8], id="kept on machines"),
