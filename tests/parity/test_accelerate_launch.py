@@ -37,9 +37,16 @@ def launch(
         file.write_text(config)
         flags = ["--config_file", str(file), *flags]
     options = {"folder": str(folder), "engine": engine, "args": args or {}}
+    command = ["-m", "accelerate.commands.launch", "--main_process_port",
+               str(free_port()), *flags]  # fmt: skip
+    return start(folder, command, options)
+
+
+def start(
+    folder: Path, command: list[str], options: dict[str, Any]
+) -> tuple[int, str, list[Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port",
-         str(free_port()), *flags, str(SCRIPT), json.dumps(options)],
+        [sys.executable, *command, str(SCRIPT), json.dumps(options)],
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1",
              "HF_HOME": str(folder.parent)},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder,
@@ -82,6 +89,27 @@ def test_a_launched_script_trains_as_with_transformers(
     for code, output, _ in both:
         assert code == 0, output
     compare(both[0][2], both[1][2])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["notebook_launcher", "debug_launcher"])
+def test_a_script_starts_its_ranks_by_a_launcher_of_accelerate(
+    launcher: str, tmp_path: Path
+) -> None:
+    found = []
+    for engine in ("ours", "theirs"):
+        folder = tmp_path / engine
+        folder.mkdir()
+        port = {"use_port": str(free_port())} if launcher == "notebook_launcher" else {}
+        options = {
+            "folder": str(folder), "engine": engine, "args": {}, "launcher": launcher,
+            "launcher_options": port,
+        }  # fmt: skip
+        code, output, told = start(folder, [], options)
+        assert code == 0, output
+        found.append(told)
+    assert len(found[0]) == 2
+    compare(*found)
 
 
 def compare(ours: list[Any], theirs: list[Any]) -> None:
