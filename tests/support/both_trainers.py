@@ -171,12 +171,13 @@ def run(script: Script, folder: Path, *, ours: bool, hf: Any) -> dict[str, Any]:
 
 def ends_of(trainer: Any) -> dict[str, Any]:
     state = trainer.state
+    model = torch.nn.Module() if trainer.model is None else trainer.model
     return {
         "state": state_of(state),
         "log_history": [without_times(entry) for entry in state.log_history],
-        "weights": dict(trainer.model.state_dict()),
-        "training": trainer.model.training,
-        "requires_grad": [p.requires_grad for p in trainer.model.parameters()],
+        "weights": dict(model.state_dict()),
+        "training": model.training,
+        "requires_grad": [p.requires_grad for p in model.parameters()],
         "control": {flag: getattr(trainer.control, flag) for flag in FLAGS},
         "callbacks": [
             type(c).__name__ for c in trainer.callback_handler.callbacks

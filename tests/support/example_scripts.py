@@ -874,6 +874,61 @@ def made_anew(lab: Lab) -> Any:
     return trainer
 
 
+def other_arguments(lab: Lab) -> Any:
+    """A second train() of the same Trainer, with other arguments and data."""
+    trainer = fit(lab, lab.hf.Trainer, eval_strategy="epoch", save_strategy="no")
+    trainer.args.learning_rate, trainer.args.num_train_epochs = 5e-4, 1
+    trainer.train_dataset = classified(12, seed=4)
+    trainer.train()
+    lab.show(trainer.evaluate({"near": classified(5), "far": classified(6)}))
+    return trainer
+
+
+def deterministic(lab: Lab) -> Any:
+    try:
+        return fit(lab, lab.hf.Trainer, full_determinism=True, eval_strategy="epoch")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def not_finite(lab: Lab) -> Any:
+    """Losses that are NaN, of gradients that are not."""
+
+    class Sometimes(lab.hf.Trainer):  # type: ignore[misc]
+        calls = 0
+
+        def training_step(self, *args: Any) -> Any:
+            self.calls += 1
+            loss = super().training_step(*args)
+            return loss * float("nan") if self.calls in (3, 4, 7, 12) else loss
+
+    return fit(lab, Sometimes, logging_steps=4, num_train_epochs=3)
+
+
+def search(lab: Lab) -> Any:
+    """Two values by optuna, of three models."""
+    import optuna
+
+    def space(trial: Any) -> dict[str, Any]:
+        rate = trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True)
+        return {"learning_rate": rate, "weight_decay": trial.suggest_int("decay", 0, 1)}
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    trainer = lab.hf.Trainer(
+        args=arguments(
+            lab, num_train_epochs=1, eval_strategy="epoch", save_strategy="epoch"
+        ),
+        model_init=lambda: lab.see(bert("SequenceClassification", num_labels=3)),
+        train_dataset=classified(20), eval_dataset=classified(9, seed=1),
+        processing_class=tokenizer(), callbacks=[lab.watch],
+    )  # fmt: skip
+    best = trainer.hyperparameter_search(
+        space, n_trials=3, sampler=optuna.samplers.RandomSampler(seed=4)
+    )
+    lab.show([best.run_id, best.objective, best.hyperparameters])
+    return trainer
+
+
 SCRIPTS = {
     script.__name__: script
     for script in (
@@ -882,6 +937,7 @@ SCRIPTS = {
         clm_tied, mlm, mlm_of_a_seed, question_answering, translation, images, speech,
         lora, weighted_loss, loss_of_old_signature, loss_function,
         optimizer_of_ones_own, optimizer_by_class, early_stopping, several_evaluations,
-        plain_module, contrastive, hooks, stream, made_anew,
+        plain_module, contrastive, hooks, stream, made_anew, other_arguments,
+        deterministic, not_finite, search,
     )
 }  # fmt: skip
