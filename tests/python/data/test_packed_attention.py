@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draws import draws
 from torch.overrides import TorchFunctionMode
 
 from ctrainer.adapters import _torch_packing as packing
-from tests.support.draws import draws
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY, LONGEST = 60, 128
