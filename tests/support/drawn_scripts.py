@@ -221,6 +221,8 @@ def options(case: Case) -> dict[str, Any]:
     if case["data"] == "pairs":
         found |= {"predict_with_generate": case["generate"], **case["generation"]}
         found |= {"include_for_metrics": [], "neftune_noise_alpha": None}
+        # Rounding decides between beams that are as good.
+        found |= {"bf16": False, "bf16_full_eval": False}
     if case["again"] or case["checkpoint"] == "first":  # by time, ours by step
         found["save_total_limit"] = None
     if case["loss"] == "function":  # which ignores the count
