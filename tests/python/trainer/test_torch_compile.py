@@ -177,6 +177,20 @@ def test_only_the_wrapped_model_is_compiled(tmp_path: Path) -> None:
         assert torch.equal(mine, other)
 
 
+@pytest.mark.exhaustive
+def test_a_process_needs_no_more_memory_than_on_transformers(tmp_path: Path) -> None:
+    """Most of it is torch.compile's own, during the compilation."""
+    (mine,), (theirs,) = (
+        ranks.told(
+            ranks.run(
+                tmp_path / str(theirs), "trainer.compiled_peak", 1, theirs=theirs
+            )
+        )
+        for theirs in (False, True)
+    )  # fmt: skip
+    assert mine <= theirs
+
+
 # ---- with other arguments ------------------------------------------------------------
 
 ALIKE: dict[str, dict[str, Any]] = {
