@@ -109,7 +109,8 @@ class TrainingArguments(Setters):
         return default_of(cls, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "_device"}
+        left_out = ("_device", "_deepspeed_config")  # made anew where they are needed
+        return {k: v for k, v in vars(self).items() if k not in left_out}
 
     def __str__(self) -> str:
         lines = [f"{name}={value!r}" for name, value in sorted(self._shown().items())]

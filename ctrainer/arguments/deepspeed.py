@@ -358,12 +358,25 @@ def config_of(args: Any) -> HfTrainerDeepSpeedConfig | None:
     given = given_to(args)
     if not given:
         return None
-    known: HfTrainerDeepSpeedConfig | None = vars(args).get("_deepspeed_config")
-    if known is None:
+    known: HfTrainerDeepSpeedConfig
+    of, known = vars(args).get("_deepspeed_config", (None, None))
+    if of != [given, *_facts(args)]:  # as when a search has set the learning rate
         known = HfTrainerDeepSpeedConfig(given, getattr(args, "deepspeed_rules", "v5"))
         known.trainer_config_process(args)
-        args._deepspeed_config = known
+        args._deepspeed_config = [given, *_facts(args)], known
     return known
+
+
+def _facts(args: Any) -> list[Any]:
+    """The arguments that complete a configuration."""
+    return [getattr(args, name) for name in _FACTS]
+
+
+_FACTS = """
+    per_device_train_batch_size gradient_accumulation_steps max_grad_norm learning_rate
+    adam_beta1 adam_beta2 adam_epsilon weight_decay fp16 fp16_full_eval bf16
+    bf16_full_eval save_on_each_node
+    """.split()
 
 
 def given_to(args: Any) -> Any:

@@ -148,6 +148,22 @@ def test_a_second_run_of_another_length_is_completed_anew() -> None:
         assert made.get_value("scheduler.params.total_num_steps") == steps
 
 
+def test_arguments_that_change_complete_it_anew() -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    args = arguments(deepspeed=config)
+    first = args.hf_deepspeed_config
+    assert args.hf_deepspeed_config is first
+    args.learning_rate = 0.25
+    assert args.hf_deepspeed_config.get_value("optimizer.params.lr") == 0.25
+    trainer = tiny.make(
+        ctrainer.Trainer, tiny.gpt2(), tiny.tokens(8), deepspeed=config, max_steps=1,
+        lr_scheduler_type="constant", learning_rate=0.5,
+    )  # fmt: skip
+    trainer.args.learning_rate = 0.125
+    trainer.train()
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.125
+
+
 FULL = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
 
 
