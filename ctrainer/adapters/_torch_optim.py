@@ -59,13 +59,16 @@ def embeddings(model: nn.Module) -> list[torch.Tensor]:
     return [getattr(table, "_sharded_param", table) for table in tables]
 
 
-def optimizer_class(
-    cls: str, name: str, model: nn.Module
-) -> tuple[Any, dict[str, Any]]:
+def optimizer_class(cls: str, name: str, model: Any) -> tuple[Any, dict[str, Any]]:
     """The class `cls`, which optim=name means, and keywords of its own: ours, or
-    torch's own where our kernels cannot update all parameters."""
+    torch's own where our kernels cannot update all parameters.
+
+    model: whose parameters; or the device of parameters that are not known.
+    """
     from ctrainer import optim
 
+    if not isinstance(model, nn.Module):
+        model = nn.ParameterList([torch.empty(0, device=model)])
     devices = devices_elsewhere(model.parameters())
     if not devices:
         found = getattr(optim, cls)

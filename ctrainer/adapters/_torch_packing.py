@@ -128,12 +128,13 @@ class _Packs(NamedTuple):
                 owners += [-1] * padding
             mask, shape = None, (len(rows), width)
             if any(len(row) > 1 for row in rows):
-                own = torch.tensor(owners[begin:]).view(shape)
+                own = torch.tensor(owners[begin:], device="cpu").view(shape)
                 mask = (own[:, None, :, None] == own[:, None, None, :]).tril()
                 mask = mask.to(device)
             groups.append(_Group(shape, mask))
-        places = torch.tensor(owners).ge(0).nonzero().squeeze(1)
-        tokens, back = torch.tensor(there), torch.empty(starts[-1], dtype=torch.int64)
+        places = torch.tensor(owners, device="cpu").ge(0).nonzero().squeeze(1)
+        tokens = torch.tensor(there, device="cpu")
+        back = torch.empty(starts[-1], dtype=torch.int64, device="cpu")
         back[tokens[places]] = places
         return cls(groups, tokens.to(device), back.to(device))
 
@@ -184,9 +185,9 @@ def _mask(*args: Any, **given: Any) -> Any:
     )
     if packed:
         # Which tokens see the one before them, or, as in a block of an image, after.
-        sees, first = given["mask_function"], torch.zeros(1, dtype=torch.int64)
-        first = first.to(given["device"])
-        later = torch.arange(1, length, device=given["device"])
+        sees, device = given["mask_function"], given["device"]
+        first = torch.zeros(1, dtype=torch.int64, device=device)
+        later = torch.arange(1, length, device=device)
         before = sees(first, first, later, later - 1)
         ends = (~before).nonzero().squeeze(1) + 1
         starts = [0, *ends.tolist(), length]
@@ -195,7 +196,7 @@ def _mask(*args: Any, **given: Any) -> Any:
             longest <= given.get("local_size", longest)
             and not sees(first, first, later - 1, later).any()
         ):
-            return _Packs.of(starts, given["device"])
+            return _Packs.of(starts, device)
     return ALL_MASK_ATTENTION_FUNCTIONS[_THEIRS](*args, **given)
 
 

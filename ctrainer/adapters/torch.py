@@ -77,11 +77,6 @@ def prepare_input(data: Any, device: Any) -> Any:
     )
 
 
-def model_on(device: Any) -> Model:
-    """A model of no elements, for what asks a model where it is."""
-    return nn.ParameterList([torch.empty(0, device=device)])
-
-
 def move_model(model: Model, device: Any) -> None:
     """Move the model's parameters and buffers in place; tied weights stay tied."""
     model.to(device)

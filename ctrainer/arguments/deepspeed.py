@@ -69,15 +69,23 @@ class HfDeepSpeedConfig:
         return int(self.get_value("zero_optimization.stage", 0))
 
     def offload_device(self, part: str) -> str:
-        """Where "offload_optimizer" or "offload_param" puts things: none, cpu or nvme,
-        also under the older names."""
+        """Return where things are offloaded to: none, cpu or nvme.
+
+        Args:
+            part (str): "offload_optimizer" or "offload_param", also set under their
+                older names.
+        """
         older = (old for old, new in _OFFLOADS.items() if new == part)
         if any(self.is_true(f"zero_optimization.{old}") for old in older):
             return "cpu"
         return str(self.get_value(f"zero_optimization.{part}.device", "none"))
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
-        """(the section that has a key, or None; the key's own name)."""
+        """Return (the section that has a key, or None; the key's own name).
+
+        Args:
+            ds_key_long (str): The key with its sections' names, joined by dots.
+        """
         *sections, name = ds_key_long.split(".")
         node: Any = self.config
         for section in sections:
@@ -87,12 +95,22 @@ class HfDeepSpeedConfig:
         return node, name
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a key, by its name with its sections' names, or the default."""
+        """Return the value of a key.
+
+        Args:
+            ds_key_long (str): The key with its sections' names, joined by dots.
+            default (default None): Of a key that is not there.
+        """
         node, name = self.find_config_node(ds_key_long)
         return default if node is None else node.get(name, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Delete a section. Raises ValueError where it must exist and does not."""
+        """Delete a section.
+
+        Args:
+            ds_key_long (str): Its name with those of the sections around it.
+            must_exist (bool, default False): Raise ValueError where it does not.
+        """
         node, name = self.find_config_node(ds_key_long)
         if node is not None and name in node:
             del node[name]
@@ -102,25 +120,33 @@ class HfDeepSpeedConfig:
             )
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Is the key there, and its value true?"""
+        """Return whether the key is there and its value true.
+
+        Args:
+            ds_key_long (str): The key with its sections' names, joined by dots.
+        """
         value = self.get_value(ds_key_long)
         return value is not None and bool(value)
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Is the key there, and its value false?"""
+        """Return whether the key is there and its value false.
+
+        Args:
+            ds_key_long (str): The key with its sections' names, joined by dots.
+        """
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Is the stage 2?"""
+        """Return whether the stage is 2."""
         return self.stage == 2
 
     def is_zero3(self) -> bool:
-        """Is the stage 3?"""
+        """Return whether the stage is 3."""
         return self.stage == 3
 
     def is_offload(self) -> bool:
-        """Is anything offloaded in stage 2 or 3?"""
+        """Return whether anything is offloaded in stage 2 or 3."""
         devices = map(self.offload_device, ("offload_optimizer", "offload_param"))
         return self.stage >= 2 and any(device != "none" for device in devices)
 
@@ -146,7 +172,7 @@ class HfTrainerDeepSpeedConfig(HfDeepSpeedConfig):
         self._dtype: str | None = None
 
     def dtype(self) -> Any:
-        """The torch.dtype that layers compute in.
+        """Return the torch.dtype that layers compute in.
 
         Raises:
             ValueError: trainer_config_process() was not called.
@@ -158,7 +184,11 @@ class HfTrainerDeepSpeedConfig(HfDeepSpeedConfig):
         return dtype_of(self._dtype)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Is the value to be filled in?"""
+        """Return whether the value is to be filled in.
+
+        Args:
+            ds_key_long (str): The key with its sections' names, joined by dots.
+        """
         value = self.get_value(ds_key_long)
         return bool(value == "auto" or (self.older and value == 0))
 
@@ -192,7 +222,13 @@ class HfTrainerDeepSpeedConfig(HfDeepSpeedConfig):
     def fill_only(
         self, ds_key_long: str, hf_val: Any, hf_key: str | None = None
     ) -> None:
-        """Put the value where "auto" is."""
+        """Put the value where "auto" is.
+
+        Args:
+            ds_key_long (str): The key with its sections' names.
+            hf_val: The value.
+            hf_key (str | None, default None): Its name.
+        """
         self.fill_match(ds_key_long, hf_val, hf_key, must_match=False)
 
     def trainer_config_process(

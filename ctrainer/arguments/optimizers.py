@@ -199,7 +199,7 @@ def optimizer_class(
     """
     zero = deepspeed.config_of(args)
     section = None if zero is None else deepspeed.optimizer_of(zero)
-    if section is not None:
+    if section is not None and model is not None:
         return _of_deepspeed(args, *section, adapter, model)
     name = str(getattr(args.optim, "value", args.optim))
     if not supported(name):
@@ -212,9 +212,8 @@ def optimizer_class(
             f"optim_target_modules={args.optim_target_modules!r}: optim={name!r} "
             "updates all modules; only GaLore's and APOLLO's optimizers support it"
         )
-    if model is None:
-        model = adapter.model_on(args.device)
-    cls, kwargs = adapter.optimizer_class(recipe.cls, name, model)
+    where = args.device if model is None else model
+    cls, kwargs = adapter.optimizer_class(recipe.cls, name, where)
     taken = {word: _TAKEN[word](args) for word in recipe.takes}
     precision = _precision_of(args, cls)
     given = checked_options(getattr(args, "optim_args", None), name, cls)

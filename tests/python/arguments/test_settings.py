@@ -560,7 +560,7 @@ class TestFairseq:
 
 
 class TestEnvironment:
-    @pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+    @pytest.mark.parametrize("name", ["MEGATRON_LM", "PARALLELISM_CONFIG"])
     def test_another_engine_is_rejected(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

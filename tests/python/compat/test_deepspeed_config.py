@@ -322,6 +322,12 @@ def test_sections_that_cannot_be_taken_are_rejected_before_the_first_update(
         train(section, learning_rate=1e-2)
 
 
+def test_without_a_model_the_class_is_that_of_optim() -> None:
+    args = arguments(deepspeed=adam("SGD", lr=1e-3))
+    cls, _ = ctrainer.Trainer.get_optimizer_cls_and_kwargs(args)
+    assert cls is ctrainer.optim.AdamW
+
+
 def test_the_loss_scale_is_that_of_the_section_fp16() -> None:
     fp16 = {"enabled": "auto", "initial_scale_power": 5, "loss_scale_window": 2}
     scaler = train({"fp16": fp16}, fp16=True)._loss_scaler
