@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import json
 import logging
 import os
@@ -12,6 +14,7 @@ from importlib import import_module
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
+from ctrainer.arguments import deepspeed
 from ctrainer.comm import world
 from ctrainer.comm.environment import set_local_rendezvous
 from ctrainer.runtime import replaced
@@ -58,6 +61,7 @@ def patch_transformers() -> None:
     for place, name in found:
         for module in _copies(place):
             setattr(module, name, ours[name])
+    _take_deepspeed(_arguments_class())
     late = _holders(set(replaced.classes.values()))
     if late:
         logger.warning(
@@ -73,6 +77,33 @@ def unpatch_transformers() -> None:
         for module in _copies(place):
             setattr(module, name, original)
     replaced.classes.clear()
+    cls = _arguments_class()
+    cls.__post_init__ = inspect.unwrap(cls.__post_init__)
+
+
+def _arguments_class() -> Any:
+    return import_module("transformers.training_args").TrainingArguments
+
+
+def _take_deepspeed(cls: Any) -> None:
+    """Let transformers' arguments leave `deepspeed`, for which they need DeepSpeed, to
+    ours."""
+    theirs = inspect.unwrap(cls.__post_init__)
+
+    @functools.wraps(theirs)
+    def __post_init__(self: Any) -> None:
+        given, self.deepspeed = self.deepspeed, None
+        name = "ACCELERATE_USE_DEEPSPEED"
+        launched = os.environ.pop(name, None)
+        try:
+            theirs(self)
+        finally:
+            self.deepspeed = given
+            if launched is not None:
+                os.environ[name] = launched
+        self.hf_deepspeed_config = deepspeed.config_of(self)
+
+    cls.__post_init__ = __post_init__
 
 
 def _copies(name: str) -> list[ModuleType]:

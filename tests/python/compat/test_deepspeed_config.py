@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import tiny
 import torch
+import transformers
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig as Accelerates
 from draws import draws
@@ -29,6 +30,7 @@ from ctrainer.compat.deepspeed import (
     HfTrainerDeepSpeedConfig,
     json_schema,
 )
+from ctrainer.hf import unpatch_transformers
 
 _METHODS = {
     name: value
@@ -499,3 +501,27 @@ def test_accelerate_launch_s_flags_are_a_configuration(
     assert args.distributed_state.num_processes == 1
     with pytest.raises(ValueError, match="fsdp and deepspeed both shard"):
         arguments(fsdp="full_shard")
+
+
+def test_arguments_of_transformers_take_one_after_patching(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = transformers.TrainingArguments.__post_init__
+    ctrainer.patch_transformers()
+    try:
+        ctrainer.patch_transformers()  # again
+        args = arguments(cls=transformers.TrainingArguments, deepspeed=FULL)
+        assert args.deepspeed == FULL
+        assert args.hf_deepspeed_config.config["train_batch_size"] == 4
+        made = ctrainer.Trainer(tiny.gpt2(), args, train_dataset=tiny.tokens(8))
+        assert made.is_fsdp_enabled
+        assert arguments(cls=transformers.TrainingArguments).hf_deepspeed_config is None
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        args = arguments(cls=transformers.TrainingArguments)
+        assert args.hf_deepspeed_config.is_zero2()
+        monkeypatch.undo()
+    finally:
+        unpatch_transformers()
+    assert transformers.TrainingArguments.__post_init__ is own
+    with pytest.raises(ImportError, match="deepspeed"):
+        arguments(cls=transformers.TrainingArguments, deepspeed=FULL)
