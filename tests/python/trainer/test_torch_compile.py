@@ -128,11 +128,15 @@ def test_every_model_has_no_more_graphs_than_on_transformers(
     theirs = trained(tmp_path, kind, theirs=True, **options)
     check_beside(mine, theirs)
     rtol = RTOL_BF16 if way == "bf16" else RTOL
-    check_near(mine, trained(tmp_path, kind, **WAYS[way]), rtol)
     # transformers adds up the means that the losses of BERT are, and does not shift
     # the labels of a compiled model for label smoothing.
-    if kind != "bert" and way != "smoothed":
+    beside = kind != "bert" and way != "smoothed"
+    if beside:
         check_near(mine, theirs, rtol)
+    # inductor rounds to bfloat16 in other places: a norm of Llama's gradient differs
+    # from that without compilation by 4.7 %, on transformers by the same digits.
+    if not (beside and way == "bf16"):
+        check_near(mine, trained(tmp_path, kind, **WAYS[way]), rtol)
 
 
 # Of a training, and of its trainer.
