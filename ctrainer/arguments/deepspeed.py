@@ -52,12 +52,17 @@ class HfDeepSpeedConfig:
 
     def __init__(self, config_file_or_dict: Any) -> None:
         self.config: dict[str, Any] = _load(config_file_or_dict)
-        deepspeed_keys.check(self.config)
+        if "bfloat16" in self.config:
+            if "bf16" in self.config:
+                raise ValueError(
+                    "deepspeed: bf16 and its older name bfloat16 are both set; leave "
+                    "one out"
+                )
+            self.config["bf16"] = self.config.pop("bfloat16")
+        deepspeed_keys.take(self.config)
         stage = self.config.get("zero_optimization")
         if isinstance(stage, bool):  # DeepSpeed's first format
             self.config["zero_optimization"] = {"stage": int(stage)}
-        if "bfloat16" in self.config:
-            self.config.setdefault("bf16", self.config.pop("bfloat16"))
         if all(self.get_value(f"{name}.enabled") is True for name in ("fp16", "bf16")):
             raise ValueError(
                 "deepspeed: bfloat16 and fp16 modes cannot be simultaneously enabled"
@@ -290,7 +295,7 @@ class HfTrainerDeepSpeedConfig(HfDeepSpeedConfig):
             )
         if "gradient_clipping" in self.config:
             args.max_grad_norm = float(self.config["gradient_clipping"])
-        if self.is_true("fp16.enabled"):
+        if self.get_value("fp16.enabled") is True:
             args.fp16 = True
         elif args.fp16:
             self.config["fp16"] = {**self.config.get("fp16", {}), "enabled": True}

@@ -9,7 +9,7 @@ runtime/config.py, zero/config.py, zero/offload_config.py and precision_config.p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -282,21 +282,35 @@ KEYS: dict[str, Key] = {
     "checkpoint.writer": _idle(dict | None, "asynchronous_save says how"),
 }  # fmt: skip
 _FREE = {"optimizer.params", "scheduler.params", "zero_optimization.leaf_module"}
+# Keys whose "auto" arguments or the model fill in; those of _FREE sections beside.
+_FILLED_IN = frozenset(
+    """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
+    gradient_clipping fp16.enabled bf16.enabled
+    zero_optimization.reduce_bucket_size zero_optimization.stage3_prefetch_bucket_size
+    zero_optimization.stage3_param_persistence_threshold
+    """.split()
+)
 
 
-def check(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first key that is unknown, with the nearest one, of
-    another type, or rejected; "auto" is of any type."""
-    for long, value in _keys_of(config, ""):
+def take(config: dict[str, Any]) -> None:
+    """Convert the values to their types.
+
+    Raises ValueError for the first key that is unknown, with the nearest one, of
+    another type, or rejected; and for "auto" that nothing fills in.
+    """
+    for section, long, value in _keys_of(config, ""):
         if long in _SWITCH:
             if value and (not isinstance(value, dict) or value.get("enabled")):
                 raise ValueError(_sentence(long, value, _SWITCH[long]))
             continue
         key = KEYS[long]
-        if value == "auto" and not _is_section(long):
+        if value == "auto" and long in _FILLED_IN:
             continue
         if key.asks_nothing is None:
-            read(value, key.hint, f"deepspeed: {long}")
+            found = read(value, key.hint, f"deepspeed: {long}")
+            if not isinstance(found, dict):
+                section[long.rpartition(".")[2]] = found
         elif value not in key.asks_nothing:
             raise ValueError(_sentence(long, value, key.note))
 
@@ -309,8 +323,10 @@ def _sentence(key: str, value: Any, why: str) -> str:
     return f"deepspeed: {key}={value!r} is not supported: {why}"
 
 
-def _keys_of(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """The keys of a section and of those in it, by their long names."""
+def _keys_of(
+    section: dict[str, Any], prefix: str
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """(its section, long name, value) of the keys of a section and of those in it."""
     known = [n.removeprefix(prefix) for n in KEYS if n.startswith(prefix)]
     known = [name for name in known if "." not in name]
     if not prefix:
@@ -319,14 +335,15 @@ def _keys_of(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
     reject_unknown(f"deepspeed: {where}", section, known)
     for name, value in section.items():
         long = prefix + name
-        yield long, value
-        if _is_section(long) and isinstance(value, Mapping):
+        yield section, long, value
+        if _is_section(long) and isinstance(value, dict):
             yield from _keys_of(value, f"{long}.")
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a configuration, by draft 2020-12, for editors and
-    validators: every key that may be set, of its type or "auto"."""
+    validators: every key that may be set, of its type or, where that is filled in,
+    "auto"."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "DeepSpeed configuration, as ctrainer reads it",
@@ -351,12 +368,14 @@ def _schema_of_section(prefix: str) -> dict[str, Any]:
 
 
 def _schema_of_key(long: str, key: Key) -> dict[str, Any]:
+    long = "bf16" if long == "bfloat16" else long
     if key.asks_nothing is not None:
         return {"enum": list(key.asks_nothing)}
     if _is_section(long):
         types = ["object"] if key.hint is dict else ["object", "boolean"]
         return {**_schema_of_section(f"{long}."), "type": types}
-    return {"anyOf": [*_schemas_of(key.hint), {"const": "auto"}]}
+    auto = [{"const": "auto"}] if long in _FILLED_IN else []
+    return {"anyOf": [*_schemas_of(key.hint), *auto]}
 
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}

@@ -217,6 +217,29 @@ def test_a_key_that_is_not_supported_is_rejected_unless_it_asks_for_nothing(
         HfDeepSpeedConfig(nested({key: {"else": 1}}))
 
 
+def test_words_and_numbers_become_of_their_types() -> None:
+    config = {"fp16": {"enabled": "false", "loss_scale_window": 1e3}}
+    found = HfDeepSpeedConfig({**config, "zero_optimization": "true"})
+    assert found.get_value("fp16.enabled") is False
+    assert type(found.get_value("fp16.loss_scale_window")) is int
+    assert found.stage == 1
+    assert config["fp16"]["enabled"] == "false"
+    assert HfDeepSpeedConfig({"bfloat16": {"enabled": True}}).is_true("bf16.enabled")
+    with pytest.raises(ValueError, match="the section bf16 has no 'enabld'"):
+        HfDeepSpeedConfig({"bfloat16": {"enabld": True}})
+    with pytest.raises(ValueError, match="bfloat16 are both set"):
+        HfDeepSpeedConfig({"bfloat16": {}, "bf16": {}})
+
+
+@pytest.mark.parametrize(
+    "key", ["zero_optimization.zero_quantized_weights", "zero_optimization.stage",
+            "zero_optimization.cpu_offload", "fp16.loss_scale"]
+)  # fmt: skip
+def test_auto_that_nothing_fills_in_is_rejected(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"deepspeed: {key} must be .* not 'auto'"):
+        HfDeepSpeedConfig(nested({key: "auto"}))
+
+
 def test_a_section_that_is_off_is_taken() -> None:
     off = {name: {"enabled": False} for name in ("amp", "wandb", "elasticity")}
     assert HfDeepSpeedConfig(off).config == off
@@ -402,6 +425,8 @@ def test_clipping_is_the_configuration_s_by_the_rules_of_4_5() -> None:
     args = arguments(deepspeed={"gradient_clipping": 0.3}, deepspeed_rules="v4.5")
     assert config_of(args) is args.hf_deepspeed_config
     assert args.max_grad_norm == 0.3
+    auto = {"fp16": {"enabled": "auto"}}
+    assert not arguments(deepspeed=auto, deepspeed_rules="v4.5").fp16
     with pytest.raises(ValueError, match="deepspeed_rules"):
         arguments(deepspeed={}, deepspeed_rules="v4")
 
@@ -428,7 +453,7 @@ def reads(config: Any) -> bool:
     try:
         HfDeepSpeedConfig(config)
     except ValueError as error:
-        return "simultaneously enabled" in str(error)
+        return "simultaneously enabled" in str(error) or "both set" in str(error)
     return True
 
 
