@@ -80,8 +80,10 @@ def trainer(folder: str, name: str, **options: Any) -> Any:
     words, _, dtype = name.rpartition(" ")
     precision: dict[str, Any] = {dtype: True} if dtype != "fp32" else {}
     cls: Any = OneGroup
-    if name in CASES:
-        cls, shards = ctrainer.Trainer, {"deepspeed": configuration(*CASES[name])}
+    if words.split()[0].isdigit():
+        stage, offload = words.split(" ", 1)
+        cls = ctrainer.Trainer
+        shards = {"deepspeed": configuration(int(stage), offload, dtype)}
     else:
         shards = {"sharded_ddp": words}
         if precision:
@@ -99,6 +101,13 @@ def trainer(folder: str, name: str, **options: Any) -> Any:
     )  # fmt: skip
 
 
+def in_groups(folder: str, ranks: int) -> Any:
+    """A trainer of stage 3 whose parameters so many ranks share."""
+    config = configuration(3, "none", "fp32")
+    config["zero_optimization"]["mics_shard_size"] = ranks
+    return trainer(folder, "3 none fp32", deepspeed=config)
+
+
 def told(made: Any) -> dict[str, Any]:
     logs = [log for log in made.state.log_history if "grad_norm" in log]
     config = made.args.hf_deepspeed_config
@@ -106,6 +115,7 @@ def told(made: Any) -> dict[str, Any]:
         "losses": [log["loss"] for log in logs],
         "norms": [log["grad_norm"] for log in logs],
         "units": len(made.model.units()) if made.is_fsdp_enabled else 0,
+        "shares": made.model.world_size if made.is_fsdp_enabled else 0,
         "rates": [log["learning_rate"] for log in logs],
         "sharded": type(made.model).__name__ == "TrainedModel",
         "stage": None if config is None else config.stage,

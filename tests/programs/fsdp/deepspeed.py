@@ -13,4 +13,11 @@ for name in [*runs.CASES, *runs.FAIRSCALE]:
     made = runs.trainer(f"{folder}/{name}", name)
     made.train()
     results[name] = runs.told(made)
+made = runs.in_groups(f"{folder}/groups", 1)
+made.train()
+results["groups of one"] = runs.told(made)
+try:
+    runs.in_groups(f"{folder}/three", 3).train()
+except ValueError as error:
+    results["groups of three"] = str(error)
 tell(results)

@@ -3,11 +3,16 @@ offload, precision."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import deepspeed_trainings as runs
 import pytest
 import ranks
+from torch import nn
+
+from ctrainer.arguments.fsdp import Sharding
+from ctrainer.fsdp import trained_model
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +50,33 @@ def test_sharded_ddp_trains_as_plain_torch_does_in_one_process(
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
         assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-6)
         assert ours["units"] == (3 if "auto_wrap" in words else 1)
+
+
+def test_parameters_are_shared_by_as_many_ranks_as_mics_shard_size_says(
+    found: list[Any], wanted: dict[str, Any]
+) -> None:
+    for rank in found:
+        ours = rank["groups of one"]
+        assert ours["losses"] == pytest.approx(wanted["fp32"]["losses"], rel=1e-6)
+        assert ours["shares"] == 1
+        assert rank["zero_dp_3 auto_wrap offload fp32"]["shares"] == 2
+        assert (
+            "mics_shard_size=3 does not divide the 2 ranks" in rank["groups of three"]
+        )
+
+
+def test_units_and_what_is_prefetched_follow_the_numbers_of_parameters() -> None:
+    inner = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 100))  # 110 and 1,100
+    model = nn.Sequential(inner, nn.Linear(100, 3))
+    for least, sizes in ((100, [110, 303, 1100]), (1000, [1100]), (5000, [])):
+        plan = Sharding(unnamed_min_num_params=least)
+        chosen = trained_model.choose(model, plan)
+        units = [m for m in model.modules() if id(m) in chosen]
+        assert sorted(sum(p.numel() for p in m.parameters()) for m in units) == sizes
+    both = {"forward_prefetch": True, "backward_prefetch": "BACKWARD_PRE"}
+    plan = Sharding(unnamed_min_num_params=100, prefetch_numel=1100, **both)
+    chosen = trained_model.choose(model, plan)
+    assert trained_model._within_limit(plan, model, chosen) == plan
+    limited = dataclasses.replace(plan, prefetch_numel=1099)
+    off = trained_model._within_limit(limited, model, chosen)
+    assert (off.forward_prefetch, off.backward_prefetch) == (False, None)
