@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from ctrainer.arguments.accelerator import BatchPlan
@@ -37,7 +38,16 @@ class WholeBatchLoader:
         return -(-len(self.loader) // self.plan.world_size)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.turns(self.loader if self.plan.rank == 0 else None)
+        if self.plan.rank == 0:
+            return self.turns(self.loader)
+        self.draw_seed()
+        return self.turns(None)
+
+    def draw_seed(self) -> None:
+        """Draw what iter() of a torch loader draws, on a rank that does not read: with
+        accelerate every rank calls it, and draws the same afterwards."""
+        if isinstance(self.loader, DataLoader):
+            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
 
     def turns(self, every: Iterable[Any] | None) -> Iterator[Any]:
         """This rank's of all batches, which rank 0 has."""

@@ -123,7 +123,10 @@ class DispatchedLoader(WholeBatchLoader):
         return n // together if self.drop_last else -(-n // together)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.scatter(iter(self.loader) if self.plan.rank == 0 else None)
+        if self.plan.rank == 0:
+            return self.scatter(iter(self.loader))
+        self.draw_seed()
+        return self.scatter(None)
 
     def scatter(
         self, batches: Iterator[Any] | None, beginning: Sequence[Any] = ()

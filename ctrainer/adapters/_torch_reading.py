@@ -562,8 +562,11 @@ class WholeBatchReader(reading.Reader):
     """Of batches of an evaluation that rank 0 reads and sends to the others."""
 
     def evaluate(self, training: reading.Reader | None = None) -> Iterator[Any]:
-        first = self.rank == 0
-        inner = reader(self.loader.loader, self.seed).evaluate() if first else None
+        inner = None
+        if self.rank == 0:
+            inner = reader(self.loader.loader, self.seed).evaluate()
+        else:
+            self.loader.draw_seed()
         found: Iterator[Any] = self.loader.turns(inner)
         return found
 
@@ -584,6 +587,7 @@ class DispatchedReader(reading.Reader):
         state = state or {}
         self.check(state, skip)
         if self._inner is None:
+            self.loader.draw_seed()
             self._batches = self.loader.scatter(None)
             return self
         inner = state.get("inner") or {}

@@ -290,13 +290,17 @@ class TrainerBase(_C.Trainer):
 
         All ranks have to call it.
         """
-        counted = self.current_flos, self._counted_tokens
-        flos, tokens = self._sum_over_ranks(*counted)
-        self.state.total_flos += float(flos)
+        self.state.total_flos += self._store_tokens(self.current_flos)
         self.current_flos = 0.0
+
+    def _store_tokens(self, flos: float = 0.0) -> float:
+        """Move the tokens counted since the last call, by all ranks, into the state;
+        returns the sum of `flos` over the ranks."""
+        flos, tokens = self._sum_over_ranks(flos, self._counted_tokens)
         if tokens:
             self.state.num_input_tokens_seen += int(tokens)
             self._counted_tokens = 0.0
+        return flos
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> Any:
         """The norm of an update's gradients, as it is logged. Hook, called between

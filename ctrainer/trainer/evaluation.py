@@ -83,6 +83,8 @@ def evaluate(
     output = _measure(
         trainer, loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix
     )
+    if trainer._counts_tokens:
+        trainer._store_tokens()
     trainer.log(output.metrics)
     trainer.control = trainer.callback_handler.on_evaluate(
         trainer.args, trainer.state, trainer.control, output.metrics

@@ -49,6 +49,8 @@ COUNT = 60
 NEEDS = {"lora": "peft", "search": "optuna"}
 # transformers cannot resume on ranks of the CPU.
 ON_RANKS = ["glue", "weighted_loss", "clm_llama", "callbacks_that_decide", "hooks"]
+# With a stream, bfloat16, pairs, and counted tokens.
+DRAWN_ON_RANKS = [4, 6, 15, 20]
 
 
 def others_exhaustive(each: Iterable[Any], quick: tuple[Any, ...]) -> list[Any]:
@@ -79,11 +81,12 @@ def test_a_script_of_drawn_arguments(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_scripts_on_two_ranks(tmp_path: Path) -> None:
+    names = [*ON_RANKS, *DRAWN_ON_RANKS]
     told: list[Any] = ranks.told(
-        ranks.run(tmp_path, "parity.no_silent_difference", names=ON_RANKS)
+        ranks.run(tmp_path, "parity.no_silent_difference", names=names)
     )
     for rank in told:
-        assert list(rank["silent"]) == ON_RANKS
+        assert list(rank["silent"]) == [*map(str, names)]
         assert not any(rank["silent"].values()), rank["silent"]
     assert "an evaluation on several ranks" in told[0]["rows"]
 
@@ -91,6 +94,9 @@ def test_scripts_on_two_ranks(tmp_path: Path) -> None:
 def test_every_permitted_difference_is_a_row_of_the_page() -> None:
     rows = rows_of_the_page()
     assert len(rows) > 30
+    lines = PAGE.read_text().splitlines()
+    times = {row: sum(x.startswith(f"| {row} |") for x in lines) for row in rows}
+    assert {row for row, n in times.items() if n > 1} <= {"---"}
     assert [p.row for p in PERMITTED if p.row not in rows] == []
 
 

@@ -107,8 +107,11 @@ PERMITTED = (
     ),
     Permitted(
         "an evaluation on several ranks",
-        r"/(eval_loss|best_metric)$|^/batches/evaluation/|^/shown/0$", "ranks",
+        r"/((eval|shown)_(loss|size)|best_metric)$|^/batches/evaluation/|^/shown/0$",
+        "ranks",
     ),
+    Permitted("`local_rank` of the arguments on several ranks",
+              r"/training_args.bin/local_rank$", "ranks"),
     Permitted(
         "`num_input_tokens_seen` on several ranks", r"/state/num_input_tokens_seen$",
         "ranks",
