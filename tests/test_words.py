@@ -87,6 +87,7 @@ ALLOWED = {
     "ctrainer/trainer_utils.py": r"rates?",  # per second
     "csrc/core/base/crc.c": r"distance",  # in bits
     "ctrainer/arguments/deepspeed_keys.py": r"distance",  # DeepSpeed's key
+    "ctrainer/compat/deepspeed/_config.py": r"distance",
     "docs/reference/deepspeed.md": r"distance",
     "csrc/core/schedule/schedule.c": r"distance",  # of two words
     "csrc/binding/bmuf/bmuf.c": r"and passes over",  # loops over tensors

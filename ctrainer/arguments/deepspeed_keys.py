@@ -276,8 +276,9 @@ KEYS: dict[str, Key] = {
     "checkpoint.use_node_local_storage": _idle(bool, "save_on_each_node says so"),
     "checkpoint.tag_validation": _idle(str, "checkpoints are named by their step"),
     "checkpoint.parallel_write": _idle(dict, "ranks write their shards at once"),
-    "checkpoint.load_universal": _rejected(
-        "ctrainer's checkpoints load on any number of ranks as they are", False
+    "checkpoint.load_universal": Key(
+        bool, "of initialize(): latest_universal names the checkpoint; a Trainer's "
+        "load on any number of ranks as they are"
     ),
     "checkpoint.writer": _idle(dict | None, "asynchronous_save says how"),
 }  # fmt: skip

@@ -3,6 +3,16 @@ learning-rate schedules, without DeepSpeed."""
 
 from ctrainer.arguments.deepspeed import HfDeepSpeedConfig, HfTrainerDeepSpeedConfig
 from ctrainer.arguments.deepspeed_keys import json_schema
+from ctrainer.compat.deepspeed._config import (
+    DeepSpeedBF16Config,
+    DeepSpeedConfig,
+    DeepSpeedFP16Config,
+    DeepSpeedZeroConfig,
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    get_bfloat16_config,
+    get_float16_config,
+)
 from ctrainer.deepspeed_schedules import (
     LRRangeTest,
     OneCycle,
@@ -12,6 +22,12 @@ from ctrainer.deepspeed_schedules import (
 )
 
 __all__ = [
+    "DeepSpeedBF16Config",
+    "DeepSpeedConfig",
+    "DeepSpeedFP16Config",
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
     "HfDeepSpeedConfig",
     "HfTrainerDeepSpeedConfig",
     "LRRangeTest",
@@ -19,5 +35,7 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "get_bfloat16_config",
+    "get_float16_config",
     "json_schema",
 ]
