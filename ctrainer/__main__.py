@@ -33,6 +33,10 @@ COMMANDS = {
         "print memory and traffic of sharded training on 8 to 1024 GPUs",
     ),
     "replay": ("ctrainer.commands.replay", "run a failed update again"),
+    "zero-to-fp32": (
+        "ctrainer.compat.deepspeed.zero_to_fp32",
+        "write the whole weights of a checkpoint of DeepSpeed",
+    ),
 }
 
 

@@ -457,7 +457,7 @@ def given_to(args: Any) -> Any:
     return config
 
 
-def loss_scaler_of(config: HfTrainerDeepSpeedConfig) -> dict[str, Any]:
+def loss_scaler_of(config: HfDeepSpeedConfig) -> dict[str, Any]:
     """The setting of loss_scaler that the section fp16 means."""
     section = dict(config.get_value("fp16") or {})
     for name in ("enabled", "auto_cast", "fp16_master_weights_and_grads"):
@@ -479,7 +479,7 @@ _OTHERS = {
 }
 
 
-def optimizer_of(config: HfTrainerDeepSpeedConfig) -> tuple[str, dict[str, Any]] | None:
+def optimizer_of(config: HfDeepSpeedConfig) -> tuple[str, dict[str, Any]] | None:
     """The name of a class of ctrainer.optim and its keywords, as the section optimizer
     says; None without one.
 

@@ -126,7 +126,7 @@ def sharding_of(args: Any) -> Sharding | None:
     _check_one_way(words, deepspeed.given_to(args), fairscale)
     zero = deepspeed.config_of(args)
     if zero is not None:
-        return _of_zero(zero) if zero.stage > 0 else None
+        return of_zero(zero) if zero.stage > 0 else None
     if fairscale:
         return _of_fairscale(fairscale, args.world_size)
     name = "ACCELERATE_USE_FSDP"
@@ -216,8 +216,8 @@ def _of_fairscale(words: list[str], world_size: int) -> Sharding:
     )
 
 
-def _of_zero(config: deepspeed.HfTrainerDeepSpeedConfig) -> Sharding:
-    """The section zero_optimization of stage 1, 2 or 3."""
+def of_zero(config: deepspeed.HfDeepSpeedConfig) -> Sharding:
+    """What the section zero_optimization means, of stage 0 as of 2."""
     parts = ("offload_optimizer", "offload_param")
     devices = {config.offload_device(part) for part in parts}
     if "nvme" in devices:

@@ -223,11 +223,10 @@ def optimizer_class(
     return cls, {**lr, **taken, **recipe.fixed, **kwargs, **precision, **given}
 
 
-def _of_deepspeed(
-    args: Any, name: str, params: dict[str, Any], adapter: Any, model: Any
+def class_of_deepspeed(
+    name: str, params: dict[str, Any], adapter: Any, model: Any
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The optimizer of a DeepSpeed configuration: one group of all parameters, which
-    weight decay applies to alike."""
+    """The class that a DeepSpeed configuration names, and its keywords."""
     try:
         cls, kwargs = adapter.optimizer_class(name, name, model)
     except AttributeError:
@@ -237,9 +236,17 @@ def _of_deepspeed(
         ) from None
     known = set(inspect.signature(cls).parameters) - _OF_TORCH - {"params", "precision"}
     reject_unknown(f"deepspeed: optimizer.params of {name}", params, sorted(known))
+    return cls, {**kwargs, **params}
+
+
+def _of_deepspeed(
+    args: Any, name: str, params: dict[str, Any], adapter: Any, model: Any
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The optimizer of a DeepSpeed configuration: one group of all parameters, which
+    weight decay applies to alike."""
+    cls, kwargs = class_of_deepspeed(name, params, adapter, model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    precision = _precision_of(args, cls)
-    return cls, {**kwargs, **precision, **params, "params": trained}
+    return cls, {**_precision_of(args, cls), **kwargs, "params": trained}
 
 
 def _is_elsewhere(recipe: Recipe, adapter: Any, model: Any) -> bool:

@@ -127,12 +127,13 @@ def materialize(module: nn.Module, fill: Callable[..., object] | None = None) ->
     for table in (module._parameters, module._buffers):
         for tensor in table.values():
             if tensor is not None and tensor.is_meta:
-                _move(tensor)
+                move(tensor)
                 if fill is not None:
                     fill(tensor)
 
 
-def _move(tensor: torch.Tensor) -> None:
+def move(tensor: torch.Tensor) -> None:
+    """Put one on the CPU, without values yet."""
     kept = {k: v for k, v in tensor.__dict__.items() if k != "_is_hf_initialized"}
     made = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if isinstance(tensor, nn.Parameter):

@@ -457,6 +457,7 @@ def _views_of(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces
         reject_hooks(view)
         view._part = part_of(entry, offset, communicator)
         view._orig_size = entry.param.size()
+        view._entry = entry
         pieces.append((view, own.start))
     return pieces
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,16 @@ def full_optim_state_dict(
     if rank0_only and any(shard.unit.rank != 0 for shard in shards):
         return {}
     return {"state": state, "param_groups": groups}
+
+
+def whole_values(model: nn.Module, optim: Optimizer) -> Iterator[tuple[str, str, Any]]:
+    """(name, key, value) of what the optimizer has of each whole parameter, a shard at
+    a time, on every rank. Collective."""
+    for shard in shards_of(model):
+        state: dict[str, State] = {}
+        _add_shard(state, shard, optim, keep=True)
+        for name, values in state.items():
+            yield from ((name, key, value) for key, value in values.items())
 
 
 def _renamed(given: State, names: Mapping[int, list[str]]) -> State:

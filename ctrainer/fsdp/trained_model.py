@@ -130,11 +130,15 @@ def _below(model: nn.Module) -> list[nn.Module]:
 
 
 def _places(module: nn.Module) -> Counter[nn.Parameter]:
-    """In how many places of modules each parameter is."""
+    """In how many places of modules each parameter is, or is read: those of other
+    modules are in `_external_params`, as of DeepSpeed's register_external_parameter."""
     return Counter(
         parameter
         for below in module.modules()
-        for parameter in below._parameters.values()
+        for parameter in (
+            *below._parameters.values(),
+            *below.__dict__.get("_external_params", {}).values(),
+        )
         if parameter is not None
     )
 
@@ -146,6 +150,27 @@ def recompute(model: nn.Module, chosen: set[int]) -> None:
     for module in model.modules():
         if id(module) in chosen:
             checkpoint_wrapper(module)
+
+
+# Of other packages, whose update of an element depends on others, which may be on
+# another rank. Those of ctrainer.optim have these names, too, and ask the ranks.
+_NOT_ELEMENTWISE = frozenset(
+    "Adafactor Adalomo APOLLOAdamW Composite GaLoreAdafactor GaLoreAdamW "
+    "GaLoreAdamW8bit LAMB LARS Lomo Muon StableAdamW".split()
+)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ValueError for an optimizer that needs whole parameters."""
+    if hasattr(optimizer, "_engine"):
+        return
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _NOT_ELEMENTWISE:
+            raise ValueError(
+                f"fsdp: {cls.__name__} updates elements of a parameter by what the "
+                "others are, and each rank has only a part of it; choose an "
+                "optimizer such as AdamW, which does not"
+            )
 
 
 # A sharded Trainer's files: shards of checkpoints, and the whole weights.

@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ctrainer.trainer")
 
-# Of other packages, whose update of an element depends on others, which may be on
-# another rank. Those of ctrainer.optim have these names, too, and ask the ranks.
-_NOT_ELEMENTWISE = frozenset(
-    "Adafactor Adalomo APOLLOAdamW Composite GaLoreAdafactor GaLoreAdamW "
-    "GaLoreAdamW8bit LAMB LARS Lomo Muon StableAdamW".split()
-)
 _EXCLUDED = {
     "use_bmuf": "BMUF needs the whole model on every rank",
     "use_diloco": "DiLoCo needs the whole model on every rank",
@@ -123,15 +117,10 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
 
 def check_optimizer(trainer: TrainerRun) -> None:
     """Raise ValueError for an optimizer that needs whole parameters."""
-    if trainer._shard_group is None or hasattr(trainer.optimizer, "_engine"):
-        return
-    for cls in type(trainer.optimizer).__mro__:
-        if cls.__name__ in _NOT_ELEMENTWISE:
-            raise ValueError(
-                f"fsdp: {cls.__name__} updates elements of a parameter by what the "
-                "others are, and each rank has only a part of it; choose an "
-                "optimizer such as AdamW, which does not"
-            )
+    if trainer._shard_group is not None:
+        from ctrainer.fsdp import trained_model
+
+        trained_model.check_optimizer(trainer.optimizer)
 
 
 def save_model(

@@ -1,8 +1,10 @@
-"""DeepSpeed's and transformers' names for a DeepSpeed configuration, and DeepSpeed's
-learning-rate schedules, without DeepSpeed."""
+"""DeepSpeed's names over ctrainer's engine, without DeepSpeed: `from ctrainer.compat
+import deepspeed` in the place of `import deepspeed`.
+"""
 
 from ctrainer.arguments.deepspeed import HfDeepSpeedConfig, HfTrainerDeepSpeedConfig
 from ctrainer.arguments.deepspeed_keys import json_schema
+from ctrainer.compat.deepspeed import zero
 from ctrainer.compat.deepspeed._config import (
     DeepSpeedBF16Config,
     DeepSpeedConfig,
@@ -13,6 +15,7 @@ from ctrainer.compat.deepspeed._config import (
     get_bfloat16_config,
     get_float16_config,
 )
+from ctrainer.compat.deepspeed._engine import DeepSpeedEngine, initialize
 from ctrainer.deepspeed_schedules import (
     LRRangeTest,
     OneCycle,
@@ -24,6 +27,7 @@ from ctrainer.deepspeed_schedules import (
 __all__ = [
     "DeepSpeedBF16Config",
     "DeepSpeedConfig",
+    "DeepSpeedEngine",
     "DeepSpeedFP16Config",
     "DeepSpeedZeroConfig",
     "DeepSpeedZeroOffloadOptimizerConfig",
@@ -37,5 +41,7 @@ __all__ = [
     "WarmupLR",
     "get_bfloat16_config",
     "get_float16_config",
+    "initialize",
     "json_schema",
+    "zero",
 ]
