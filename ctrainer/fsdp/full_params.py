@@ -14,8 +14,8 @@ from ctrainer.fsdp.sharded import ShardedModule, TrainingState
 
 
 def gathered(unit: Any, group: Group, shard: torch.Tensor) -> torch.Tensor:
-    """A group's values from all ranks, flat, of float32. Collective."""
-    full = torch.empty(group.size, dtype=torch.float32, device=shard.device)
+    """A group's values from all ranks, flat, of the shards' dtype. Collective."""
+    full = torch.empty(group.size, dtype=shard.dtype, device=shard.device)
     unit.communicator.all_gather(full, shard.detach().reshape(-1))
     return full
 
@@ -159,7 +159,7 @@ def empty_state(root: Any) -> dict[str, torch.Tensor]:
     """The names of state_dict(), with tensors of their shapes and no memory."""
     names, state = names_of(root), dict(persistent_buffers(root))
     for entry in entries_of(root.units()):
-        empty = torch.empty(entry.param.shape, device="meta")
+        empty = torch.empty(entry.param.shape, dtype=entry.dtype, device="meta")
         state.update(dict.fromkeys(names[id(entry.param)], empty))
     return state
 

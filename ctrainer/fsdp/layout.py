@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 
 FLOAT_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# That frozen parameters may have beside them: those that the core has.
+FROZEN_DTYPES = [
+    torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.bool,
+]  # fmt: skip
 
 
 def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
@@ -77,19 +82,21 @@ def tensor_over(
     return torch.frombuffer(memory, dtype=dtype, offset=at, count=n).view(shape)
 
 
-def new_zeros(shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """float32 zeros whose pages, in the host's memory, go back to the system with the
+def new_zeros(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Zeros whose pages, in the host's memory, go back to the system with the
     tensor: what malloc frees in pieces of a few MiB may stay with the process.
     """
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=torch.float32, device=device)
-    memory = pinned_zeros(shape.numel(), None)
-    return tensor_over(memory, torch.float32, 0, shape)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = pinned_zeros(shape.numel() * dtype.itemsize, None)
+    return tensor_over(memory, dtype, 0, shape)
 
 
-def pinned_zeros(numel: int, plugin: object) -> _C.MappedMemory:
+def pinned_zeros(nbytes: int, plugin: object) -> _C.MappedMemory:
     """The same as memory, pinned for the plugin's device."""
-    return _C.MappedMemory(numel * torch.float32.itemsize, pinned_for=plugin)
+    return _C.MappedMemory(nbytes, pinned_for=plugin)
 
 
 # Groups of parameters, and this rank's shards of them.
@@ -119,6 +126,7 @@ class Entry:
     places: list[Place]
     at: int = 0
     trains: bool = True  # or is frozen since it was wrapped, in a group that trains
+    dtype: torch.dtype = torch.float32  # of the shards; the parameter's is the gathered
 
     @property
     def numel(self) -> int:
@@ -135,7 +143,7 @@ class Entry:
 
 @dataclass
 class Group:
-    """Parameters behind each other, padded to size elements."""
+    """Parameters of one dtype behind each other, padded to size elements."""
 
     name: str  # "<module path>.<name>" of what is sharded
     entries: list[Entry]
@@ -143,6 +151,18 @@ class Group:
     requires_grad: bool
     size: int = 0
     shard_shape: torch.Size = field(default_factory=lambda: torch.Size([0]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shards."""
+        return self.entries[0].dtype
+
+    def gathered_as(self, compute: torch.dtype | None) -> torch.dtype:
+        """The dtype of the gathered parameters. None: their own, which integers
+        always keep."""
+        if compute is None or not self.dtype.is_floating_point:
+            return self.dtype
+        return compute
 
     @property
     def is_divided(self) -> bool:
@@ -202,10 +222,10 @@ class Sharding:
         memory, pinned for the plugin's device."""
         shape = group.shard_shape
         if on_host:
-            memory = pinned_zeros(shape.numel(), plugin)
-            shard = tensor_over(memory, torch.float32, 0, shape)
+            memory = pinned_zeros(shape.numel() * group.dtype.itemsize, plugin)
+            shard = tensor_over(memory, group.dtype, 0, shape)
         else:
-            shard = new_zeros(shape, group.entries[0].param.device)
+            shard = new_zeros(shape, group.dtype, group.entries[0].param.device)
         begin = self.rank * shard.numel()
         flat = shard.view(-1)
         for entry in group.entries:
@@ -250,7 +270,7 @@ def entries_of(root: nn.Module, params: Iterable[nn.Parameter]) -> list[Entry]:
         for name, param in module._parameters.items():
             if param is None or param not in wanted:
                 continue
-            entry = found.setdefault(param, Entry(param, []))
+            entry = found.setdefault(param, Entry(param, [], dtype=param.dtype))
             entry.places.append(Place(module_name, module, name))
     assert len(found) == len(wanted), (
         "there are parameters in params_to_shard not belonging to this module."
@@ -294,19 +314,24 @@ def hide(place: Place, param: nn.Parameter) -> None:
     object.__setattr__(place.module, place.name, param)
 
 
-def replace_parameters(unit: Unit, groups: list[Group], dtype: torch.dtype) -> None:
-    """Make the groups' parameters views of the unit's memory.
+def replace_parameters(
+    unit: Unit, groups: list[Group], compute: torch.dtype | None
+) -> None:
+    """Make the groups' parameters views of the unit's memory, of this dtype or their
+    own.
 
     They leave their modules' tables, so that parameters() yields shards alone, and
     forward() still finds them.
     """
     for number, (group, offset) in enumerate(zip(groups, unit.offsets, strict=True)):
+        dtype = group.gathered_as(compute)
+        begin = offset // dtype.itemsize
         for entry in group.entries:
             for place in entry.places:
                 hide(place, entry.param)
             param, shape = entry.param, entry.param.size()
             param.grad = None
-            param.data = tensor_over(unit.full, dtype, offset + entry.at, shape)
+            param.data = tensor_over(unit.full, dtype, begin + entry.at, shape)
             if group.requires_grad:
                 index = unit.add_parameter(number, entry.at, entry.numel)
                 hook = functools.partial(unit.take_grad, index)
@@ -425,9 +450,8 @@ class Views:
                 continue
             if base.view(-1)[begin:].data_ptr() == grad.data_ptr():
                 return base.view(-1)
-        return torch.zeros(
-            self.numel, dtype=torch.float32, device=self.pieces[0][0].device
-        )
+        first, _ = self.pieces[0]
+        return torch.zeros(self.numel, dtype=first.dtype, device=first.device)
 
     def follow(self, shard: nn.Parameter) -> None:
         """Become views of another shard: optimizers keep the views."""

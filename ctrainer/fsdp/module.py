@@ -23,18 +23,20 @@ class FullyShardedDataParallel(ShardedModule):
     They are gathered for the forward and the backward pass and released after each; the
     gradients are averaged, and each rank keeps those of its shards, on which any
     optimizer works. The optimizer is made after wrapping: parameters() yields the
-    shards, of float32. Wrap inner modules first and then those around them: a unit
-    shards what is below it and not sharded yet. All ranks build and call the same.
+    shards, of the parameters' dtypes. Wrap inner modules first and then those around
+    them: a unit shards what is below it and not sharded yet. All ranks build and call
+    the same.
 
     Args:
-        module (nn.Module): On the CPU or the current CUDA device, its parameters
-            float32 and, without sync_module_states, the same on every rank. On a GPU
-            the ranks of the group come together over NCCL, by the plugin
-            ctrainer._cuda.
+        module (nn.Module): On the CPU or the current CUDA device, its parameters of
+            float32, bfloat16 and float16, also mixed, frozen ones of integers, too, and
+            without sync_module_states the same on every rank. On a GPU the ranks of the
+            group come together over NCCL, by the plugin ctrainer._cuda.
         reshard_after_forward (bool, default True): Release the parameters after the
             forward pass and gather them again for the backward pass.
-        flatten_parameters (bool, default False): Shard the trainable parameters as one
-            flat parameter and the frozen ones as another, rather than each by itself.
+        flatten_parameters (bool, default False): Shard the trainable parameters of a
+            dtype as one flat parameter and the frozen ones as another, rather than each
+            by itself.
         execute_sharding_on_init (bool, default True): Wait for the other ranks, without
             on_neuron; the full parameters are gone in any case.
         optimization_barrier_in_forward, optimization_barrier_in_backward (bool, default
@@ -43,11 +45,12 @@ class FullyShardedDataParallel(ShardedModule):
         disable_reshard_on_root (bool, default True): The outermost unit keeps its
             parameters from the forward to the backward pass.
         compute_dtype (torch.dtype | str | None, default None): Of parameters and inputs
-            in the passes: float32, float16 or bfloat16, also by name; None: float32.
+            in the passes: float32, float16 or bfloat16, also by name; None: of each
+            parameter its own, as integers always have. Inputs are not cast then.
         buffer_dtype (torch.dtype | str | None, default None): Of buffers; None:
-            compute_dtype.
+            compute_dtype, float32 in a module of float32, and else their own.
         fp32_reduce_scatter (bool, default False): Reduce gradients in float32 whatever
-            compute_dtype.
+            compute_dtype, as those of a unit of several dtypes always are.
         sharding_groups (lists of ranks | Communicator | None, default None): The
             sharding groups, of which one has this rank.
         sharding_rank (int | None, default None): This rank's place in its list of
@@ -132,8 +135,8 @@ class FullyShardedDataParallel(ShardedModule):
             part of the plugin that is missing.
         ValueError: dtypes, bits, prefetches or groups that make no sense; text for a
             truth value; parameters on two devices; rows that the ranks do not divide.
-        TypeError: no module; parameters that are not float32; a policy that cannot be
-            called so; another keyword.
+        TypeError: no module; parameters of other dtypes, or of several tensors; a
+            policy that cannot be called so; another keyword.
 
     Source: torch_xla's XlaFullyShardedDataParallel, whose names, files and states it
     has; Rajbhandari et al., "ZeRO", 2020.
@@ -211,8 +214,8 @@ class FullyShardedDataParallel(ShardedModule):
         """Gather the parameters, run the module, release them, and return its output.
 
         Args:
-            *args, **kwargs: Of the module's forward; float32 tensors are cast to
-                compute_dtype.
+            *args, **kwargs: Of the module's forward; floating point tensors are cast to
+                compute_dtype, if it is given.
         """
         if self._unit.state == TrainingState.SUMMON_FULL_PARAMS.value:
             return self.module(*args, **kwargs)
@@ -220,8 +223,8 @@ class FullyShardedDataParallel(ShardedModule):
         if self._is_root and not self._is_alike:
             shard_metadata.compare(self, self.units())
             self._is_alike = True
-        if self.compute_dtype != torch.float32:
-            args, kwargs = cast_floats(self.compute_dtype, (args, kwargs))
+        if self._input_dtype is not None:
+            args, kwargs = cast_floats(self._input_dtype, (args, kwargs))
         run = self._dummy_forward if self._debug_dummy_forward_pass else self.module
         return self._unit.forward(run, args, kwargs, self._watched)
 
@@ -341,8 +344,9 @@ class FullyShardedDataParallel(ShardedModule):
     ) -> Iterator[None]:
         """Gather all parameters within the block.
 
-        named_parameters() yields them, in float32, rather than the shards. Units that
-        are called run with these, on any rank, and gather nothing. Collective.
+        named_parameters() yields them, in the shards' dtypes, rather than the shards.
+        Units that are called run with these, on any rank, and gather nothing.
+        Collective.
 
         Args:
             recurse (bool, default True): Those of inner units too.

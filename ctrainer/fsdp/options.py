@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ctrainer import _C, comm
 from ctrainer.comm import nccl
-from ctrainer.fsdp.layout import FLOAT_DTYPES
+from ctrainer.fsdp.layout import FLOAT_DTYPES, FROZEN_DTYPES
+from ctrainer.fsdp.shard_files import dtype_name
 from ctrainer.runtime.torch_process import accelerator
 
 
@@ -49,19 +51,32 @@ def check_module(module: nn.Module, wrapper: type) -> None:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Only float32 ones can be sharded, those of inner units among them."""
+    """Of the dtypes that can be sharded, those of inner units among them."""
     for name, param in module.named_parameters():
-        if param.dtype != torch.float32:
+        if is_traceable_wrapper_subclass(param):
             raise TypeError(
-                f"only fp32 parameters are supported, and {name} is {param.dtype}: "
-                "call module.float() first, and pass compute_dtype for the passes"
+                f"{name} is a {type(param).__name__}, of several tensors, and a shard "
+                "is a part of one: quantize with bitsandbytes, whose 4-bit weights are "
+                "one tensor, or train without sharding"
+            )
+        known = FLOAT_DTYPES if param.requires_grad else FLOAT_DTYPES + FROZEN_DTYPES
+        if param.dtype not in known:
+            names = ", ".join(map(dtype_name, known))
+            raise TypeError(
+                f"{name} is {param.dtype}; "
+                f"{'trained' if param.requires_grad else 'frozen'} parameters may be "
+                f"{names}: convert it first"
             )
 
 
-def float_dtype(name: str, dtype: Any, default: torch.dtype) -> torch.dtype:
+def is_float32(module: nn.Module) -> bool:
+    return all(param.dtype == torch.float32 for param in module.parameters())
+
+
+def float_dtype(name: str, dtype: Any) -> torch.dtype | None:
     """A dtype to compute in, also by its name ("bfloat16", "torch.bfloat16")."""
     if dtype is None:
-        return default
+        return None
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
     if dtype not in FLOAT_DTYPES:

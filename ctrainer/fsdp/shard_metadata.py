@@ -11,7 +11,12 @@ from torch import nn
 
 from ctrainer import _C
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
-from ctrainer.fsdp.shard_files import join, original_name, without_wrapper
+from ctrainer.fsdp.shard_files import (
+    dtype_name,
+    join,
+    original_name,
+    without_wrapper,
+)
 
 
 def shard_info(module: Any) -> dict[str, Any]:
@@ -134,6 +139,7 @@ def _described(unit: Any) -> list[str]:
     """The unit's name, and what has to be alike of it."""
     params = "; ".join(
         f"{original_name(part.places[0].path)} {tuple(part.param.shape)}"
+        + ("" if part.dtype == torch.float32 else f" {dtype_name(part.dtype)}")
         + ("" if group.requires_grad else " frozen")
         for group in unit._groups
         for part in group.entries

@@ -65,12 +65,12 @@ class Unit(_C.FSDPUnit):
     def _new_gradient(self, group: int) -> torch.Tensor:
         shard = self.shards[group]
         if self.gradients is None:
-            return new_zeros(shard.shape, shard.device)
+            return new_zeros(shard.shape, shard.dtype, shard.device)
         # Pinning takes long: the memory of a gradient that is gone is the next one's.
         memory, last = self.gradients.get(group, (None, None))
         if last is None or not last.expired():
-            memory = pinned_zeros(shard.numel(), self.owner().home.plugin)
-        grad = tensor_over(memory, torch.float32, 0, shard.shape)
+            memory = pinned_zeros(shard.nbytes, self.owner().home.plugin)
+        grad = tensor_over(memory, shard.dtype, 0, shard.shape)
         weak: Any = StorageWeakRef  # has no types in torch
         self.gradients[group] = memory, weak(grad.untyped_storage())
         return grad
@@ -252,12 +252,8 @@ class ShardedModule(nn.Module):
         options.check_module(module, ShardedModule)
         options.check_flags(ShardedModule.__init__, locals())
         super().__init__()
-        self.compute_dtype = options.float_dtype(
-            "compute_dtype", compute_dtype, torch.float32
-        )
-        self.buffer_dtype = options.float_dtype(
-            "buffer_dtype", buffer_dtype, self.compute_dtype
-        )
+        self.compute_dtype = options.float_dtype("compute_dtype", compute_dtype)
+        self.buffer_dtype = options.float_dtype("buffer_dtype", buffer_dtype)
         self._orig_reshard_after_forward = reshard_after_forward
         self.disable_reshard_on_root = disable_reshard_on_root
         self.flatten_parameters = flatten_parameters
@@ -313,6 +309,12 @@ class ShardedModule(nn.Module):
         self.replicas = self.home.group(replicas)
         self.borrowed = self._borrow(module)
         options.check_parameters(module)
+        plain = options.is_float32(module)
+        if self.compute_dtype is None and plain:
+            self.compute_dtype = torch.float32
+        self.buffer_dtype = self.buffer_dtype or self.compute_dtype
+        needless = plain and self.compute_dtype == torch.float32
+        self._input_dtype = None if needless else self.compute_dtype
         self._wrap(module)
         poison = options.poison()
         self._flags = (
@@ -327,7 +329,8 @@ class ShardedModule(nn.Module):
             for group in self._groups
         ]
         self._set_shards()
-        cast_buffers(self, self.buffer_dtype)
+        if self.buffer_dtype is not None:
+            cast_buffers(self, self.buffer_dtype)
         for name, param in self.named_parameters():
             assert hasattr(param, "_is_sharded"), (
                 f"found unsharded parameter: {name} ; {param.size()}"
@@ -357,9 +360,11 @@ class ShardedModule(nn.Module):
     def _wrap(self, module: nn.Module) -> None:
         """The wrapped module and its groups; flat ones are in front."""
         params = [p for p in module.parameters() if not hasattr(p, "_is_sharded")]
+        kinds = [(True, dtype) for dtype in dict.fromkeys(p.dtype for p in params)]
+        kinds += [(False, dtype) for _, dtype in kinds]
         flat = [
-            [p for p in params if self.flatten_parameters and p.requires_grad == needs]
-            for needs in (True, False)
+            [p for p in params if (p.requires_grad, p.dtype) == kind]
+            for kind in (kinds if self.flatten_parameters else ())
         ]
         self._fsdp_wrapped_module = FlattenParamsWrapper(
             module, flat, auto_unflatten_state_dict=False, _flatten=False
@@ -376,13 +381,26 @@ class ShardedModule(nn.Module):
 
     def _make_unit(self) -> Unit:
         watched, poisoned, lone_gather, lone_reduce = self._flags
-        low = not self.fp32_reduce_scatter
-        reduce_dtype = self.compute_dtype if low else torch.float32
+        gathered = [group.gathered_as(self.compute_dtype) for group in self._groups]
+        trained = {
+            dtype
+            for group, dtype in zip(self._groups, gathered, strict=True)
+            if group.requires_grad
+        }
+        wide = self.fp32_reduce_scatter or len(trained) != 1
+        reduce_dtype = torch.float32 if wide else trained.pop()
         unit = Unit(
             self.communicator,
-            tuple((group.size, group.requires_grad) for group in self._groups),
-            compute_dtype=str(self.compute_dtype).removeprefix("torch."),
-            reduce_dtype=str(reduce_dtype).removeprefix("torch."),
+            tuple(
+                (
+                    group.size,
+                    group.requires_grad,
+                    shard_files.dtype_name(group.dtype),
+                    shard_files.dtype_name(dtype),
+                )
+                for group, dtype in zip(self._groups, gathered, strict=True)
+            ),
+            reduce_dtype=shard_files.dtype_name(reduce_dtype),
             watched=watched,
             poisoned=poisoned,
             lone_gather=lone_gather,

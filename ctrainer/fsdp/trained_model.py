@@ -214,21 +214,29 @@ def gather(model: Any, folder: str, keep: bool) -> dict[str, torch.Tensor]:
             pass
         return {}
     os.makedirs(folder, exist_ok=True)
-    n = sum(entry.numel for entry in full_params.entries_of(model.units()))
-    return full_params.state_dict(model, _copier(folder, n))
+    entries = full_params.entries_of(model.units())
+    nbytes = sum(_aligned(entry.numel * entry.dtype.itemsize) for entry in entries)
+    return full_params.state_dict(model, _copier(folder, nbytes))
 
 
-def _copier(folder: str, n: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Copies tensors, of n elements in all, to memory that is a file without a name."""
+def _aligned(nbytes: int) -> int:
+    """Up to where an element of any dtype can begin."""
+    return -(-nbytes // 8) * 8
+
+
+def _copier(folder: str, nbytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Copies tensors, of so many bytes in all, to memory that is a file without a
+    name."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".whole-") as file:
-        os.posix_fallocate(file.fileno(), 0, max(n * torch.float32.itemsize, 1))
-        flat = torch.from_file(file.name, shared=True, size=n)
+        os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
+        flat = torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
     at = 0
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal at
-        begin, at = at, at + tensor.numel()
-        return flat[begin:at].view(tensor.shape).copy_(tensor)
+        begin, at = at, at + _aligned(tensor.nbytes)
+        own = flat[begin : begin + tensor.nbytes].view(tensor.dtype)
+        return own.view(tensor.shape).copy_(tensor)
 
     return copy
 

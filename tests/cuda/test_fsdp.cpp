@@ -78,9 +78,8 @@ static std::vector<unsigned char>
 bytes_of(const ct_fsdp &unit, size_t group)
 {
     const ct_fsdp_group &g = unit.groups[group];
-    const size_t size = ct_dtype_size(unit.config.compute);
-    const char *from = (const char *)unit.full->data + g.at * size;
-    std::vector<unsigned char> host(g.n * size);
+    const char *from = (const char *)unit.full->data + g.at;
+    std::vector<unsigned char> host(g.n * ct_dtype_size(g.full));
     if (unit.device == &ct_device_cpu) {
         memcpy(host.data(), from, host.size());
         return host;
@@ -116,15 +115,17 @@ struct unit_fixture {
           residual(on_device, CT_F32, (size_t)SHARE * RANKS)
     {
         const size_t n = (size_t)SHARE * (size_t)comm->world_size;
-        const size_t sizes[GROUPS] = {n, n};
-        const bool trainable[GROUPS] = {true, false};
+        ct_fsdp_group groups[GROUPS] = {};
+        for (ct_fsdp_group &group : groups) {
+            group.n = n;
+            group.full = o.compute;
+        }
+        groups[0].trainable = true;
         ct_error err;
-        check_ok(ct_fsdp_init(&core, device, sizes, trainable, GROUPS, comm->world_size,
-                              &err),
+        check_ok(ct_fsdp_init(&core, device, groups, GROUPS, comm->world_size, &err),
                  err);
-        check_ok(ct_mapping_open_on(device->mapping, &full,
-                                    ct_fsdp_full_bytes(&core, o.compute), o.watched,
-                                    &err),
+        check_ok(ct_mapping_open_on(device->mapping, &full, ct_fsdp_full_bytes(&core),
+                                    o.watched, &err),
                  err);
         check_ok(ct_mapping_open_on(device->mapping, &grads, ct_fsdp_grad_bytes(&core),
                                     o.watched, &err),
@@ -133,7 +134,6 @@ struct unit_fixture {
         core.ledger = ledger;
         core.full = &full;
         core.grads = &grads;
-        core.config.compute = o.compute;
         core.config.reduce = o.reduce;
         core.config.predivide = 2.0; /* neither the mean nor one: all paths scale */
         core.config.postdivide = 3.0;

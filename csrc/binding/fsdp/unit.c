@@ -19,14 +19,16 @@
 
 PyDoc_STRVAR(
     FSDPUnit_doc,
-    "FSDPUnit(communicator, groups, *, compute_dtype='float32',\n"
-    "         reduce_dtype='float32', watched=False, lone_gather=False,\n"
-    "         lone_reduce=False, replicate_group=None, gather_bits=0,\n"
-    "         reduce_bits=0, error_feedback=True, plugin=None,\n"
-    "         offload=False, poisoned=False)\n--\n\n"
+    "FSDPUnit(communicator, groups, *, reduce_dtype='float32',\n"
+    "         watched=False, lone_gather=False, lone_reduce=False,\n"
+    "         replicate_group=None, gather_bits=0, reduce_bits=0,\n"
+    "         error_feedback=True, plugin=None, offload=False,\n"
+    "         poisoned=False)\n--\n\n"
     "Parameters that are sharded over a group of ranks, gathered and reduced\n"
     "together; ctrainer.fsdp.FullyShardedDataParallel has one for each module.\n\n"
-    "groups: a tuple of (elements with padding, trainable).\n"
+    "groups: a tuple of (elements with padding, trainable, dtype of the shards,\n"
+    "dtype of the gathered parameters); other dtypes than floats are neither trained\n"
+    "nor converted.\n"
     "watched: a use of released parameters ends the process. poisoned: released\n"
     "parameters are NaN. With neither they read as zeros, and RuntimeError reports\n"
     "the use afterwards.\n"
@@ -122,42 +124,48 @@ FSDPUnit_dealloc(PyObject *op)
 /* ---- construction ---------------------------------------------------------------- */
 
 static int
-dtype_of(const char *name, ct_dtype *dtype)
+dtype_of(const char *name, bool trains, ct_dtype *dtype)
 {
-    static const ct_dtype known[] = {CT_F32, CT_BF16, CT_F16};
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
-        if (strcmp(ct_dtype_name(known[i]), name) == 0) {
-            *dtype = known[i];
+    for (int i = 0; i < CT_DTYPE_COUNT; i++) {
+        const bool able = i == CT_F32 || i == CT_BF16 || i == CT_F16;
+        if ((able || !trains) && strcmp(ct_dtype_name((ct_dtype)i), name) == 0) {
+            *dtype = (ct_dtype)i;
             return 0;
         }
     }
     PyErr_Format(PyExc_ValueError,
-                 "dtype is '%.100s'; expected float32, bfloat16 or float16", name);
+                 "dtype is '%.100s'; expected float32, bfloat16 or float16%s", name,
+                 trains ? "" : ", or for frozen parameters another of numbers");
     return -1;
 }
 
 static int
-read_groups(PyObject *groups, size_t *sizes, bool *trainable)
+read_groups(PyObject *groups, ct_fsdp_group *read)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(groups); i++) {
         Py_ssize_t size;
         int trains;
+        const char *shard, *full;
         PyObject *group = PyTuple_GET_ITEM(groups, i);
         if (!PyTuple_Check(group)) {
             PyErr_Format(PyExc_TypeError,
-                         "group %zd must be a tuple (size, trainable), got %.100s", i,
-                         Py_TYPE(group)->tp_name);
+                         "group %zd must be a tuple (size, trainable, dtype, dtype), "
+                         "got %.100s",
+                         i, Py_TYPE(group)->tp_name);
             return -1;
         }
-        if (!PyArg_ParseTuple(group, "np", &size, &trains)) {
+        if (!PyArg_ParseTuple(group, "npss", &size, &trains, &shard, &full)) {
             return -1;
         }
         if (size < 0) {
             PyErr_Format(PyExc_ValueError, "group %zd has size %zd, below 0", i, size);
             return -1;
         }
-        sizes[i] = (size_t)size;
-        trainable[i] = trains != 0;
+        read[i] = (ct_fsdp_group){.n = (size_t)size, .trainable = trains != 0};
+        if (dtype_of(shard, trains != 0, &read[i].shard) < 0 ||
+            dtype_of(full, trains != 0, &read[i].full) < 0) {
+            return -1;
+        }
     }
     return 0;
 }
@@ -167,26 +175,23 @@ make_groups(FSDPUnit *self, PyObject *plugin, PyObject *groups, int world_size)
 {
     const ct_device *device = ctpy_device_borrow(plugin);
     const size_t n = (size_t)PyTuple_GET_SIZE(groups);
-    size_t *sizes = PyMem_New(size_t, n + 1);
-    bool *trainable = PyMem_New(bool, n + 1);
+    ct_fsdp_group *read = PyMem_New(ct_fsdp_group, n + 1);
     int result = -1;
     ct_error err;
-    if (sizes == NULL || trainable == NULL) {
+    if (read == NULL) {
         PyErr_NoMemory();
     }
-    else if (device != NULL && read_groups(groups, sizes, trainable) == 0) {
+    else if (device != NULL && read_groups(groups, read) == 0) {
         /* Built aside: a failed __init__ leaves the unit as it was. */
         ct_fsdp made;
-        const ct_status status =
-            ct_fsdp_init(&made, device, sizes, trainable, n, world_size, &err);
+        const ct_status status = ct_fsdp_init(&made, device, read, n, world_size, &err);
         if (status == CT_OK) {
             made.ledger = &self->ledger;
             self->core = made;
         }
         result = status == CT_OK ? 0 : ctpy_raise_int(&err);
     }
-    PyMem_Free(trainable);
-    PyMem_Free(sizes);
+    PyMem_Free(read);
     return result;
 }
 
@@ -232,10 +237,9 @@ new_zeros(FSDPUnit *self, PyObject *plugin, size_t bytes)
 }
 
 static int
-map_memory(FSDPUnit *self, PyObject *plugin, ct_dtype compute, int watched,
-           int poisoned)
+map_memory(FSDPUnit *self, PyObject *plugin, int watched, int poisoned)
 {
-    const size_t full = ct_fsdp_full_bytes(&self->core, compute);
+    const size_t full = ct_fsdp_full_bytes(&self->core);
     const size_t grads = ct_fsdp_grad_bytes(&self->core);
     self->full = new_memory(self, plugin, full, watched);
     self->grads = self->full == NULL ? NULL : new_memory(self, plugin, grads, watched);
@@ -267,26 +271,25 @@ check_bits(const char *name, int bits)
 static int
 FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"communicator", "groups",          "compute_dtype",
-                            "reduce_dtype", "watched",         "lone_gather",
-                            "lone_reduce",  "replicate_group", "gather_bits",
-                            "reduce_bits",  "error_feedback",  "plugin",
-                            "offload",      "poisoned",        NULL};
+    static char *names[] = {"communicator",    "groups",      "reduce_dtype",
+                            "watched",         "lone_gather", "lone_reduce",
+                            "replicate_group", "gather_bits", "reduce_bits",
+                            "error_feedback",  "plugin",      "offload",
+                            "poisoned",        NULL};
     FSDPUnit *self = (FSDPUnit *)op;
     PyObject *communicator, *groups, *replicate_group = Py_None, *plugin = Py_None;
-    const char *compute = "float32", *reduce = "float32";
+    const char *reduce = "float32";
     int watched = 0, lone_gather = 0, lone_reduce = 0, error_feedback = 1, offload = 0,
         poisoned = 0;
     ct_fsdp_config config = {.predivide = 1.0, .postdivide = 1.0};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!|$sspppOiipOpp:FSDPUnit", names, &communicator,
-            &PyTuple_Type, &groups, &compute, &reduce, &watched, &lone_gather,
-            &lone_reduce, &replicate_group, &config.gather_bits, &config.reduce_bits,
-            &error_feedback, &plugin, &offload, &poisoned) ||
+            args, kwargs, "OO!|$spppOiipOpp:FSDPUnit", names, &communicator,
+            &PyTuple_Type, &groups, &reduce, &watched, &lone_gather, &lone_reduce,
+            &replicate_group, &config.gather_bits, &config.reduce_bits, &error_feedback,
+            &plugin, &offload, &poisoned) ||
         check_bits("gather_bits", config.gather_bits) < 0 ||
         check_bits("reduce_bits", config.reduce_bits) < 0 ||
-        dtype_of(compute, &config.compute) < 0 ||
-        dtype_of(reduce, &config.reduce) < 0) {
+        dtype_of(reduce, true, &config.reduce) < 0) {
         return -1;
     }
     /* The core's tables point to memory of this unit, which a second call would
@@ -300,7 +303,7 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
         (!Py_IsNone(replicate_group) &&
          ctpy_comm_borrow(fsdp_state_borrow(self), replicate_group) == NULL) ||
         make_groups(self, plugin, groups, comm->world_size) < 0 ||
-        map_memory(self, plugin, config.compute, watched, poisoned) < 0) {
+        map_memory(self, plugin, watched, poisoned) < 0) {
         return -1;
     }
     if (config.reduce_bits != 0 && error_feedback) { /* kept between updates */
@@ -525,7 +528,7 @@ static PyGetSetDef FSDPUnit_getset[] = {
     {"label",          FSDPUnit_get_label,       FSDPUnit_set_label,
      "The unit's name in the model, by which ranks compare whose collective it is.",     NULL},
     {"offsets",        FSDPUnit_get_offsets,     NULL,
-     "Where each group begins in full, in elements.",                                    NULL},
+     "Where each group begins in full, in bytes.",                                       NULL},
     {"peak_bytes",     FSDPUnit_get_peak,        FSDPUnit_set_peak,
      "Of a root: the most that live_bytes has been; set it to 0 to count anew.",         NULL},
     {"shards",         FSDPUnit_get_shards,      FSDPUnit_set_shards,

@@ -17,40 +17,64 @@
 /* ---- layout ---------------------------------------------------------------------- */
 
 enum {
-    ALIGNED_ELEMS = 32 /* a group begins on a cache line whatever the dtype */
+    ALIGNED_ELEMS = 32, /* gradients begin on a cache line whatever the dtype */
+    ALIGNED_BYTES = 128
 };
 
 static size_t
-padded(size_t n)
+padded(size_t n, size_t to)
 {
-    return (n + ALIGNED_ELEMS - 1) / ALIGNED_ELEMS * ALIGNED_ELEMS;
+    return (n + to - 1) / to * to;
+}
+
+static ct_status
+check_group(const ct_fsdp_group *g, size_t i, int world_size, ct_error *err)
+{
+    if (g->n % (size_t)world_size != 0) {
+        return ct_fail(err, CT_EINVAL,
+                       "group %zu has %zu elements; expected a multiple of the %d "
+                       "ranks of the sharding group",
+                       i, g->n, world_size);
+    }
+    const bool floats = ct_dtypes[g->shard].is_float && ct_dtypes[g->full].is_float;
+    const bool doubles = g->shard == CT_F64 || g->full == CT_F64;
+    if (g->trainable ? !floats || doubles : !floats && g->shard != g->full) {
+        return ct_fail(err, CT_EINVAL,
+                       "group %zu is %s in shards and %s gathered%s; floats of up to "
+                       "32 bits are trained, and floats alone are converted",
+                       i, ct_dtype_name(g->shard), ct_dtype_name(g->full),
+                       g->trainable ? ", and trainable" : "");
+    }
+    return CT_OK;
 }
 
 ct_status
-ct_fsdp_init(ct_fsdp *unit, const ct_device *device, const size_t *sizes,
-             const bool *trainable, size_t n_groups, int world_size, ct_error *err)
+ct_fsdp_init(ct_fsdp *unit, const ct_device *device, const ct_fsdp_group *groups,
+             size_t n_groups, int world_size, ct_error *err)
 {
+    ct_status status = CT_OK;
     *unit = (ct_fsdp){.device = device};
-    for (size_t i = 0; i < n_groups; i++) {
-        if (sizes[i] % (size_t)world_size != 0) {
-            return ct_fail(err, CT_EINVAL,
-                           "group %zu has %zu elements; expected a multiple of the %d "
-                           "ranks of the sharding group",
-                           i, sizes[i], world_size);
-        }
+    for (size_t i = 0; status == CT_OK && i < n_groups; i++) {
+        status = check_group(&groups[i], i, world_size, err);
     }
-    ct_fsdp_group *groups = ct_calloc(n_groups + 1, sizeof *groups);
-    if (groups == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory for a unit of %zu groups", n_groups);
+    ct_fsdp_group *own = status == CT_OK ? ct_calloc(n_groups + 1, sizeof *own) : NULL;
+    if (own == NULL) {
+        return status != CT_OK
+                   ? status
+                   : ct_fail(err, CT_ENOMEM, "no memory for a unit of %zu groups",
+                             n_groups);
     }
     size_t at = 0, grad_at = 0;
     for (size_t i = 0; i < n_groups; i++) {
-        groups[i] = (ct_fsdp_group){sizes[i], at, grad_at, trainable[i], NULL};
-        at += padded(sizes[i]);
-        grad_at += trainable[i] ? padded(sizes[i]) : 0;
+        own[i] = groups[i];
+        own[i].at = at;
+        own[i].grad_at = grad_at;
+        own[i].work = NULL;
+        at += padded(own[i].n * ct_dtype_size(own[i].full), ALIGNED_BYTES);
+        grad_at += own[i].trainable ? padded(own[i].n, ALIGNED_ELEMS) : 0;
     }
-    groups[n_groups] = (ct_fsdp_group){.at = at, .grad_at = grad_at}; /* the ends */
-    unit->groups = groups;
+    own[n_groups] = (ct_fsdp_group){.at = at, .grad_at = grad_at}; /* the ends */
+    unit->groups = own;
     unit->n_groups = n_groups;
     return CT_OK;
 }
@@ -77,8 +101,7 @@ ct_fsdp_fini(ct_fsdp *unit)
 static ct_span
 full_of(const ct_fsdp *unit, const ct_fsdp_group *g)
 {
-    const ct_span all = {unit->full->data, 0, unit->config.compute};
-    return ct_span_part(all, g->at, g->n);
+    return (ct_span){(char *)unit->full->data + g->at, g->n, g->full};
 }
 
 static ct_span
@@ -354,18 +377,21 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
     const size_t n = g->n / (size_t)comm->world_size;
     const ct_span full = full_of(unit, g);
     const ct_span own = ct_span_part(full, (size_t)comm->rank * n, n);
-    if (shard->n != n || shard->dtype != CT_F32) {
+    if (shard->n != n || shard->dtype != g->shard) {
         return ct_fail(err, CT_EINVAL,
-                       "a shard has %zu elements of %s; expected %zu of float32: it "
-                       "must not be cast or resized",
-                       shard->n, ct_dtype_name(shard->dtype), n);
+                       "a shard has %zu elements of %s; expected %zu of %s: it must "
+                       "not be cast or resized",
+                       shard->n, ct_dtype_name(shard->dtype), n,
+                       ct_dtype_name(g->shard));
     }
     ct_span here;
     ct_status status = upload(unit, shard, &here, err);
     if (status != CT_OK) {
         return status;
     }
-    if (unit->config.gather_bits != 0 && !unit->config.lone_gather) {
+    /* Integers are quantized already: they stay what they are. */
+    if (unit->config.gather_bits != 0 && !unit->config.lone_gather &&
+        ct_dtypes[g->shard].is_float) {
         return gather_quantized(unit, comm, &full, &here, err);
     }
     const ct_request request = {.what = CT_ALL_GATHER, .in = own, .out = full};
@@ -676,6 +702,16 @@ mark(ct_fsdp *unit, const ct_fsdp_presence *presence, const ct_span *flat, size_
     return status != CT_OK || there.n == 0 ? status : make_there(unit, &there, err);
 }
 
+static bool
+is_minus_zero(const void *values, size_t k, ct_dtype dtype)
+{
+    if (ct_dtype_size(dtype) == sizeof(uint16_t)) { /* BF16 and F16 alike */
+        return ((const uint16_t *)values)[k] == 0x8000U;
+    }
+    const float value = ((const float *)values)[k];
+    return value == 0.0F && signbit(value);
+}
+
 /* Reads the marks of the parameters with elements in the reduced `shard`, elements of
  * the group from `from` on. */
 static ct_status
@@ -691,11 +727,11 @@ read_marks(const ct_fsdp *unit, ct_fsdp_presence *presence, const ct_span *shard
         if (param->there || n == 0) {
             continue;
         }
+        const ct_span look = ct_span_part(*shard, at, n);
         status =
-            unit->device->transfer(unit->stream, head, (const float *)shard->data + at,
-                                   n * sizeof(float), err);
+            unit->device->transfer(unit->stream, head, look.data, bytes_of(&look), err);
         for (size_t k = 0; status == CT_OK && !param->there && k < n; k++) {
-            param->there = head[k] != 0.0F || !signbit(head[k]);
+            param->there = !is_minus_zero(head, k, shard->dtype);
         }
     }
     return status;
@@ -921,8 +957,13 @@ deliver(const ct_fsdp *unit, const ct_span *shard, const ct_span *part, double f
     if (add) {
         return unit->device->add(unit->stream, shard, part, 1, factor, err);
     }
-    const ct_status status = unit->device->copy(unit->stream, shard, part, 1, err);
-    return status == CT_OK ? scale(unit, factor, shard, err) : status;
+    /* Scaled in the wider of both dtypes, before or after the copy. */
+    const bool narrows = ct_dtype_size(shard->dtype) < ct_dtype_size(part->dtype);
+    ct_status status = narrows ? scale(unit, factor, part, err) : CT_OK;
+    if (status == CT_OK) {
+        status = unit->device->copy(unit->stream, shard, part, 1, err);
+    }
+    return status == CT_OK && !narrows ? scale(unit, factor, shard, err) : status;
 }
 
 /* An average needs no factor: the collective divides in the sum's own precision. */
@@ -946,7 +987,7 @@ reduce_group(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
     if (status == CT_OK && !average) {
         status = scale(unit, 1.0 / unit->config.predivide, &whole, err);
     }
-    const bool direct = !add && part.dtype == CT_F32 && !unit->config.lone_reduce;
+    const bool direct = !add && part.dtype == here->dtype && !unit->config.lone_reduce;
     part = direct ? *here : part;
     if (status == CT_OK) {
         status = sum_over_ranks(unit, comm, g, presence, &part,
@@ -968,11 +1009,12 @@ reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *presence,
     const size_t n = g->n / (size_t)comm->world_size;
     const bool offload = unit->config.offload;
     ct_span here;
-    if (shard->n != n || shard->dtype != CT_F32) {
+    if (shard->n != n || shard->dtype != g->shard) {
         return ct_fail(err, CT_EINVAL,
                        "the gradient of a shard has %zu elements of %s; expected %zu "
-                       "of float32",
-                       shard->n, ct_dtype_name(shard->dtype), n);
+                       "of %s",
+                       shard->n, ct_dtype_name(shard->dtype), n,
+                       ct_dtype_name(g->shard));
     }
     ct_status status = hold_grads(unit, unit->config.reduce, err);
     if (status == CT_OK) {

@@ -1,10 +1,10 @@
 /* One FSDP unit: parameters that are gathered, released and reduced together.
  *
  * A unit has flat groups: parameters behind each other, padded so that every rank owns
- * an equal shard. `full` holds the gathered groups in the compute dtype, `grads` the
- * gradients. Both stay at fixed addresses. Their pages are released between uses, for
- * other units to use: outside of its own forward and backward a unit takes no memory
- * but its shards, which the caller owns.
+ * an equal shard. `full` holds the gathered groups, each in a dtype of its own, `grads`
+ * the gradients. Both stay at fixed addresses. Their pages are released between uses,
+ * for other units to use: outside of its own forward and backward a unit takes no
+ * memory but its shards, which the caller owns.
  *
  * Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion
  * parameter models", 2020, stage 3; Zhang et al., "MiCS", 2022 (replicate groups). */
@@ -46,15 +46,17 @@ typedef struct ct_fsdp_presence {
 } ct_fsdp_presence;
 
 typedef struct ct_fsdp_group {
-    size_t n;       /* elements with padding: a multiple of the ranks */
-    size_t at;      /* first element in full */
-    size_t grad_at; /* first element in grads, if trainable */
+    size_t n; /* elements with padding: a multiple of the ranks */
     bool trainable;
-    ct_work *work; /* the prefetch in progress, or NULL */
+    ct_dtype shard; /* of the shards, and of the gradients of shards */
+    ct_dtype full;  /* of the gathered parameters; other than shard between floats */
+    /* The unit's own: */
+    size_t at;      /* first byte in full */
+    size_t grad_at; /* first element in grads, if trainable */
+    ct_work *work;  /* the prefetch in progress, or NULL */
 } ct_fsdp_group;
 
 typedef struct ct_fsdp_config {
-    ct_dtype compute;              /* of gathered parameters: F32, BF16 or F16 */
     ct_dtype reduce;               /* of gradients while they are reduced */
     double predivide, postdivide;  /* of gradients, before and after their sum */
     bool lone_gather, lone_reduce; /* without the other ranks, for measurements */
@@ -83,18 +85,19 @@ typedef struct ct_fsdp {
     ct_label label; /* the unit's name for other ranks; counts collectives, forwards */
 } ct_fsdp;
 
-/* Lays out n_groups groups of sizes[i] elements each, multiples of world_size. On
- * failure the unit is {0}, and may be freed too. CT_EINVAL, CT_ENOMEM. */
+/* Lays out n_groups groups, whose sizes are multiples of world_size. On failure the
+ * unit is {0}, and may be freed too. CT_EINVAL: another size, a trainable group of no
+ * float dtype, or a conversion from or to one. CT_ENOMEM. */
 CT_NODISCARD ct_status ct_fsdp_init(ct_fsdp *unit, const ct_device *device,
-                                    const size_t *sizes, const bool *trainable,
-                                    size_t n_groups, int world_size, ct_error *err);
+                                    const ct_fsdp_group *groups, size_t n_groups,
+                                    int world_size, ct_error *err);
 void ct_fsdp_fini(ct_fsdp *unit);
 
 /* The bytes that full and grads need, for any dtypes of the configuration. */
 static inline size_t
-ct_fsdp_full_bytes(const ct_fsdp *unit, ct_dtype compute)
+ct_fsdp_full_bytes(const ct_fsdp *unit)
 {
-    return unit->groups[unit->n_groups].at * ct_dtype_size(compute);
+    return unit->groups[unit->n_groups].at;
 }
 
 static inline size_t
@@ -103,7 +106,7 @@ ct_fsdp_grad_bytes(const ct_fsdp *unit)
     return unit->groups[unit->n_groups].grad_at * ct_dtype_size(CT_F32);
 }
 
-/* Gathers every group from shards[i], n / world_size elements of F32 each. A gathered
+/* Gathers every group from shards[i], n / world_size elements each. A gathered
  * unit is left alone; a prefetch is ended, and its shards are not read again.
  * Offloaded shards are read until ct_fsdp_await_copies() has returned. Collective. On
  * failure nothing is gathered. */

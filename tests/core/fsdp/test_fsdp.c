@@ -29,12 +29,14 @@ static void
 open_unit(fixture *f, const ct_comm *comm, ct_dtype compute, ct_dtype reduce)
 {
     const size_t n = SHARE * (size_t)comm->world_size;
-    const size_t sizes[GROUPS] = {n, n};
-    const bool trainable[GROUPS] = {true, false};
-    CHECK(ct_fsdp_init(&f->unit, &ct_device_streamed, sizes, trainable, GROUPS,
-                       comm->world_size, NULL) == CT_OK);
-    CHECK(ct_mapping_open(&f->full, ct_fsdp_full_bytes(&f->unit, compute), false,
-                          NULL) == CT_OK);
+    const ct_fsdp_group groups[GROUPS] = {
+        {.n = n, .trainable = true, .full = compute},
+        {.n = n, .full = compute},
+    };
+    CHECK(ct_fsdp_init(&f->unit, &ct_device_streamed, groups, GROUPS, comm->world_size,
+                       NULL) == CT_OK);
+    CHECK(ct_mapping_open(&f->full, ct_fsdp_full_bytes(&f->unit), false, NULL) ==
+          CT_OK);
     CHECK(ct_mapping_open(&f->grads, ct_fsdp_grad_bytes(&f->unit), false, NULL) ==
           CT_OK);
     f->ledger = (ct_fsdp_ledger){.live = 0};
@@ -42,10 +44,8 @@ open_unit(fixture *f, const ct_comm *comm, ct_dtype compute, ct_dtype reduce)
     f->unit.stream = &ct_the_stream;
     f->unit.full = &f->full;
     f->unit.grads = &f->grads;
-    f->unit.config = (ct_fsdp_config){.compute = compute,
-                                      .reduce = reduce,
-                                      .predivide = 1.0,
-                                      .postdivide = (double)comm->world_size};
+    f->unit.config = (ct_fsdp_config){
+        .reduce = reduce, .predivide = 1.0, .postdivide = (double)comm->world_size};
     for (size_t g = 0; g < GROUPS; g++) {
         for (size_t i = 0; i < SHARE; i++) {
             f->shards[g][i] = value_of(g, (size_t)comm->rank * SHARE + i);
@@ -76,7 +76,7 @@ gathers_and_releases(ct_comm *comm, void *arg)
     const float *full = f.full.data;
     for (size_t g = 0; g < GROUPS; g++) {
         for (size_t i = 0; i < n; i++) {
-            CHECK(full[f.unit.groups[g].at + i] == value_of(g, i));
+            CHECK(full[f.unit.groups[g].at / sizeof *full + i] == value_of(g, i));
         }
     }
     CHECK(f.ledger.live == f.full.bytes && f.ledger.peak == f.full.bytes);
@@ -104,7 +104,7 @@ begins_to_gather(ct_comm *comm, void *arg)
     const float *full = f.full.data;
     for (size_t g = 0; g < GROUPS; g++) {
         for (size_t i = 0; i < n; i++) {
-            CHECK(full[f.unit.groups[g].at + i] == value_of(g, i));
+            CHECK(full[f.unit.groups[g].at / sizeof *full + i] == value_of(g, i));
         }
     }
     CHECK(other.begun == 0 && other.peak == f.full.bytes && f.unit.gathered);
@@ -332,15 +332,22 @@ rejects_what_does_not_fit(void)
     ct_comm *comm = ct_comm_self_new();
     ct_error err;
     ct_fsdp unit;
-    const size_t odd = 7;
-    const bool trainable = true;
+    const ct_fsdp_group odd = {.n = 7, .trainable = true};
     CHECK(comm != NULL);
-    CHECK(ct_fsdp_init(&unit, &ct_device_streamed, &odd, &trainable, 1, 2, &err) ==
-          CT_EINVAL);
+    CHECK(ct_fsdp_init(&unit, &ct_device_streamed, &odd, 1, 2, &err) == CT_EINVAL);
     CHECK(strstr(err.message, "group 0 has 7 elements") != NULL);
+    const ct_fsdp_group wrong[] = {
+        {.n = 8, .shard = CT_U8, .full = CT_F32},
+        {.n = 8, .shard = CT_I8, .full = CT_I8, .trainable = true},
+        {.n = 8, .shard = CT_F64, .full = CT_F64, .trainable = true},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        CHECK(ct_fsdp_init(&unit, &ct_device_streamed, &wrong[i], 1, 2, &err) ==
+              CT_EINVAL);
+        CHECK(strstr(err.message, "floats alone are converted") != NULL);
+    }
     ct_alloc_fail_after(1);
-    CHECK(ct_fsdp_init(&unit, &ct_device_streamed, &odd, &trainable, 1, 7, &err) ==
-          CT_ENOMEM);
+    CHECK(ct_fsdp_init(&unit, &ct_device_streamed, &odd, 1, 7, &err) == CT_ENOMEM);
     ct_alloc_fail_after(0);
     ct_fsdp_fini(&unit);
     open_unit(&f, comm, CT_F32, CT_F32);
@@ -417,8 +424,8 @@ an_empty_unit_is_fine(void)
     ct_fsdp unit;
     ct_mapping none;
     ct_fsdp_ledger ledger = {.live = 0}, other = {.live = 5, .peak = 5};
-    CHECK(ct_fsdp_init(&unit, &ct_device_streamed, NULL, NULL, 0, 3, NULL) == CT_OK);
-    CHECK(ct_fsdp_full_bytes(&unit, CT_F32) == 0 && ct_fsdp_grad_bytes(&unit) == 0);
+    CHECK(ct_fsdp_init(&unit, &ct_device_streamed, NULL, 0, 3, NULL) == CT_OK);
+    CHECK(ct_fsdp_full_bytes(&unit) == 0 && ct_fsdp_grad_bytes(&unit) == 0);
     CHECK(ct_mapping_open(&none, 0, true, NULL) == CT_OK);
     ct_mapping_release(&none, &ledger.cache);
     CHECK(ct_mapping_obtain(&none, none.bytes, &ledger.cache, NULL) == CT_OK);

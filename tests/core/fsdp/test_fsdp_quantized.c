@@ -39,20 +39,19 @@ static void
 open_unit(fixture *f, const ct_comm *comm, int bits, bool mean)
 {
     const size_t n = SHARE * (size_t)comm->world_size;
-    const bool trainable = true;
+    const ct_fsdp_group group = {.n = n, .trainable = true};
     *f = (fixture){.full = {0}};
-    CHECK(ct_fsdp_init(&f->unit, &ct_device_streamed, &n, &trainable, 1,
-                       comm->world_size, NULL) == CT_OK);
-    CHECK(ct_mapping_open(&f->full, ct_fsdp_full_bytes(&f->unit, CT_F32), false,
-                          NULL) == CT_OK);
+    CHECK(ct_fsdp_init(&f->unit, &ct_device_streamed, &group, 1, comm->world_size,
+                       NULL) == CT_OK);
+    CHECK(ct_mapping_open(&f->full, ct_fsdp_full_bytes(&f->unit), false, NULL) ==
+          CT_OK);
     CHECK(ct_mapping_open(&f->grads, ct_fsdp_grad_bytes(&f->unit), false, NULL) ==
           CT_OK);
     f->unit.ledger = &f->ledger;
     f->unit.stream = &ct_the_stream;
     f->unit.full = &f->full;
     f->unit.grads = &f->grads;
-    f->unit.config = (ct_fsdp_config){.compute = CT_F32,
-                                      .reduce = CT_F32,
+    f->unit.config = (ct_fsdp_config){.reduce = CT_F32,
                                       .predivide = 1.0,
                                       .postdivide = mean ? comm->world_size : 1.0,
                                       .gather_bits = bits,

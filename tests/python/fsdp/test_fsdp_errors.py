@@ -55,8 +55,9 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     ),
     (
         TypeError,
-        "only fp32 parameters are supported",
-        lambda: wrap(nn.Sequential(linear(), linear().bfloat16())),
+        "1.weight is torch.float64; trained parameters may be float32, float16, "
+        "bfloat16: convert it first",
+        lambda: wrap(nn.Sequential(linear(), linear().double())),
     ),
     (
         ValueError,
