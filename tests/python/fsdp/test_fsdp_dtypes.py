@@ -222,3 +222,83 @@ def test_mixed_dtypes_train_like_a_plain_module(seed: int, tmp_path: Path) -> No
                 assert torch.equal(torch.as_tensor(found[name][key]), value), key
 
     on_ranks(1, load)
+
+
+class Either(nn.Module):
+    """Of two bfloat16 layers each rank uses the first, and none the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (
+            Layer(torch.bfloat16, True),
+            Layer(torch.bfloat16, True),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used: torch.Tensor = self.used(x)
+        return used
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce_bits": 8, "gather_bits": 8}])
+def test_a_parameter_that_no_rank_uses_has_no_gradient(options: dict[str, Any]) -> None:
+    with seeded(0):
+        copies = [Either()]
+    copies.append(copy.deepcopy(copies[0]))
+
+    def train(group: _C.Communicator) -> None:
+        given = LAYOUTS["views"] | options
+        model = FSDP(copies[group.rank], process_group=group, **given)
+        loss_of(model, 0, group.rank, WORLD).backward()
+        grads = {name: p.grad is not None for name, p in model.named_parameters()}
+        assert grads == {name: "unused" not in name for name in grads}
+
+    on_ranks(WORLD, train)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_collectives_leave_quantized_weights_as_they_are(bits: int) -> None:
+    with seeded(0):
+        copies = [nn.Sequential(Quantized(bits), Layer(torch.bfloat16, True))]
+    copies.append(copy.deepcopy(copies[0]))
+    expected = copies[0][0].weight.clone()
+
+    def train(group: _C.Communicator) -> None:
+        seen: list[torch.Tensor] = []
+        quantized: Any = copies[group.rank][0]
+        quantized.register_forward_hook(lambda m, *_: seen.append(m.weight.clone()))
+        model = FSDP(
+            copies[group.rank],
+            process_group=group,
+            gather_bits=8,
+            reduce_bits=8,
+            **FLAT,
+        )
+        loss_of(model, 0, group.rank, WORLD).backward()
+        (weight,) = seen
+        assert torch.equal(weight, expected)
+        state = model.full_state_dict()
+        assert torch.equal(state["0.weight"], expected)
+        model.load_full_state_dict(state)
+
+    on_ranks(WORLD, train)
+
+
+def test_a_gradient_is_rounded_once_after_its_division() -> None:
+    with seeded(0):
+        copies = [Layer(torch.bfloat16, True)]
+    copies.append(copy.deepcopy(copies[0]))
+    total = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    for rank, layer in enumerate(copy.deepcopy(copies)):
+        loss_of(layer, 0, rank, WORLD).backward()
+        total += layer.inner.weight.grad.double()
+
+    def train(group: _C.Communicator) -> torch.Tensor:
+        given = LAYOUTS["views"] | {"fp32_reduce_scatter": True}
+        model = FSDP(copies[group.rank], process_group=group, **given)
+        model.set_gradient_divide_factors(1.0, 3.0, recursive=True)
+        loss_of(model, 0, group.rank, WORLD).backward()
+        grads = dict(model.named_parameters())
+        return grads["inner.weight"].grad
+
+    found = torch.cat(on_ranks(WORLD, train))
+    assert torch.equal(found, (total / 3).bfloat16().view(-1))
