@@ -243,8 +243,9 @@ class Sharding:
         shard._orig_size = group.orig_size
         shard._orig_name = group.name
         shard._is_part = group.is_divided or len(group.entries) > 1
+        begin = self.rank * shard.numel()
+        shard._numbers = (begin, group.orig_size.numel())
         if len(group.entries) == 1:
-            begin = self.rank * shard.numel()
             shard._part = part_of(group.entries[0], begin, self.communicator)
         shard._name = f"_fsdp_shard.{group.name}".replace(".", SEPARATOR)
 
@@ -480,6 +481,7 @@ def _views_of(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces
         view._is_sharded = True
         reject_hooks(view)
         view._part = part_of(entry, offset, communicator)
+        view._numbers = (view._part.begin, entry.numel)
         view._orig_size = entry.param.size()
         view._entry = entry
         pieces.append((view, own.start))

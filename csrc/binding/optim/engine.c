@@ -252,8 +252,31 @@ read_part(OptimEngine *self, optim_slot *slot, PyObject *described)
     return 0;
 }
 
-/* Reads which parameters are parts, for the groups that look at whole parameters; a
- * ValueError for a flat parameter. */
+/* The numbers of the slot's elements among those of its parameter, or of the flat
+ * parameter that it is a part of. A NumPy parameter is counted by its gradient. */
+static int
+read_numbers(OptimEngine *self, optim_slot *slot)
+{
+    PyObject *numbers = attribute(slot, self->state->str__numbers);
+    Py_ssize_t begin = 0, whole = 0;
+    int result = numbers == NULL ? -1 : 0;
+    if (result == 0 && !Py_IsNone(numbers)) {
+        result = PyArg_ParseTuple(numbers, "nn:_numbers", &begin, &whole) ? 0 : -1;
+    }
+    else if (result == 0 && PyObject_HasAttrString(slot->param, "numel")) {
+        PyObject *count = PyObject_CallMethod(slot->param, "numel", NULL);
+        whole = count == NULL ? -1 : PyLong_AsSsize_t(count);
+        result = whole < 0 ? -1 : 0;
+        Py_XDECREF(count);
+    }
+    slot->number = (size_t)begin;
+    slot->numbered = (size_t)whole;
+    Py_XDECREF(numbers);
+    return result;
+}
+
+/* Reads which parameters are parts, for the groups that look at whole parameters and
+ * for random bits; a ValueError for a flat parameter. */
 static int
 read_parts(OptimEngine *self)
 {
@@ -261,6 +284,9 @@ read_parts(OptimEngine *self)
     int result = 0;
     for (size_t k = 0; result == 0 && k < self->n_slots; k++) {
         optim_slot *slot = &self->slots[k];
+        if (read_numbers(self, slot) < 0) {
+            return -1;
+        }
         Py_CLEAR(slot->part.communicator);
         slot->part = (optim_part){.communicator = NULL};
         if (ct_optim_group_is_whole(&groups[slot->group])) {
@@ -494,7 +520,8 @@ plan_grads(OptimEngine *self)
     }
     for (size_t k = 0; k < self->n_slots; k++) {
         optim_slot *slot = &self->slots[k];
-        params[k] = (ct_optim_param){.group = slot->group};
+        params[k] = (ct_optim_param){
+            .group = slot->group, .number = slot->number, .numbered = slot->numbered};
         if (slot->grad != NULL && view_grad(self, slot, &params[k]) < 0) {
             return -1;
         }

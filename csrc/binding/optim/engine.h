@@ -72,9 +72,10 @@ typedef struct optim_slot {
     PyObject *master;                   /* state[param]["master_param"], or NULL */
     void *step;                         /* memory of state[param]["step"], or NULL */
     ct_dtype step_dtype;
-    bool fresh;        /* the state was made for this update */
-    bool maps_checked; /* of these values */
-    optim_part part;   /* of kinds that look at whole parameters */
+    bool fresh;              /* the state was made for this update */
+    bool maps_checked;       /* of these values */
+    optim_part part;         /* of kinds that look at whole parameters */
+    size_t number, numbered; /* as in ct_optim_param; of stochastic rounding */
     uint32_t group;
     Py_ssize_t index;   /* in its group */
     Py_ssize_t average; /* index in the engine's average; -1: not averaged */

@@ -68,7 +68,7 @@ typedef struct ct_update_span {
     const void *row, *col;
     /* Unless NULL, values for BF16 `param` or `copy` are rounded up or down at random,
      * in proportion to nearness. `first` is the number of element 0 among all
-     * elements of the key and the step: a multiple of 8. */
+     * elements of the key and the step. */
     const ct_rounding *rounding;
     uint64_t first;
 } ct_update_span;

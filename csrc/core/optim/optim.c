@@ -504,11 +504,11 @@ plan(ct_optim *optim, const ct_optim_pass *pass, rule_table *table, ct_error *er
             uint32_t coef = 0;
             status = find_coef(optim, p, pass, &coef, err);
             optim->owner[next[rule]] = (uint32_t)i;
-            spans[next[rule]++] = span_of(p, group, coef, elements);
+            spans[next[rule]++] = span_of(p, group, coef, elements + p->number);
         }
         /* Counted for skipped parameters too: the random bits of an element must not
-         * depend on the other gradients. A multiple of 8, as the rounding needs. */
-        elements += (p->n + 7) / 8 * 8;
+         * depend on the other gradients. A multiple of 8, which is the fastest. */
+        elements += ((p->numbered != 0 ? p->numbered : p->n) + 7) / 8 * 8;
     }
     return status;
 }

@@ -18,13 +18,14 @@ CT_NAME(philox)(const ct_rounding *key, uint64_t block, uint32_t (*words)[BLOCKS
     }
 }
 
-/* Rounds to bfloat16 by the random bits of elements number, number + 1, ...; number is
- * a multiple of 8, n <= CT_TILE. */
+/* Rounds to bfloat16 by the random bits of elements number, number + 1, ...; n <=
+ * CT_TILE. */
 static void
 CT_NAME(dither)(const void *from, uint16_t *restrict to, const ct_rounding *rounding,
                 uint64_t number, size_t n)
 {
-    uint32_t words[4][BLOCKS], random[CT_TILE];
+    uint32_t words[4][BLOCKS], last[4], random[8 * BLOCKS + 8];
+    const uint32_t *restrict own = random + number % 8;
     const ct_real *restrict x = from;
     CT_NAME(philox)(rounding, number / 8, words);
     for (size_t b = 0; b < BLOCKS; b++) {
@@ -33,7 +34,13 @@ CT_NAME(dither)(const void *from, uint16_t *restrict to, const ct_rounding *roun
             random[8 * b + 2 * w + 1] = words[w][b] >> 16;
         }
     }
+    if (number % 8 != 0) {
+        ct_philox_block(rounding->seed, rounding->step, number / 8 * 8 + CT_TILE, last);
+        for (uint64_t j = 0; j < 8; j++) {
+            random[8 * BLOCKS + j] = ct_philox_half(last, j);
+        }
+    }
     for (size_t i = 0; i < n; i++) {
-        to[i] = ct_bf16_from_f32_stochastic((float)x[i], random[i]);
+        to[i] = ct_bf16_from_f32_stochastic((float)x[i], own[i]);
     }
 }
