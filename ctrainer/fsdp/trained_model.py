@@ -647,11 +647,12 @@ def _groups(sharding: Sharding, group: _C.Communicator) -> Any:
 
 
 def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
-    """Gradients are reduced, and buffers kept, in float32 whatever computes."""
-    compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    """Gradients are reduced in float32 whatever computes, and in mixed precision
+    buffers are float32."""
+    compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     return {
         "compute_dtype": compute,
-        "buffer_dtype": "float32",
+        "buffer_dtype": "float32" if compute else None,
         "fp32_reduce_scatter": True,
         "reshard_after_forward": sharding.reshard_after_forward,
         "on_neuron": False,
@@ -669,24 +670,17 @@ def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
 
 
 def _ready_dtype(model: nn.Module, args: Any) -> None:
-    """Make a bf16 or fp16 model that trains in mixed precision float32, as shards are;
-    as accelerate does."""
-    for name, parameter in model.named_parameters():
-        if parameter.dtype == torch.float32:
-            continue
-        if not parameter.is_floating_point() or parameter.element_size() == 1:
-            raise ValueError(
-                f"parameter {name!r} is {parameter.dtype}, as of a quantized model, "
-                "and sharded parameters are float32: load the model without "
-                "quantization_config, or train it without fsdp"
-            )
-        if not (args.bf16 or args.fp16):
-            raise ValueError(
-                f"parameter {name!r} is {parameter.dtype}, and sharded parameters are "
-                "float32: load the model with dtype=torch.float32; with bf16 or fp16 "
-                "it computes in that precision all the same"
-            )
-    if any(p.dtype != torch.float32 for p in model.parameters()):
-        logger.warning("The parameters become float32, of which each rank has a part.")
-        for parameter in model.parameters():
-            parameter.data = parameter.data.float()
+    """Make the trained bf16 and fp16 parameters of a model that trains in mixed
+    precision float32, as accelerate does."""
+    narrow = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter.dtype != torch.float32
+    ]
+    if not narrow or not (args.bf16 or args.fp16):
+        return
+    logger.warning(
+        "The trained parameters become float32, of which each rank has a part."
+    )
+    for parameter in narrow:
+        parameter.data = parameter.data.float()

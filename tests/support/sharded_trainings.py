@@ -58,6 +58,36 @@ def adapted_bert() -> nn.Module:
     return model
 
 
+class Quantized(nn.Module):
+    """A frozen linear layer whose weight is of 8 bits."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        weight = (layer.weight.detach() / scale).round().to(torch.int8)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to(x.dtype) * self.scale.to(x.dtype)
+        return nn.functional.linear(x, weight, self.bias.to(x.dtype))
+
+
+def quantized_bert() -> nn.Module:
+    """Adapters on a base of which layers are quantized, and others bfloat16."""
+    model: Any = adapted_bert()
+    for layer in model.base_model.model.bert.encoder.layer:
+        for part in (layer.intermediate, layer.output):
+            part.dense = Quantized(part.dense)
+    model.base_model.model.bert.embeddings.position_embeddings.bfloat16()
+    return model  # type: ignore[no-any-return]
+
+
+def narrow_gpt2() -> nn.Module:
+    return tiny.gpt2().bfloat16()
+
+
 def frozen_above() -> nn.Module:
     """A frozen pooler between a trained head and trained layers."""
     model: Any = bert()
@@ -92,6 +122,11 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "frozen above": (frozen_above, sentences(), {},
                      {"fsdp": "full_shard auto_wrap",
                       "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}),
+    "quantized base": (quantized_bert, sentences(), {},
+                       {"fsdp": "full_shard auto_wrap",
+                        "fsdp_transformer_layer_cls_to_wrap": "BertLayer"}),
+    "narrow": (narrow_gpt2, tiny.tokens(32, padded=True),
+               {"stochastic_rounding": True}, {"fsdp": "full_shard auto_wrap"}),
     "hybrid": (*GPT2, {}, {"fsdp": "hybrid_shard"}),
     "lamb": (*GPT2, {"parts": {"optimizer_cls_and_kwargs": LAMB}}, {"fsdp": True}),
     "adafactor": (*GPT2, {"optim": "adafactor"}, {"fsdp": True}),

@@ -26,6 +26,7 @@ def told(folder: Path) -> list[Any]:
 
 ALIKE = ["gpt2", "bert", "recomputed", "foreign", "each", "hybrid"]
 ALIKE += ["SEQ_CLS", "frozen above"]  # frozen layers above those that learn
+ALIKE += ["quantized base", "narrow"]  # of int8 and bfloat16; all of bfloat16
 OF_WHOLE_PARAMETERS = ["lamb", "adafactor"]
 
 
