@@ -437,6 +437,10 @@ def given_to(args: Any) -> Any:
         part: {"device": flag(f"DEEPSPEED_{part.upper()}_DEVICE", "none")}
         for part in ("offload_optimizer", "offload_param")
     }
+    for part, section in devices.items():
+        folder = os.environ.get(f"ACCELERATE_DEEPSPEED_{part.upper()}_NVME_PATH")
+        if folder not in (None, "none"):
+            section["nvme_path"] = folder
     config: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",

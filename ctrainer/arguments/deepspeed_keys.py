@@ -55,7 +55,6 @@ def _within(section: str, keys: dict[str, Key]) -> dict[str, Key]:
 
 _TILES = "the update goes over a shard as a whole"
 _UNITS = "a unit's gradients are reduced together when they are complete"
-_NVME = "the optimizer's state is in memory; use the device cpu"
 _ELSEWHERE = "set what the model or the data set offers instead"
 _TRACKER = "set report_to"
 
@@ -122,7 +121,9 @@ _ZERO = {
     "override_module_apply": _idle(bool, "modules are initialized before sharding"),
     "log_trace_cache_warnings": _idle(bool, "there is no trace of modules"),
     "enable_sanity_checks": _idle(bool, "they are always on"),
-    "save_muon_momentum_buffer_in_memory": _idle(bool, "all state is in memory"),
+    "save_muon_momentum_buffer_in_memory": _idle(
+        bool, "Muon's state is always in memory"
+    ),
     "leaf_module": _idle(dict, "units are whole layers"),
     "elastic_checkpoint": _rejected(
         "checkpoints load on any number of ranks as they are", False
@@ -135,23 +136,32 @@ _ZERO = {
     "zenflow": _rejected("each update takes all gradients"),
 }
 
-_OFFLOAD = {
+_DEVICE = Literal["none", "cpu", "nvme"]
+_PINNED = _idle(bool, "offloaded memory is pinned")
+_OFFLOAD_OPTIMIZER = {
     "device": Key(
-        Literal["none", "cpu", "nvme"], "cpu: shards and state are in host memory"
+        _DEVICE,
+        "cpu: shards and state are in host memory; nvme: the state is in a file",
     ),
-    "pin_memory": _idle(bool, "offloaded memory is pinned"),
-    "buffer_count": _idle(Natural, _TILES),
-    "nvme_path": _rejected(_NVME),
-}
-_OFFLOAD_OPTIMIZER = _OFFLOAD | {
-    "pipeline_read": _idle(bool, _TILES),
-    "pipeline_write": _idle(bool, _TILES),
+    "nvme_path": Key(str | None, "the folder of the file; it has to exist"),
+    "buffer_count": Key(
+        Count, "of nvme: pieces of 2**20 elements of state in memory at once"
+    ),
+    "pin_memory": _PINNED,
+    "pipeline_read": _idle(bool, "reading always overlaps the update"),
+    "pipeline_write": _idle(bool, "writing always overlaps the update"),
     "fast_init": _idle(bool, "state is made at the first update"),
     "cpuadam_cores_perc": _idle(Portion, "the update's threads are OMP_NUM_THREADS"),
     "ratio": _rejected("all of the state is offloaded", 1, 1.0, hint=Portion),
     "super_offload": _rejected("set device to cpu", False),
 }
-_OFFLOAD_PARAM = _OFFLOAD | {
+_OFFLOAD_PARAM = {
+    "device": Key(
+        _DEVICE, "cpu: shards and state are in host memory; nvme is rejected"
+    ),
+    "pin_memory": _PINNED,
+    "nvme_path": _rejected("shards are in memory; use the device cpu"),
+    "buffer_count": _idle(Natural, "a unit is copied as a whole"),
     "buffer_size": _idle(Natural, "a unit is copied as a whole"),
     "max_in_cpu": _idle(Natural, "all shards are in memory"),
 }
@@ -236,7 +246,7 @@ KEYS: dict[str, Key] = {
     "vocabulary_size": _idle(int | None, "no kernel depends on it"),
     "log_level": _idle(str | None, "the argument of this name"),
     "timers": _idle(dict, "logging_steps says when"),
-    "aio": _idle(dict, "nothing is on NVMe"),
+    "aio": _idle(dict, "a thread reads and a thread writes, a piece at a time"),
     "activation_checkpointing": _idle(
         dict, "for models that call DeepSpeed's checkpoint(); gradient_checkpointing "
         "recomputes"

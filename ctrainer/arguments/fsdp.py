@@ -44,8 +44,9 @@ class Sharding:
     parameters. saves_full: checkpoints have the whole weights beside the shards.
     gather_bits, reduce_bits: of quantized parameters and gradients, None: not
     quantized. error_feedback: the residual of quantized gradients is added to the next
-    gradients. xla_options: arguments of FullyShardedDataParallel that take precedence
-    over those of the run.
+    gradients. offload_folder: the optimizer's state is in a file there, and so many
+    pieces of it, offload_buffers, are in memory at once. xla_options: arguments of
+    FullyShardedDataParallel that take precedence over those of the run.
     """
 
     reshard_after_forward: bool = True
@@ -66,6 +67,8 @@ class Sharding:
     reduce_bits: int | None = None
     error_feedback: bool = True
     cpu_offload: bool = False
+    offload_folder: str | None = None
+    offload_buffers: int = 4
     xla_options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -90,6 +93,7 @@ SUPPORTED = (
     "reduce_bits",
     "error_feedback",
     "cpu_offload",
+    "offload_folder",
     "xla",
     "xla_fsdp_settings",
     "xla_fsdp_grad_ckpt",
@@ -220,10 +224,19 @@ def of_zero(config: deepspeed.HfDeepSpeedConfig) -> Sharding:
     """What the section zero_optimization means, of stage 0 as of 2."""
     parts = ("offload_optimizer", "offload_param")
     devices = {config.offload_device(part) for part in parts}
-    if "nvme" in devices:
+    of_state = "zero_optimization.offload_optimizer"
+    folder = config.get_value(f"{of_state}.nvme_path")
+    if config.offload_device("offload_param") == "nvme":
         raise ValueError(
-            "deepspeed: offloading to nvme is not supported: shards and the "
-            "optimizer's state are in memory; set device to cpu"
+            "deepspeed: offload_param.device='nvme' is not supported: shards are in "
+            "memory, and the optimizer's state may be on NVMe; set it to cpu"
+        )
+    if "nvme" not in devices:
+        folder = None
+    elif folder is None:
+        raise ValueError(
+            f"deepspeed: {of_state}.device is 'nvme'; set nvme_path beside it to a "
+            "folder on that drive"
         )
     reduced = config.get_value("communication_data_type") or "fp32"
     computed = "bf16" if config.is_true("bf16.enabled") else "fp16"
@@ -256,7 +269,9 @@ def of_zero(config: deepspeed.HfDeepSpeedConfig) -> Sharding:
         else None,
         reduce_bits=4 if bits else None,
         error_feedback=config.is_true("zero_optimization.zeropp_loco_param"),
-        cpu_offload="cpu" in devices,
+        cpu_offload=devices != {"none"},
+        offload_folder=folder,
+        offload_buffers=config.get_value(f"{of_state}.buffer_count", 4),
         xla_options={} if reduced == "fp32" else {"fp32_reduce_scatter": False},
     )
 
@@ -366,6 +381,7 @@ def _read(config: dict[str, Any]) -> Sharding:
         raise ValueError(
             "fsdp_config: xla_fsdp_settings and xla_fsdp_grad_ckpt need xla=True"
         )
+    folder = read(config.get("offload_folder"), str | None, "offload_folder")
     synchronizes = _flag(config, "sync_module_states", True)
     if _flag(config, "cpu_ram_efficient_loading", False) and not synchronizes:
         raise ValueError(
@@ -385,7 +401,8 @@ def _read(config: dict[str, Any]) -> Sharding:
         gather_bits=_bits(config, "gather_bits"),
         reduce_bits=_bits(config, "reduce_bits"),
         error_feedback=_flag(config, "error_feedback", True),
-        cpu_offload=_flag(config, "cpu_offload", False),
+        cpu_offload=_flag(config, "cpu_offload", False) or folder is not None,
+        offload_folder=folder,
         xla_options=_xla_options(settings),
     )
 

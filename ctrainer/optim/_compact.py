@@ -84,6 +84,7 @@ class _Compact(EngineOptimizer):
         """
         super().load_state_dict(state_dict)
         keep_as_saved(self, state_dict)
+        self._offload_again()
 
 
 def _zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -133,6 +133,7 @@ class _EightBit(EngineOptimizer):
         state_dict = {**state_dict, "state": _unwrapped(state_dict["state"])}
         super().load_state_dict(state_dict)
         keep_as_saved(self, state_dict)
+        self._offload_again()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kept": self._kept}

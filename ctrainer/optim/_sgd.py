@@ -22,7 +22,7 @@ class SGD(EngineOptimizer, torch.optim.SGD):
 
     _kind = "sgd"
     _counts = False
-    _moments = ("momentum_buffer",)
+    _moments = ("momentum_buffer if momentum",)
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -10,6 +11,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ctrainer._C import OptimEngine
+from ctrainer.optim import _disk
 from ctrainer.optim._precision import Precision, keep_float32, new_master
 from ctrainer.runtime.notes import locate
 
@@ -61,6 +63,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     # The arrays of state[param], zeros like the parameter: "name", or "name if option"
     # for the groups with that option.
     _moments: tuple[str, ...] = ()
+    _disk_state: _disk.DiskState | None = None
     # Options of torch's class that the torch at hand does not have yet.
     _unknown_to_torch: frozenset[str] = frozenset()
     # The options that every wrapper has.
@@ -218,6 +221,46 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._engine.check_idle("add_param_group()")
         # Past torch's guard against tracing, which imports torch._dynamo (1 s).
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+        self._offload_again()
+
+    def offload_state(
+        self, folder: str | os.PathLike[str], *, buffers: int = 4
+    ) -> None:
+        """Keep the state in a file from now on, as on an NVMe drive, for parameters in
+        host memory and optimizers that work element by element.
+
+        Tensors of state from 64 KiB on move there. An update reads them in pieces of
+        2**20 elements while it updates the piece before and writes those behind, with
+        the same results to the bit. state_dict() and state[param] read the file.
+
+        Args:
+            folder (str | os.PathLike[str]): Of the drive. The file has no name, and
+                ends with the optimizer or the process.
+            buffers (int, default 4): Pieces in memory at once, >= 1; from 3 on reading,
+                updating and writing overlap.
+
+        Raises:
+            OSError: the folder is missing, or the drive has too little room for all of
+                the state. An update raises it where the drive fails.
+            ValueError: the optimizer looks at whole parameters, or a parameter is on a
+                GPU.
+
+        Example:
+            >>> import torch
+            >>> from ctrainer.optim import AdamW
+            >>> layer = torch.nn.Linear(300, 200)
+            >>> optimizer = AdamW(layer.parameters())
+            >>> optimizer.offload_state("/tmp")
+        """
+        self._engine.check_idle("offload_state()")
+        self._disk_state = _disk.offload(self, folder, buffers)
+
+    def _offload_again(self) -> None:
+        """Move state that was loaded, or make room for that of a new group."""
+        if self._disk_state is not None:
+            self.offload_state(
+                self._disk_state.folder, buffers=self._disk_state.buffers
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's own dict of state and groups."""
@@ -251,6 +294,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             for name in ("step", "mu_product"):  # single numbers, which the host reads
                 if isinstance(state.get(name), torch.Tensor):
                     state[name] = state[name].cpu()
+        self._offload_again()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_engine" in self.__dict__:

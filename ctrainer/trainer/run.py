@@ -425,6 +425,7 @@ class TrainerRun(TrainerBase):
         shards.shard_model(self, resume_from_checkpoint)
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
         shards.check_optimizer(self)
+        shards.offload_state(self)
         blocks.make_blocks(self)
         model = self._wrap_model(self.model_wrapped)
         self.model_wrapped = model

@@ -123,6 +123,26 @@ def check_optimizer(trainer: TrainerRun) -> None:
         trained_model.check_optimizer(trainer.optimizer)
 
 
+def offload_state(trainer: TrainerRun) -> None:
+    """Keep the optimizer's state in a file where the arguments name a folder.
+
+    Raises ValueError for an optimizer that cannot.
+    """
+    sharding = trainer._sharding
+    if sharding is None or sharding.offload_folder is None:
+        return
+    if not hasattr(trainer.optimizer, "offload_state"):
+        cls = type(trainer.optimizer)
+        raise ValueError(
+            f"the optimizer's state is to be in a file in {sharding.offload_folder!r}, "
+            f"and {cls.__module__}.{cls.__name__} cannot keep it there; choose an "
+            "optimizer of ctrainer.optim, such as AdamW"
+        )
+    trainer.optimizer.offload_state(
+        sharding.offload_folder, buffers=sharding.offload_buffers
+    )
+
+
 def save_model(
     trainer: TrainerRun, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:

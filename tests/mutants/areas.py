@@ -55,6 +55,10 @@ AREAS = {
                 "core/optim/test_optim.c core/optim/test_optim_parts.c "
                 "binding/optim/test_optimizer.py binding/optim/test_layerwise.py "
                 "binding/optim/test_matrix_optimizers.py",
+            core("optim/disk", "base/disk_memory"):
+                "core/optim/test_disk.c python/optim/test_offloaded_state.py",
+            binding("optim/disk_memory") + " ctrainer/optim/_disk.py":
+                "python/optim/test_offloaded_state.py",
             core("optim/muon") + " " +
             math("formula/adafactor", "formula/lamb", "formula/lars", "formula/muon"):
                 "core/optim/test_optim_parts.c binding/optim/test_layerwise.py "

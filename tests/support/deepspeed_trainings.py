@@ -21,6 +21,13 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "both": {
         "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}
     },
+    "nvme": {
+        "offload_optimizer": {
+            "device": "nvme", "nvme_path": "/tmp", "buffer_count": 3,
+            "pipeline_read": True, "pipeline_write": True, "fast_init": False,
+        },
+        "offload_param": {"device": "cpu"},
+    },
     "older": {"cpu_offload": True, "cpu_offload_params": True},
     "not ahead": {"zero_quantized_weights": False, "overlap_comm": False},
 }  # fmt: skip
@@ -30,7 +37,8 @@ _ALL = [
     if stage or (offload == "none" and dtype == "fp32")
 ]
 # Every stage with every precision, and every offload; in `make test-all` all together.
-CASES = {" ".join(map(str, case)): case for case in (_ALL if EXHAUSTIVE else _ALL[::4])}
+_FEW = [*_ALL[::5], (3, "none", "fp32"), (3, "nvme", "fp32")]
+CASES = {" ".join(map(str, case)): case for case in (_ALL if EXHAUSTIVE else _FEW)}
 
 
 # Words of sharded_ddp, and the dtype.
@@ -108,6 +116,20 @@ def in_groups(folder: str, ranks: int) -> Any:
     return trainer(folder, "3 none fp32", deepspeed=config)
 
 
+def in_a_file(optimizer: Any) -> int:
+    """Elements of the optimizer's state that are in its file."""
+    disk = getattr(optimizer, "_disk_state", None)
+    if disk is None:
+        return 0
+    begin = torch.frombuffer(disk.memory, dtype=torch.uint8).data_ptr()
+    return sum(
+        value.numel()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if 0 <= value.data_ptr() - begin < disk.memory.nbytes
+    )
+
+
 def told(made: Any) -> dict[str, Any]:
     logs = [log for log in made.state.log_history if "grad_norm" in log]
     config = made.args.hf_deepspeed_config
@@ -120,6 +142,7 @@ def told(made: Any) -> dict[str, Any]:
         "sharded": type(made.model).__name__ == "TrainedModel",
         "stage": None if config is None else config.stage,
         "optimizer": type(made.optimizer).__name__,
+        "in a file": in_a_file(made.optimizer),
         "groups": [len(group["params"]) for group in made.optimizer.param_groups],
     }
 

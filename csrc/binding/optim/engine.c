@@ -7,6 +7,7 @@
 #include "binding/optim/engine.h"
 
 #include "binding/comm/communicator.h"
+#include "binding/optim/disk_memory.h"
 #include "binding/optim/weight_average.h"
 
 #include "core/base/alloc.h"
@@ -71,6 +72,7 @@ OptimEngine_traverse(PyObject *op, visitproc visit, void *arg)
     OptimEngine *self = (OptimEngine *)op;
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->average);
+    Py_VISIT(self->disk);
     for (size_t k = 0; k < self->n_slots; k++) {
         const optim_slot *slot = &self->slots[k];
         Py_VISIT(slot->param);
@@ -91,6 +93,8 @@ OptimEngine_clear(PyObject *op)
 {
     optim_drop_slots((OptimEngine *)op, 0);
     Py_CLEAR(((OptimEngine *)op)->average);
+    ct_optim_set_disk(((OptimEngine *)op)->core, NULL, 0);
+    Py_CLEAR(((OptimEngine *)op)->disk);
     return 0;
 }
 
@@ -1053,6 +1057,65 @@ OptimEngine_check_idle(PyObject *op, PyObject *arg)
 }
 
 PyDoc_STRVAR(
+    use_disk_doc,
+    "use_disk($self, memory, buffers, kinds, /)\n--\n\n"
+    "Update state that lies in memory, a DiskMemory, piece by piece, so many being\n"
+    "in memory at once. None: no state does. Raises ValueError for a kind among the\n"
+    "groups' that does not work element by element.");
+
+static int
+check_elementwise(PyObject *kinds)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kinds); i++) {
+        const char *name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(kinds, i));
+        const ct_optim_group group = {
+            .kind = name == NULL ? CT_OPTIM_KIND_COUNT : ct_optim_kind_from_name(name)};
+        if (group.kind == CT_OPTIM_KIND_COUNT) {
+            (void)(name == NULL ? NULL : reject_kind(name));
+            return -1;
+        }
+        if (ct_optim_group_is_whole(&group)) {
+            PyErr_Format(PyExc_ValueError,
+                         "%s looks at whole parameters, and state can be in a file for "
+                         "optimizers that work element by element, such as AdamW",
+                         name);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *
+OptimEngine_use_disk(PyObject *op, PyObject *args)
+{
+    OptimEngine *self = (OptimEngine *)op;
+    PyObject *memory, *kinds;
+    Py_ssize_t buffers;
+    if (!PyArg_ParseTuple(args, "OnO!:use_disk", &memory, &buffers, &PyTuple_Type,
+                          &kinds)) {
+        return NULL;
+    }
+    const bool none = Py_IsNone(memory);
+    if (!none && !PyObject_TypeCheck(memory, self->state->DiskMemory)) {
+        return PyErr_Format(PyExc_TypeError,
+                            "memory is a %.200s; expected a DiskMemory or None",
+                            Py_TYPE(memory)->tp_name);
+    }
+    if (buffers < 1) {
+        return PyErr_Format(PyExc_ValueError, "buffers must be at least 1, got %zd",
+                            buffers);
+    }
+    if (check_idle(self, "use_disk()") < 0 || await(self) < 0 ||
+        check_elementwise(kinds) < 0) {
+        return NULL;
+    }
+    ct_optim_set_disk(self->core, none ? NULL : &((DiskMemory *)memory)->core,
+                      (size_t)buffers);
+    Py_XSETREF(self->disk, none ? NULL : Py_NewRef(memory));
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(
     await_update_doc,
     "await_update($self, /)\n--\n\n"
     "Wait for the result of an update that the trainer has enqueued on a GPU,\n"
@@ -1127,6 +1190,7 @@ static PyMethodDef OptimEngine_methods[] = {
     {"step",           (PyCFunction)(void (*)(void))OptimEngine_step, METH_FASTCALL, step_doc          },
     {"check_idle",     OptimEngine_check_idle,                        METH_O,        check_idle_doc    },
     {"await_update",   OptimEngine_await_update,                      METH_NOARGS,   await_update_doc  },
+    {"use_disk",       OptimEngine_use_disk,                          METH_VARARGS,  use_disk_doc      },
     {"prepare_replay", OptimEngine_prepare_replay,                    METH_O,        prepare_replay_doc},
     {NULL,             NULL,                                          0,             NULL              },
 };

@@ -535,6 +535,7 @@ reject(PyObject *op, PyObject *Py_UNUSED(protocol))
     }
     const rejection known[] = {
         {state->CheckpointWriter, "it writes files from a thread of this process"  },
+        {state->DiskMemory,       "its file is open in this process alone"         },
         {state->FairseqTrainer,   "it holds a run that is under way"               },
         {state->FSDPUnit,         "its memory is a shard of the group's parameters"},
         {state->GradHook,         of_run                                           },
@@ -567,11 +568,13 @@ int
 ctpy_reject_copies(const ctpy_state *state)
 {
     PyTypeObject *const types[] = {
-        state->BMUF,         state->CheckpointWriter, state->CollectiveWork,
-        state->Communicator, state->FSDPUnit,         state->FairseqTrainer,
-        state->GradHook,     state->GradReducer,      state->GroupMemory,
-        state->MappedMemory, state->ObjectWatch,      state->RowBuffer,
-        state->Run,
+        state->BMUF,           state->CheckpointWriter,
+        state->CollectiveWork, state->Communicator,
+        state->DiskMemory,     state->FSDPUnit,
+        state->FairseqTrainer, state->GradHook,
+        state->GradReducer,    state->GroupMemory,
+        state->MappedMemory,   state->ObjectWatch,
+        state->RowBuffer,      state->Run,
     };
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
         PyObject *method = PyDescr_NewMethod(types[i], &rejecting);

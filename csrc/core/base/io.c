@@ -14,6 +14,7 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -122,6 +123,28 @@ ct_open_read(const char *path, uint64_t *bytes, ct_error *err)
                        path);
     }
     return -1;
+}
+
+/* O_TMPFILE needs support of the file system; without it the name exists for a moment.
+ */
+int
+ct_open_unnamed(const char *folder)
+{
+    const int direct = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    if (direct >= 0) {
+        return direct;
+    }
+    char path[PATH_MAX];
+    const int n = snprintf(path, sizeof path, "%s/ctrainer-XXXXXX", folder);
+    if (n < 0 || (size_t)n >= sizeof path) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    const int fd = mkostemp(path, O_CLOEXEC);
+    if (fd >= 0) {
+        (void)unlink(path);
+    }
+    return fd;
 }
 
 ct_status

@@ -41,6 +41,10 @@ CT_NODISCARD ct_status ct_sync_folder(const char *path, ct_error *err);
  * pipe, a socket or a device, without waiting. */
 int ct_open_read(const char *path, uint64_t *bytes, ct_error *err);
 
+/* Opens a new file without a name in `folder`, for reading and writing; it ends with
+ * the last descriptor. -1 with errno set. */
+int ct_open_unnamed(const char *folder);
+
 /* Reads n bytes at offset; CT_EINVAL if the file ends sooner. path is for errors. */
 CT_NODISCARD ct_status ct_read_at(int fd, void *data, size_t n, uint64_t offset,
                                   const char *path, ct_error *err);

@@ -2,7 +2,7 @@
  * so the peak is the final size. The blocks of a backing file are allocated before they
  * are mapped, since a write to a page that a full disk cannot back kills the process.
  */
-#define _GNU_SOURCE /* mremap, O_TMPFILE */
+#define _GNU_SOURCE /* mremap */
 #include "core/base/region.h"
 
 #include "core/base/io.h"
@@ -86,28 +86,6 @@ ct_region_reserve(ct_region *region, size_t bytes, ct_error *err)
     return CT_OK;
 }
 
-/* A file without a name in `folder`, or -1 with errno set. O_TMPFILE needs support of
- * the file system; without it the name exists for a moment. */
-static int
-open_unnamed(const char *folder)
-{
-    const int direct = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    if (direct >= 0) {
-        return direct;
-    }
-    char path[4096];
-    const int n = snprintf(path, sizeof path, "%s/ctrainer-XXXXXX", folder);
-    if (n < 0 || (size_t)n >= sizeof path) {
-        errno = ENAMETOOLONG;
-        return -1;
-    }
-    const int fd = mkstemp(path);
-    if (fd >= 0) {
-        (void)unlink(path);
-    }
-    return fd;
-}
-
 void
 ct_region_fini(ct_region *region)
 {
@@ -128,7 +106,7 @@ ct_region_to_file(ct_region *region, const char *folder, ct_error *err)
     }
     /* A mapping of no bytes does not exist, and later growth moves a mapping. */
     const size_t bytes = region->bytes > 0 ? region->bytes : ct_pages_round(1);
-    ct_region file = {.bytes = bytes, .has_file = true, .fd = open_unnamed(folder)};
+    ct_region file = {.bytes = bytes, .has_file = true, .fd = ct_open_unnamed(folder)};
     if (file.fd < 0) {
         return ct_fail_io(err, errno, "make a temporary file in", folder);
     }

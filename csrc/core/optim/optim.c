@@ -4,6 +4,7 @@
 #include "core/optim/optim.h"
 
 #include "core/base/alloc.h"
+#include "core/optim/disk.h"
 #include "core/optim/run.h"
 #include "math/norm.h"
 
@@ -171,6 +172,7 @@ struct ct_optim {
     ct_update_span *spans;
     uint32_t *owner; /* each span's parameter */
     ct_run_buffers buffers;
+    ct_disk_state disk;
     ct_grads grads;       /* the gradients present, and the clipping of each group */
     ct_scratch outcome;   /* of clipping, in the device's memory */
     ct_pending_read read; /* of the outcome */
@@ -209,6 +211,7 @@ ct_optim_free(ct_optim *optim)
     }
     release_outcome(optim);
     ct_grads_fini(&optim->grads);
+    ct_disk_state_fini(&optim->disk);
     ct_run_buffers_fini(optim->device, &optim->buffers);
     ct_free(optim->owner);
     ct_free(optim->spans);
@@ -293,6 +296,14 @@ ct_optim_param *
 ct_optim_params_borrow(ct_optim *optim)
 {
     return optim->params;
+}
+
+void
+ct_optim_set_disk(ct_optim *optim, const ct_disk_memory *memory, size_t n_buffers)
+{
+    ct_disk_state_fini(&optim->disk);
+    optim->disk.memory = memory;
+    optim->disk.n_buffers = n_buffers;
 }
 
 size_t
@@ -657,10 +668,16 @@ ct_optim_update(ct_optim *optim, void *stream, const ct_optim_pass *pass, ct_err
          * nothing. */
         const ct_rule_run run = run_of(optim, &table, r, pass);
         status = ct_rule_run_prepare(&run, err);
+        if (status == CT_OK && ct_disk_state_has(&optim->disk, &run)) {
+            status = ct_disk_state_prepare(&optim->disk, &run, err);
+        }
     }
     for (size_t r = 0; status == CT_OK && r < CT_RULE_COUNT; r++) {
         ct_rule_run run = run_of(optim, &table, r, pass);
-        if (run.update.n_spans != 0) {
+        if (ct_disk_state_has(&optim->disk, &run)) {
+            status = ct_disk_state_update(&optim->disk, &run, stream, err);
+        }
+        else if (run.update.n_spans != 0) {
             status = ct_rule_run_update(&run, stream, err);
         }
     }

@@ -8,6 +8,7 @@
 #ifndef CT_OPTIM_H
 #define CT_OPTIM_H
 
+#include "core/base/disk_memory.h"
 #include "core/comm/comm.h"
 #include "core/device/device.h"
 #include "core/optim/kinds.h"
@@ -140,6 +141,11 @@ CT_NODISCARD ct_status ct_optim_resize(ct_optim *optim, size_t n_groups,
 ct_optim_group *ct_optim_groups_borrow(ct_optim *optim);
 ct_optim_param *ct_optim_params_borrow(ct_optim *optim);
 size_t ct_optim_n_groups(const ct_optim *optim);
+
+/* State that lies in `memory` is updated piece by piece, n_buffers > 0 pieces being in
+ * memory at once, and never touched at its addresses. Such an array begins at a page
+ * and has its last page to itself. The memory is borrowed; NULL: none. */
+void ct_optim_set_disk(ct_optim *optim, const ct_disk_memory *memory, size_t n_buffers);
 
 /* Whether a group's rule looks at more of a parameter than an element at a time, so
  * that a part cannot be updated alone. */

@@ -8,9 +8,13 @@ sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
 
 import deepspeed_trainings as runs  # noqa: E402
 
+from ctrainer.optim import _disk  # noqa: E402
+
+_disk._LEAST = 1  # bytes, for a tiny model
 results = {}
 for name in [*runs.CASES, *runs.FAIRSCALE]:
-    made = runs.trainer(f"{folder}/{name}", name)
+    saves = {"save_strategy": "steps", "save_steps": 3} if "nvme" in name else {}
+    made = runs.trainer(f"{folder}/{name}", name, **saves)
     made.train()
     results[name] = runs.told(made)
 made = runs.in_groups(f"{folder}/groups", 1)
@@ -20,4 +24,14 @@ try:
     runs.in_groups(f"{folder}/three", 3).train()
 except ValueError as error:
     results["groups of three"] = str(error)
+made = runs.trainer(f"{folder}/resumed", "3 nvme fp32")
+made.train(resume_from_checkpoint=f"{folder}/3 nvme fp32/checkpoint-3")
+results["resumed"] = runs.told(made)
+config = runs.configuration(3, "nvme", "fp32")
+config["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/none"
+made = runs.trainer(f"{folder}/missing", "3 nvme fp32", deepspeed=config)
+try:
+    made.train()
+except OSError as error:
+    results["missing"] = str(error)
 tell(results)

@@ -272,8 +272,16 @@ def test_what_the_section_zero_optimization_means() -> None:
     assert (plan.prefetch_numel, plan.unnamed_min_num_params) == (10**6, 10**4)
     assert (plan.gather_bits, plan.reduce_bits) == (8, 4)
     assert not plan.error_feedback
-    with pytest.raises(ValueError, match="offloading to nvme is not supported"):
+    on_nvme = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": "5"}
+    plan = sharded({"stage": 2, "offload_optimizer": on_nvme})
+    assert (plan.cpu_offload, plan.offload_folder) == (True, "/nvme")
+    assert plan.offload_buffers == 5
+    plan = sharded({"stage": 3, "offload_optimizer": {**on_nvme, "device": "cpu"}})
+    assert (plan.cpu_offload, plan.offload_folder) == (True, None)
+    with pytest.raises(ValueError, match="device is 'nvme'; set nvme_path beside it"):
         sharded({"stage": 3, "offload_optimizer": {"device": "nvme"}})
+    with pytest.raises(ValueError, match=r"offload_param.device='nvme' is not"):
+        sharded({"stage": 3, "offload_param": {"device": "nvme"}})
     with pytest.raises(ValueError, match="communication_data_type='bf16' is neither"):
         sharded({"stage": 3}, communication_data_type="bf16")
     with pytest.raises(ValueError, match="fsdp and deepspeed both shard"):

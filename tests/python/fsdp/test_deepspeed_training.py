@@ -40,6 +40,20 @@ def test_two_ranks_train_as_plain_torch_does_in_one_process(
         assert len(ours["groups"]) == 1
 
 
+def test_state_on_nvme_gives_the_bits_of_state_in_memory_and_is_saved_whole(
+    found: list[Any],
+) -> None:
+    shared = 2 * sum(p.numel() for p in runs.tiny.gpt2().parameters())
+    assert sum(rank["3 nvme fp32"]["in a file"] for rank in found) >= shared
+    for rank in found:
+        here, there = rank["3 none fp32"], rank["3 nvme fp32"]
+        assert here["in a file"] == 0
+        for name in ("losses", "norms"):
+            assert there[name] == here[name] == rank["resumed"][name]
+        assert rank["resumed"]["in a file"] == there["in a file"]
+        assert "make the folder, or mount the drive" in rank["missing"]
+
+
 @pytest.mark.parametrize("name", runs.FAIRSCALE)
 def test_sharded_ddp_trains_as_plain_torch_does_in_one_process(
     found: list[Any], wanted: dict[str, Any], name: str

@@ -273,6 +273,7 @@ TYPES = {
 
 MADE: dict[str, Callable[[], Any]] = {
     "CollectiveWork": lambda: _C.Communicator().all_reduce(np.ones(3), async_op=True),
+    "DiskMemory": lambda: _C.DiskMemory(4096, "/tmp"),
     "GroupMemory": lambda: _C.Communicator().memory(64),
     "MappedMemory": lambda: _C.MappedMemory(4096),
     "OptimEngine": lambda: _C.OptimEngine("adamw"),

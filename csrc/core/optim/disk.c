@@ -1,0 +1,400 @@
+/* State in a file is updated piece by piece, through a ring of buffers: a thread reads
+ * the next pieces, the caller updates a piece, and a second thread writes updated
+ * pieces.
+ *
+ * Three counters say how far each thread is, written <= updated <= read <= written +
+ * buffers, and each thread waits for the counter before its own. A rule that works
+ * element by element gives the same bits whatever the pieces. The threads end with the
+ * update, so that nothing is under way when the process forks or state is read. */
+#define _GNU_SOURCE /* MADV_DONTFORK */
+#include "core/optim/disk.h"
+
+#include "core/base/alloc.h"
+#include "math/compact.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/mman.h>
+
+enum {
+    PIECE = 1 << 20,             /* elements at most */
+    ARRAYS = CT_RULE_MAX_STATES, /* of a span, that may be in the file */
+};
+
+_Static_assert(PIECE % CT_QUANT_BLOCK == 0 && PIECE % CT_COMPACT_GROUP == 0,
+               "a piece has whole blocks");
+
+/* Elements [begin, begin + n) of a span with state in the file, or n_spans whole spans
+ * with state in memory. */
+typedef struct piece {
+    size_t span, n_spans, begin, n;
+} piece;
+
+typedef struct pipeline {
+    const ct_disk_state *disk;
+    const ct_rule_run *run;
+    pthread_mutex_t lock;
+    pthread_cond_t moved;
+    size_t read, updated, written; /* pieces so far */
+    ct_status status;              /* the first failure of any thread */
+    ct_error error;
+} pipeline;
+
+/* ---- pieces ---------------------------------------------------------------------- */
+
+static bool
+is_on_disk(const ct_disk_state *disk, const ct_update_span *span)
+{
+    bool found = false;
+    for (size_t k = 0; k < ARRAYS; k++) {
+        found = found || ct_disk_memory_has(disk->memory, span->state[k]);
+    }
+    return found;
+}
+
+bool
+ct_disk_state_has(const ct_disk_state *disk, const ct_rule_run *run)
+{
+    bool found = false;
+    for (size_t i = 0; disk->memory != NULL && i < run->update.n_spans; i++) {
+        found = found || is_on_disk(disk, &run->spans[i]);
+    }
+    return found;
+}
+
+/* Bytes of n elements of state in a buffer: whole pages. */
+static size_t
+array_bytes(const ct_update_span *span, size_t n)
+{
+    return ct_pages_round(n * ct_dtype_size(span->state_dtype));
+}
+
+static size_t
+least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Fills in the list, unless `to` is NULL; returns its length. */
+static size_t
+list_pieces(const ct_disk_state *disk, const ct_rule_run *run, piece *to)
+{
+    size_t n = 0;
+    bool in_memory = false;
+    for (size_t i = 0; i < run->update.n_spans; i++) {
+        const ct_update_span *span = &run->spans[i];
+        if (!is_on_disk(disk, span)) {
+            n += !in_memory;
+            if (to != NULL) {
+                to[n - 1] = (piece){in_memory ? to[n - 1].span : i,
+                                    in_memory ? to[n - 1].n_spans + 1 : 1, 0, 0};
+            }
+            in_memory = true;
+            continue;
+        }
+        in_memory = false;
+        for (size_t at = 0; at < span->n; at += PIECE) {
+            if (to != NULL) {
+                to[n] = (piece){i, 1, at, least(PIECE, span->n - at)};
+            }
+            n++;
+        }
+    }
+    return n;
+}
+
+static void *
+at(void *array, size_t begin, size_t size)
+{
+    return array == NULL ? NULL : (char *)array + begin * size;
+}
+
+/* Elements [begin, begin + n) of a span. */
+static ct_update_span
+slice(const ct_update_span *span, size_t begin, size_t n)
+{
+    ct_update_span part = *span;
+    part.n = n;
+    part.first += begin;
+    part.grad = at(span->grad, begin, ct_dtype_size(span->grad_dtype));
+    part.param = at(span->param, begin, ct_dtype_size(span->dtype));
+    part.correction = at(span->correction, begin, sizeof *span->correction);
+    part.copy = at(span->copy, begin, ct_dtype_size(span->copy_dtype));
+    part.ema = at(span->ema, begin, ct_dtype_size(span->ema_dtype));
+    for (size_t k = 0; k < ARRAYS; k++) {
+        part.state[k] = at(span->state[k], begin, ct_dtype_size(span->state_dtype));
+        if (span->state_dtype == CT_I8 && span->quant[k].scales != NULL) {
+            part.quant[k].scales += begin / CT_COMPACT_GROUP;
+        }
+        else if (span->state_dtype == CT_U8 && span->quant[k].absmax != NULL) {
+            part.quant[k].absmax += begin / CT_QUANT_BLOCK;
+        }
+    }
+    return part;
+}
+
+/* ---- before the update ----------------------------------------------------------- */
+
+void
+ct_disk_state_fini(ct_disk_state *disk)
+{
+    ct_pages_drop(disk->buffers);
+    ct_free(disk->pieces);
+    *disk = (ct_disk_state){0};
+}
+
+/* The kernel reads into the buffers while the process may fork: a child's copy
+ * would take pages from under the drive. */
+static ct_status
+reserve_buffers(ct_disk_state *disk, size_t bytes, ct_error *err)
+{
+    ct_pages *made = NULL;
+    if (bytes <= disk->buffer_bytes) {
+        return CT_OK;
+    }
+    ct_status status = ct_pages_new(&made, disk->n_buffers * bytes, err);
+    if (status == CT_OK) {
+        (void)madvise(made->data, made->bytes, MADV_DONTFORK);
+        ct_pages_drop(disk->buffers);
+        disk->buffers = made;
+        disk->buffer_bytes = bytes;
+    }
+    return status;
+}
+
+static ct_status
+check_span(const ct_disk_state *disk, const ct_update_span *span, size_t *buffer,
+           ct_error *err)
+{
+    size_t bytes = 0;
+    for (size_t k = 0; k < ARRAYS; k++) {
+        const size_t all = array_bytes(span, span->n);
+        if (!ct_disk_memory_has(disk->memory, span->state[k])) {
+            continue;
+        }
+        const size_t offset =
+            (size_t)((unsigned char *)span->state[k] - disk->memory->data);
+        if (ct_pages_round(offset) != offset || all > disk->memory->bytes - offset) {
+            return ct_fail(err, CT_EINVAL,
+                           "state in a file has to begin at a page of its own, and is "
+                           "at byte %zu: leave the optimizer's state as it was made",
+                           offset);
+        }
+        bytes += array_bytes(span, least(PIECE, span->n));
+    }
+    *buffer = bytes > *buffer ? bytes : *buffer;
+    return CT_OK;
+}
+
+ct_status
+ct_disk_state_prepare(ct_disk_state *disk, const ct_rule_run *run, ct_error *err)
+{
+    size_t buffer = 0;
+    if (ct_rule_is_measured(run->update.rule) || run->device != &ct_device_cpu) {
+        return ct_fail(
+            err, CT_EINVAL,
+            "state in a file is for parameters in the host's memory, and for "
+            "optimizers that work element by element, such as AdamW");
+    }
+    ct_status status = ct_disk_memory_check(disk->memory, err);
+    for (size_t i = 0; status == CT_OK && i < run->update.n_spans; i++) {
+        status = check_span(disk, &run->spans[i], &buffer, err);
+    }
+    if (status == CT_OK) {
+        status = reserve_buffers(disk, buffer, err);
+    }
+    return status == CT_OK ? ct_grow(&disk->pieces, &disk->pieces_capacity,
+                                     list_pieces(disk, run, NULL), sizeof(piece), err)
+                           : status;
+}
+
+/* ---- the threads ----------------------------------------------------------------- */
+
+/* Waits until *counter reaches n; false after a failure that keeps it from that. */
+static bool
+await_counter(pipeline *p, const size_t *counter, size_t n)
+{
+    (void)pthread_mutex_lock(&p->lock);
+    while (*counter < n && p->status == CT_OK) {
+        (void)pthread_cond_wait(&p->moved, &p->lock);
+    }
+    const bool reached = *counter >= n;
+    (void)pthread_mutex_unlock(&p->lock);
+    return reached;
+}
+
+/* Counts a piece, or notes the failure; returns whether to continue. */
+static bool
+advance(pipeline *p, size_t *counter, ct_status status, const ct_error *err)
+{
+    (void)pthread_mutex_lock(&p->lock);
+    *counter += status == CT_OK;
+    if (status != CT_OK && p->status == CT_OK) {
+        p->status = status;
+        p->error = *err;
+    }
+    (void)pthread_cond_broadcast(&p->moved);
+    (void)pthread_mutex_unlock(&p->lock);
+    return status == CT_OK;
+}
+
+static const piece *
+piece_of(const pipeline *p, size_t i)
+{
+    return (const piece *)p->disk->pieces + i;
+}
+
+/* Calls move(memory, place in the file, place in the buffer, bytes) for each array of a
+ * piece that is in the file. */
+typedef ct_status move_fn(const ct_disk_memory *memory, void *file, void *buffer,
+                          size_t bytes, ct_error *err);
+
+static ct_status
+read_array(const ct_disk_memory *memory, void *file, void *buffer, size_t bytes,
+           ct_error *err)
+{
+    return ct_disk_memory_read(memory, file, buffer, bytes, err);
+}
+
+static ct_status
+write_array(const ct_disk_memory *memory, void *file, void *buffer, size_t bytes,
+            ct_error *err)
+{
+    return ct_disk_memory_write(memory, file, buffer, bytes, err);
+}
+
+static ct_status
+move_piece(const pipeline *p, size_t i, move_fn *move, ct_error *err)
+{
+    const piece *of = piece_of(p, i);
+    const ct_update_span *span = &p->run->spans[of->span];
+    const size_t bytes = array_bytes(span, of->n);
+    unsigned char *buffer =
+        p->disk->buffers->data + i % p->disk->n_buffers * p->disk->buffer_bytes;
+    ct_status status = CT_OK;
+    for (size_t k = 0; of->n != 0 && status == CT_OK && k < ARRAYS; k++) {
+        if (ct_disk_memory_has(p->disk->memory, span->state[k])) {
+            void *file =
+                at(span->state[k], of->begin, ct_dtype_size(span->state_dtype));
+            status = move(p->disk->memory, file, buffer, bytes, err);
+            buffer += bytes;
+        }
+    }
+    return status;
+}
+
+static void *
+read_ahead(void *arg)
+{
+    pipeline *p = arg;
+    const size_t buffers = p->disk->n_buffers;
+    ct_error err;
+    for (size_t i = 0; i < p->disk->n_pieces; i++) {
+        const size_t free_after = i < buffers ? 0 : i - buffers + 1;
+        if (!await_counter(p, &p->written, free_after) ||
+            !advance(p, &p->read, move_piece(p, i, read_array, &err), &err)) {
+            break;
+        }
+    }
+    return NULL;
+}
+
+static void *
+write_behind(void *arg)
+{
+    pipeline *p = arg;
+    ct_error err;
+    for (size_t i = 0; i < p->disk->n_pieces; i++) {
+        if (!await_counter(p, &p->updated, i + 1) ||
+            !advance(p, &p->written, move_piece(p, i, write_array, &err), &err)) {
+            break;
+        }
+    }
+    return NULL;
+}
+
+/* ---- the update ------------------------------------------------------------------ */
+
+static ct_status
+update_piece(const pipeline *p, size_t i, void *stream, ct_error *err)
+{
+    const piece *of = piece_of(p, i);
+    const ct_update_span *span = &p->run->spans[of->span];
+    unsigned char *buffer =
+        p->disk->buffers->data + i % p->disk->n_buffers * p->disk->buffer_bytes;
+    ct_rule_run run = *p->run;
+    ct_update_span part;
+    run.spans = &p->run->spans[of->span];
+    run.update.n_spans = of->n_spans;
+    if (of->n != 0) {
+        part = slice(span, of->begin, of->n);
+        for (size_t k = 0; k < ARRAYS; k++) {
+            if (ct_disk_memory_has(p->disk->memory, span->state[k])) {
+                part.state[k] = buffer;
+                buffer += array_bytes(span, of->n);
+            }
+        }
+        run.spans = &part;
+    }
+    run.update.spans = run.spans;
+    return ct_rule_run_update(&run, stream, err);
+}
+
+/* Signal handlers run on the host's threads. */
+static bool
+start(pthread_t *thread, void *(*run)(void *), pipeline *p)
+{
+    sigset_t all, before;
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
+    const bool started = pthread_create(thread, NULL, run, p) == 0;
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return started;
+}
+
+static ct_status
+fail(const pipeline *p, ct_error *err)
+{
+    ct_status status = ct_fail(
+        err, p->status,
+        "%.200s: %zu of %zu parts of the parameters are updated, %zu of %zu parts of "
+        "their state: resume from the last checkpoint, with a drive that works",
+        p->error.message, p->updated, p->disk->n_pieces, p->written, p->disk->n_pieces);
+    if (err != NULL) {
+        err->os_error = p->error.os_error;
+    }
+    return status;
+}
+
+ct_status
+ct_disk_state_update(ct_disk_state *disk, const ct_rule_run *run, void *stream,
+                     ct_error *err)
+{
+    pipeline p = {.disk = disk,
+                  .run = run,
+                  .lock = PTHREAD_MUTEX_INITIALIZER,
+                  .moved = PTHREAD_COND_INITIALIZER};
+    pthread_t reader, writer;
+    ct_error own;
+    disk->n_pieces = list_pieces(disk, run, disk->pieces);
+    if (!start(&writer, write_behind, &p)) {
+        return ct_fail(err, CT_ENOMEM, "no thread to write the optimizer's state");
+    }
+    const bool reads = start(&reader, read_ahead, &p);
+    if (!reads) {
+        (void)advance(
+            &p, &p.read,
+            ct_fail(&own, CT_ENOMEM, "no thread to read the optimizer's state"), &own);
+    }
+    for (size_t i = 0; i < disk->n_pieces && await_counter(&p, &p.read, i + 1); i++) {
+        if (!advance(&p, &p.updated, update_piece(&p, i, stream, &own), &own)) {
+            break;
+        }
+    }
+    if (reads) {
+        (void)pthread_join(reader, NULL);
+    }
+    (void)pthread_join(writer, NULL);
+    return p.status == CT_OK ? CT_OK : fail(&p, err);
+}

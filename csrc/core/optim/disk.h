@@ -1,0 +1,34 @@
+/* The update of parameters whose state lies in a file, for core/optim/optim.c alone. */
+#ifndef CORE_OPTIM_DISK_H
+#define CORE_OPTIM_DISK_H
+
+#include "core/base/disk_memory.h"
+#include "core/base/pages.h"
+#include "core/optim/run.h"
+
+/* Starts as {0}: nothing is in a file. */
+typedef struct ct_disk_state {
+    const ct_disk_memory *memory; /* borrowed, or NULL */
+    size_t n_buffers;             /* > 0 with a memory */
+    ct_pages *buffers;            /* n_buffers, of buffer_bytes each */
+    size_t buffer_bytes;
+    void *pieces;
+    size_t n_pieces, pieces_capacity;
+} ct_disk_state;
+
+void ct_disk_state_fini(ct_disk_state *disk);
+
+/* Whether an array of state of these spans is in the file. */
+bool ct_disk_state_has(const ct_disk_state *disk, const ct_rule_run *run);
+
+/* Reserves the memory of the update, and checks the file, so that the update need not
+ * fail but by the drive. CT_EINVAL for a rule that looks at whole parameters. */
+CT_NODISCARD ct_status ct_disk_state_prepare(ct_disk_state *disk,
+                                             const ct_rule_run *run, ct_error *err);
+
+/* ct_rule_run_update() of such spans. After an error of the drive the message says that
+ * part of the elements are updated. */
+CT_NODISCARD ct_status ct_disk_state_update(ct_disk_state *disk, const ct_rule_run *run,
+                                            void *stream, ct_error *err);
+
+#endif
