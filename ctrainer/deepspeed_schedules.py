@@ -298,7 +298,7 @@ class WarmupLR(_AfterWarmup):
         warmup_min_lr (PerGroup, default 0.0): Where it begins, for all groups or each.
         warmup_max_lr (PerGroup | None, default None): Where it ends; None: each group's
             own.
-        warmup_num_steps (int, default 1000): Batches of the rise.
+        warmup_num_steps (int, default 1000): Batches of the rise, at least 2.
         warmup_type (str, default 'log'): "log" or "linear".
         last_batch_iteration (int, default -1): Batch before the first, to resume.
 
@@ -336,7 +336,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_min_lr (PerGroup, default 0.0): Where it begins and ends.
         warmup_max_lr (PerGroup | None, default 0.001): The greatest; None: each group's
             own.
-        warmup_num_steps (int, default 1000): Batches of the rise.
+        warmup_num_steps (int, default 1000): Batches of the rise, at least 2.
         warmup_type (str, default 'log'): "log" or "linear".
         last_batch_iteration (int, default -1): Batch before the first, to resume.
     """
@@ -371,7 +371,7 @@ class WarmupCosineLR(_AfterWarmup):
         optimizer: Has param_groups with "lr".
         total_num_steps (int): Batches of the run.
         warmup_min_ratio (float, default 0.0): Where it begins.
-        warmup_num_steps (int, default 1000): Batches of the rise.
+        warmup_num_steps (int, default 1000): Batches of the rise, at least 2.
         cos_min_ratio (float, default 0.0001): Where it ends.
         warmup_type (str, default 'log'): "log" or "linear".
         last_batch_iteration (int, default -1): Batch before the first, to resume.

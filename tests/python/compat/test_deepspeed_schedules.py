@@ -147,6 +147,7 @@ CASES: list[tuple[str, dict[str, Any], Rule]] = [
         one_cycle([0.01] * 2, [0.1] * 2, (70, 33), stairs=(5, 3)),
     ),
     ("WarmupLR", {}, warmup([0.0] * 2, OWN, 1000, "log")),
+    ("WarmupLR", {"warmup_num_steps": 0}, warmup([0.0] * 2, OWN, 0, "log")),
     ("WarmupLR", {"warmup_num_steps": 1}, warmup([0.0] * 2, OWN, 1, "log")),
     (
         "WarmupLR",
@@ -298,7 +299,7 @@ def test_a_run_shorter_than_its_warm_up_is_warned_of(
         ("OneCycle", {"cycle_first_step_size": 0}, "first_step_size must be >= 1"),
         ("OneCycle", {"cycle_second_step_size": -1}, "second_step_size must be >= 0"),
         ("OneCycle", {"cycle_first_stair_count": 0.5}, "stair_count must be a whole"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps must be >= 1"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps must be >= 0"),
         ("WarmupLR", {"warmup_type": "cosine"}, "warmup_type is 'cosine'; .* log, lin"),
         ("WarmupDecayLR", {"total_num_steps": -1}, "total_num_steps must be >= 0"),
     ],
