@@ -12,6 +12,7 @@ from ctrainer.fsdp.consolidate import (
     reshard_checkpoints,
 )
 from ctrainer.fsdp.flatten import FlatParameter, FlattenParamsWrapper
+from ctrainer.fsdp.layout import FLOAT_DTYPES, apply_to_tensors, collect_tensors
 from ctrainer.fsdp.memory_plan import MemoryPlan, UnitSize, memory_plan, units_of
 from ctrainer.fsdp.module import (
     FullyShardedDataParallel,
@@ -22,6 +23,7 @@ from ctrainer.fsdp.shard_files import load_shard, save_shard
 from ctrainer.fsdp.sharded import TrainingState
 
 __all__ = [
+    "FLOAT_DTYPES",
     "FlatParameter",
     "FlattenParamsWrapper",
     "FullyShardedDataParallel",
@@ -29,6 +31,8 @@ __all__ = [
     "TrainingState",
     "UnitSize",
     "XlaFullyShardedDataParallel",
+    "apply_to_tensors",
+    "collect_tensors",
     "consolidate_sharded_model_checkpoints",
     "consolidate_sharded_state_dicts",
     "hybrid_groups",

@@ -37,7 +37,6 @@ from ctrainer.fsdp.shard_files import (
     shard_paths,
     sharded_keys,
     tensor_of,
-    with_orig_name,
 )
 from ctrainer.fsdp.stored import Item, Stored, joined
 from ctrainer.runtime.command_line import HelpFormatter
@@ -127,7 +126,7 @@ def _all_owned(shard: Shard) -> dict[str, Owned]:
             end = part.begin + part.numel
             found[part.name] = Owned(part.key, (part,), part.begin, end)
     shards = {key: Owned(key, tuple(inside)) for key, inside in parts.items()}
-    flat = {with_orig_name(key): one for key, one in shards.items()}
+    flat = {readable(key): one for key, one in shards.items()}
     return flat | found | shards
 
 

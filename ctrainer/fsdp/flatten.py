@@ -106,8 +106,8 @@ class FlattenParamsWrapper(nn.Module):
             own.
         param_list (Sequence[Any] | None, default None): Which parameters become one
             flat parameter each, a list or a list of lists; None: all of them one.
-        flat_param_names (Sequence[str] | None, default None): None: flat_param_0 and so
-            on.
+        flat_param_names (Sequence[str] | None, default None): What follows flat_param_
+            in the names of the flat parameters; None: 0 and so on.
         auto_unflatten_state_dict (bool, default True): Let state_dict() have the
             module's own parameters.
         _flatten (bool, default True): False leaves the parameters as they are until
@@ -158,7 +158,7 @@ class FlattenParamsWrapper(nn.Module):
         self, lists: list[list[nn.Parameter]], names: Sequence[str] | None
     ) -> list[str]:
         if names is None:
-            names = [f"flat_param_{i}" for i in range(len(lists))]
+            names = [str(i) for i in range(len(lists))]
         if len(lists) != len(names):
             raise ValueError("Names and number of param lists must be equal")
         if len(set(names)) != len(names):
@@ -168,7 +168,7 @@ class FlattenParamsWrapper(nn.Module):
             raise ValueError(
                 f"Incorrect param groups {managed} vs {self.num_params_managed}"
             )
-        return list(names)
+        return [f"flat_param_{name}" for name in names]
 
     def _make_flat(self) -> None:
         """Let flat parameters take the place of the module's."""

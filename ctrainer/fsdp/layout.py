@@ -37,7 +37,20 @@ FROZEN_DTYPES = [
 
 
 def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
-    """container with fn(tensor) for every tensor in dicts, lists, tuples and sets."""
+    """Return a container with fn(tensor) for every tensor in dicts, lists, tuples, sets
+    and packed sequences.
+
+    Args:
+        fn (Callable[[torch.Tensor], Any]): Called with a tensor; None for the data of a
+            packed sequence, changed in place, leaves it there.
+        container: The container, or a tensor.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fsdp import apply_to_tensors
+        >>> apply_to_tensors(torch.Tensor.item, {"loss": [torch.ones(1)], "step": 3})
+        {'loss': [1.0], 'step': 3}
+    """
     if isinstance(container, torch.Tensor):
         return fn(container)
     if isinstance(container, OrderedDict):
@@ -46,7 +59,8 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
             made[key] = apply_to_tensors(fn, value)
         return made
     if isinstance(container, PackedSequence):
-        return container._replace(data=fn(container.data))
+        made = fn(container.data)
+        return container if made is None else container._replace(data=made)
     if isinstance(container, dict):
         return {key: apply_to_tensors(fn, value) for key, value in container.items()}
     if isinstance(container, tuple) and hasattr(container, "_fields"):
@@ -54,6 +68,28 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
     if isinstance(container, list | tuple | set):
         return type(container)(apply_to_tensors(fn, value) for value in container)
     return container
+
+
+def collect_tensors(container: Any) -> list[torch.Tensor]:
+    """Return the tensors in dicts, lists, tuples, sets and packed sequences, each once.
+
+    Args:
+        container: The container, or a tensor.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.fsdp import collect_tensors
+        >>> once = torch.ones(1)
+        >>> collect_tensors({"a": once, "b": (once, 2)})
+        [tensor([1.])]
+    """
+    found: dict[int, torch.Tensor] = {}
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        return found.setdefault(id(tensor), tensor)
+
+    apply_to_tensors(collect, container)
+    return list(found.values())
 
 
 def cast_floats(dtype: torch.dtype, container: Any) -> Any:

@@ -32,12 +32,8 @@ def check_module(module: nn.Module, wrapper: type) -> None:
             "first wrap the inner child modules before wrapping the outer parent "
             "module."
         )
-    defined = (
-        hasattr(module, "forward")
-        and hasattr(module.forward, "__func__")
-        and module.forward.__func__ != nn.Module.forward
-    )
-    if not defined:
+    forward = getattr(module.forward, "__func__", module.forward)
+    if forward is nn.Module.forward:
         raise RuntimeError(
             "The module wrapped by FSDP *must define a `forward` method and call it "
             "during the module's forward pass for FSDP to work correctly.* "

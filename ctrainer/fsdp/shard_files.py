@@ -64,14 +64,23 @@ def original_name(name: str) -> str:
     return without_wrapper(name).replace("_fsdp_wrapped_module.", "")
 
 
-def with_orig_name(key: str) -> str:
-    """A shard's key with what is sharded in its place, as fairscale has it."""
-    return key.replace("_FSDP_SHARD_SEPARATOR_", ".").replace(f"{SHARD_MARK}.", "")
-
-
 def readable(key: str) -> str:
-    """A shard's key for an error's text."""
-    return original_name(with_orig_name(key))
+    """A shard's key with what is sharded in its place, as fairscale has it."""
+    dotted = key.replace("_FSDP_SHARD_SEPARATOR_", ".")
+    return original_name(dotted.replace(f"{SHARD_MARK}.", ""))
+
+
+def with_keys(model: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """A state of shards under these keys, where it has them as fairscale does."""
+    full = {readable(key): key for key in keys}
+    return {full.get(key, key): value for key, value in model.items()}
+
+
+def _keys_in(metadata: Metadata) -> list[str]:
+    """The keys that its tables name."""
+    units = metadata["shard_info"].items()
+    shards = [join(path, name) for path, unit in units for name in unit]
+    return shards + [without_wrapper(name) for name in metadata["buffer_info"]]
 
 
 def dtype_name(dtype: Any) -> str:
@@ -392,7 +401,11 @@ def read_shard(path: str) -> Shard:
     if not isinstance(model, dict):
         raise ValueError(f"{path}: holds no 'model', which must be a state_dict")
     check_metadata(path, metadata)
-    tensors = {name: t for name, t in model.items() if isinstance(t, Stored)}
+    tensors = {
+        name: t
+        for name, t in with_keys(model, _keys_in(metadata)).items()
+        if isinstance(t, Stored)
+    }
     more = {key: value for key, value in content.items() if key not in KEYS}
     return Shard(path, tensors, metadata, content.get("optimizer"), more)
 

@@ -26,11 +26,6 @@ def shard_info(module: Any) -> dict[str, Any]:
     }
 
 
-def is_flat(name: str) -> bool:
-    """Is it the name of a flat parameter?"""
-    return name.rpartition(".")[2].startswith("flat_param_")
-
-
 def buffer_info(root: nn.Module) -> dict[str, Any]:
     """The dtypes that buffers had, under the names that state_dict() gives them."""
     return {

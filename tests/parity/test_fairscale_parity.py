@@ -38,6 +38,14 @@ def test_ranks_keep_the_same_gradients(found: list[dict[str, Any]]) -> None:
     assert found[0]["kept 0"] != found[1]["kept 0"]
 
 
+def test_shards_and_what_is_told_of_them_are_the_same(
+    found: list[dict[str, Any]],
+) -> None:
+    """Values, metadata and names; each puts the other's shards together."""
+    for here in found:
+        assert here["shards"] == [True] * 20
+
+
 def test_sharded_parameters_train_alike(found: list[dict[str, Any]]) -> None:
     """Apart by a few roundings of parameters of at most 1, over 16 updates: ours adds
     the ranks' gradients before it divides them, fairscale divides on both sides."""

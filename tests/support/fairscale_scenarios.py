@@ -38,6 +38,7 @@ from ctrainer.fsdp import (
     save_shard,
     units_of,
 )
+from ctrainer.fsdp.shard_files import with_keys
 
 UPDATES = 3
 
@@ -119,6 +120,37 @@ def scenario_training_gives_the_state_dict_of_one_process(group: Any) -> None:
     loaded = fresh.load_state_dict({"unknown": torch.ones(1)}, strict=False)
     assert loaded.unexpected_keys == ["unknown"]
     assert sorted(expected.state_dict()) == loaded.missing_keys
+
+
+def scenario_shards_are_named_and_divided_as_fairscales(group: Any) -> None:
+    """As torch.chunk divides, with zeros at the end."""
+
+    def own(*tensors: torch.Tensor) -> torch.Tensor:
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+        chunks = flat.chunk(group.world_size)
+        mine = chunks[group.rank] if group.rank < len(chunks) else flat[:0]
+        return nn.functional.pad(mine, (0, chunks[0].numel() - mine.numel()))
+
+    plain = tree()
+    inner = [f"2.{name}" for name, _ in plain[2].named_parameters()]
+    whole = dict(plain.named_parameters())
+    outer = [name for name in whole if name not in inner]
+    flat = {"flat_param_0": outer, "2.flat_param_0": inner}
+    for options, expected in (
+        ({}, flat),
+        ({"flatten_parameters": False}, {name: [name] for name in whole}),
+    ):
+        model = nested(group, **options)
+        state = model.local_state_dict(prefix="x.")
+        assert state.keys() == {f"x.{name}" for name in expected}
+        for name, names in expected.items():
+            mine = own(*(whole[each] for each in names))
+            assert torch.equal(state[f"x.{name}"], mine), name
+        fresh = nested(group, **options)
+        with fresh.summon_full_params(), torch.no_grad():
+            fresh.module[0].weight.zero_()
+        fresh.load_local_state_dict(model.local_state_dict())
+        assert_close(fresh.state_dict(), plain.state_dict())
 
 
 def scenario_rank_0_alone_may_have_the_state_dict(group: Any) -> None:
@@ -406,7 +438,7 @@ def go_on_alone(prefix: str, content: dict[str, Any]) -> None:
         f"{prefix}.back", world_size=2, save_prefix=f"{prefix}.two"
     )
     found = load_shard(back[0])
-    for name, tensor in content["model"].items():
+    for name, tensor in with_keys(content["model"], found["model"]).items():
         assert torch.equal(found["model"][name], tensor), name
     for index, state in content["optimizer"]["state"].items():
         for name, value in state.items():

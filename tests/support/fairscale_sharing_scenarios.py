@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 from typing import Any
 
 import pytest
@@ -17,6 +18,11 @@ from ctrainer.compat.fairscale import FullyShardedDataParallel, TrainingState
 from ctrainer.fsdp import FullyShardedDataParallel as Engine
 
 
+def gathered_json(group: Any, value: Any) -> list[Any]:
+    """That of every rank, in plain types."""
+    return [json.loads(own) for own in group.gather_bytes(json.dumps(value).encode())]
+
+
 def scenario_names_and_attributes_are_fairscales(group: Any) -> None:
     for flat, names in (
         (False, {name for name, _ in tree().named_parameters()}),
@@ -27,6 +33,15 @@ def scenario_names_and_attributes_are_fairscales(group: Any) -> None:
         assert {name for name, _ in model.named_parameters()} == names
         assert model.params == model.sharded_params
         assert model.process_group_reduce_scatter is model.process_group
+    for outer, inner, name in (
+        (False, True, "2.flat_param_0"),
+        (True, False, "_fsdp_wrapped_module._fpw_module.2._fsdp_wrapped_module."
+                      "_fpw_module.0.weight"),
+    ):  # fmt: skip
+        module = tree()
+        module[2] = FullyShardedDataParallel(module[2], group, flatten_parameters=inner)
+        model = FullyShardedDataParallel(module, group, flatten_parameters=outer)
+        assert name in {name for name, _ in model.named_parameters()}
     layer = FullyShardedDataParallel(
         nn.Linear(2, 2), group, allow_reset_parameters=True
     )
@@ -125,10 +140,8 @@ def scenario_units_beside_each_other_share_a_parameter(group: Any) -> None:
         assert_close(fresh.state_dict(), state)
         weights = [group.gather_bytes(dumped(model.local_state_dict()))]
         local = [torch.load(io.BytesIO(b), weights_only=True) for b in weights[0]]
-        metadata = [
-            model.local_metadata_dict() | {"rank": r} for r in range(group.world_size)
-        ]
-        whole = model.consolidate_shard_weights(local[::-1], metadata[::-1])
+        metadata = gathered_json(group, model.local_metadata_dict())
+        whole = model.consolidate_shard_weights(local, metadata)
         assert_close(dict(sorted(whole.items())), dict(sorted(state.items())))
         with model.summon_full_params():
             names = {n for n, _ in model.named_parameters(remove_duplicate=False)}
@@ -177,9 +190,11 @@ def scenario_buffers_may_be_left_out_of_consolidated_weights(group: Any) -> None
     )
     weights = group.gather_bytes(dumped(model.local_state_dict()))
     local = [torch.load(io.BytesIO(b), weights_only=True) for b in weights]
-    metadata = [model.local_metadata_dict()] * group.world_size
-    metadata = [m | {"rank": rank} for rank, m in enumerate(metadata)]
+    metadata = gathered_json(group, model.local_metadata_dict())
     whole = model.consolidate_shard_weights(local, metadata, with_module_buffers=False)
     assert set(whole) == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    with pytest.raises(ValueError, match="strict=False"):
-        model.consolidate_shard_weights(local, metadata, strict=False)
+    del local[0]["1.running_mean"]
+    with pytest.raises(ValueError, match=r"'1\.running_mean' .* pass strict=False"):
+        model.consolidate_shard_weights(local, metadata)
+    whole = model.consolidate_shard_weights(local, metadata, strict=False)
+    assert model.state_dict().keys() - whole.keys() == {"1.running_mean"}

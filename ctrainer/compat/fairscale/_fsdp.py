@@ -12,18 +12,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ctrainer.compat.fairscale import _optim_state
+from ctrainer.compat.fairscale import _local_state, _optim_state
 from ctrainer.compat.fairscale._groups import communicator_of
 from ctrainer.fsdp import FullyShardedDataParallel as Engine
-from ctrainer.fsdp import (
-    TrainingState,
-    consolidate_sharded_state_dicts,
-    full_params,
-    layout,
-)
+from ctrainer.fsdp import TrainingState, full_params, layout
 from ctrainer.fsdp.layout import cast_floats
-from ctrainer.fsdp.shard_files import original_name, parts_of
-from ctrainer.fsdp.shard_metadata import is_flat
+from ctrainer.fsdp.shard_files import original_name, readable, with_keys
 
 
 def _owner_modules_of(borrowed: list[tuple[layout.Place, Any]]) -> list[Any]:
@@ -48,10 +42,9 @@ class FullyShardedDataParallel(Engine):
     """ctrainer.fsdp.FullyShardedDataParallel under fairscale's arguments and habits.
 
     state_dict() and load_state_dict() are those of the unwrapped module, collective;
-    local_state_dict() and load_local_state_dict() are this rank's shards, in
-    XlaFullyShardedDataParallel's format. A parameter that a unit beside this one has
-    taken over is borrowed from it: both are in one root, and each gathers it for its
-    own forward and backward pass.
+    local_state_dict() and load_local_state_dict() are this rank's shards. A parameter
+    that a unit beside this one has taken over is borrowed from it: both are in one
+    root, and each gathers it for its own forward and backward pass.
 
     Args:
         module (nn.Module): The module.
@@ -143,6 +136,7 @@ class FullyShardedDataParallel(Engine):
             module,
             reshard_after_forward,
             flatten_parameters,
+            execute_sharding_on_init=False,
             disable_reshard_on_root=disable_reshard_on_root,
             compute_dtype=compute_dtype or half,
             buffer_dtype=buffer_dtype,
@@ -239,7 +233,8 @@ class FullyShardedDataParallel(Engine):
         """Yield fairscale's names and shards.
 
         The names are those of the parameters before wrapping, or flat_param_0 and so
-        on; in summon_full_params() whole parameters.
+        on, and have the wrappers in them with flatten_parameters; in
+        summon_full_params() whole parameters.
 
         Args:
             prefix (str, default ''): In front of each name.
@@ -249,7 +244,8 @@ class FullyShardedDataParallel(Engine):
         found = super().named_parameters(prefix, recurse, remove_duplicate)
         if self.__dict__.get("_locally", True):
             return found
-        return ((_name_before(name, param), param) for name, param in found)
+        flat = self.flatten_parameters
+        return ((_name_before(name, param, flat), param) for name, param in found)
 
     # ---- forward
 
@@ -374,7 +370,8 @@ class FullyShardedDataParallel(Engine):
         )
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return this rank's shards.
+        """Return this rank's shards, by the names before wrapping, or flat_param_0 and
+        so on under the unit's.
 
         Args:
             *args, **kwargs: As torch.nn.Module.state_dict's.
@@ -384,7 +381,10 @@ class FullyShardedDataParallel(Engine):
         """
         self._assert_idle()
         with _as_local(self):
-            return FullyShardedDataParallel.state_dict(self, *args, **kwargs)
+            state = FullyShardedDataParallel.state_dict(self, *args, **kwargs)
+        for key in list(state):
+            state[readable(key)] = state.pop(key)
+        return state
 
     def load_local_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True
@@ -393,15 +393,24 @@ class FullyShardedDataParallel(Engine):
         unexpected keys.
 
         Args:
-            state_dict (dict[str, Any]): Shards by name.
+            state_dict (dict[str, Any]): Shards by name, fairscale's or the engine's.
             strict (bool, default True): Reject missing and unexpected keys.
         """
-        loaded: _IncompatibleKeys = super().load_state_dict(state_dict, strict)
+        with _as_local(self):
+            own = FullyShardedDataParallel.state_dict(self)
+        loaded: _IncompatibleKeys = super().load_state_dict(
+            with_keys(state_dict, own), strict
+        )
         return loaded
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """Return what consolidate_shard_weights() needs: get_shard_metadata()."""
-        return self.get_shard_metadata()
+        """Return what consolidate_shard_weights() needs, as fairscale has it.
+
+        param_metadata: for each unit its path, for each of its shards the names, shapes
+        and numbers of elements of the parameters in it and this rank's padding, and the
+        further names of tied parameters; buffer_names.
+        """
+        return _local_state.metadata(self, FullyShardedDataParallel)
 
     @staticmethod
     def consolidate_shard_weights(
@@ -414,26 +423,19 @@ class FullyShardedDataParallel(Engine):
 
         Args:
             shard_weights (list[dict[str, torch.Tensor]]): local_state_dict() of every
-                rank.
+                rank, by rank; fairscale's own, too.
             shard_metadata (list[dict[str, Any]]): local_metadata_dict() of every rank,
                 in the same order.
             with_module_buffers (bool, default True): Keep buffers.
-            strict (bool, default True): Every shard is needed: False raises.
+            strict (bool, default True): False leaves out parameters and buffers that
+                the weights do not have.
 
         Raises:
-            ValueError: as consolidate_sharded_state_dicts, and for strict=False.
+            ValueError: other numbers of weights and metadata, or they do not fit.
         """
-        if not strict:
-            raise ValueError("strict=False: a module needs the shards of all its ranks")
-        by_rank = sorted(
-            zip(shard_metadata, shard_weights, strict=True), key=lambda p: p[0]["rank"]
+        return _local_state.consolidated(
+            shard_weights, shard_metadata, with_module_buffers, strict
         )
-        full = consolidate_sharded_state_dicts([w for _, w in by_rank], by_rank[0][0])
-        if with_module_buffers:
-            return full
-        parts = parts_of(by_rank[0][1], by_rank[0][0])
-        buffers = {part.name for part in parts if part.begin is None}
-        return OrderedDict((n, v) for n, v in full.items() if n not in buffers)
 
     # ---- the optimizer's state
 
@@ -441,7 +443,7 @@ class FullyShardedDataParallel(Engine):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
     ) -> dict[str, Any]:
-        """Return the engine's, with the names that local_state_dict() has.
+        """Return the engine's, by names that `ctrainer consolidate` knows.
 
         Args:
             model (nn.Module): A unit, or a module around units.
@@ -499,12 +501,12 @@ def _as_local(model: nn.Module) -> Iterator[None]:
             unit._locally = False
 
 
-def _name_before(name: str, param: Any) -> str:
-    """That of a flat parameter has the wrappers in it, as fairscale's."""
+def _name_before(name: str, param: Any, flat: bool) -> str:
+    """In a flat unit with the wrappers, as fairscale's."""
     if not hasattr(param, "_orig_name"):
         return name
     own = name.removesuffix(param._name) + param._orig_name
-    return own if is_flat(own) else original_name(own)
+    return own if flat else original_name(own)
 
 
 def _run_in(unit: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

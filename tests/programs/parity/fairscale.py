@@ -84,7 +84,38 @@ def sharded(wrapper, **options):
     return model.state_dict()
 
 
+def shards_of(wrapper, outer, inner, **options):
+    """The shards of two units, on this rank and on all, with what is told of them."""
+    module = tree()
+    module[2] = wrapper(module[2], flatten_parameters=inner, **options)
+    model = wrapper(module, flatten_parameters=outer, **options)
+    own = model.local_state_dict(), model.local_metadata_dict()
+    every = [None] * group.world_size
+    torch.distributed.all_gather_object(every, own)
+    return own, sorted(n for n, _ in model.named_parameters()), zip(*every, strict=True)
+
+
+def same_values(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 cpu = {"compute_device": torch.device("cpu")}
+found["shards"] = []
+for outer, inner in ((True, True), (True, False), (False, True), (False, False)):
+    own, names, saved = shards_of(ours.FullyShardedDataParallel, outer, inner)
+    theirs, their_names, their_saved = shards_of(OnCPU, outer, inner, **cpu)
+    whole = OnCPU.consolidate_shard_weights(*map(list, saved))
+    mine = ours.FullyShardedDataParallel.consolidate_shard_weights(
+        *map(list, their_saved)
+    )
+    plain = tree().state_dict()
+    found["shards"] += [
+        same_values(own[0], theirs[0]),
+        own[1] == theirs[1],
+        names == their_names,
+        same_values(whole, plain),
+        same_values(mine, plain),
+    ]
 mine, theirs = sharded(ours.FullyShardedDataParallel), sharded(OnCPU, **cpu)
 found["names"] = [sorted(mine), sorted(theirs)]
 found["apart"] = max(float((mine[k] - theirs[k]).abs().max()) for k in mine)
