@@ -262,8 +262,10 @@ def torch_place() -> Place | None:
 
 
 def _torch_group() -> _C.Communicator | None:
-    """The default group of torch.distributed, if somebody has made one."""
-    if torch_place() is None:
+    """The default group of torch.distributed, if somebody has made one of several
+    ranks: one that is destroyed later takes all over it with it."""
+    place = torch_place()
+    if place is None or place.world_size == 1:
         return None
     from ctrainer.comm import process_group
 

@@ -470,3 +470,21 @@ def scenario_the_engine_counts_what_the_plan_says(group: Any) -> None:
         own = sum(p.numel() * 4 for p in model.parameters())
         assert plan.parameters == own
         assert plan.gradients == sum(p.grad.numel() * 4 for p in model.parameters())
+
+
+def scenario_a_rank_may_have_no_parameter_to_update(group: Any) -> None:
+    for kind in (optim.SGD, torch.optim.SGD):
+        layer = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(layer.weight)
+        optimizer = OSS(layer.parameters(), kind, group, lr=0.25, momentum=0.5)
+        for _ in range(2):
+            layer(torch.ones(1, 2)).sum().backward()
+            norm = optimizer.clip_grad_norm(10.0)
+            torch.testing.assert_close(norm, torch.tensor(2.0).sqrt())
+            optimizer.step()
+            layer.zero_grad()
+        assert layer.weight.tolist() == [[0.375, 0.375]]
+        state = optimizer.state_dict(all_ranks=True)
+        assert state["state"][0]["momentum_buffer"].tolist() == [[1.5, 1.5]]
+        optimizer.load_state_dict(state)
+        assert len(optimizer.optim.state) == (group.rank == 0)

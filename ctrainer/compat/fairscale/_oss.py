@@ -38,7 +38,7 @@ class OSS(Optimizer):
         **default: Options of `optim`.
 
     Raises:
-        ValueError: broadcast_fp16, or there is nothing to optimise.
+        ValueError: broadcast_fp16, or there is nothing to optimise on any rank.
 
     Source: Rajbhandari et al., "ZeRO", 2020, stage 1; names of fairscale,
     fairscale/optim/oss.py.
@@ -96,19 +96,9 @@ class OSS(Optimizer):
 
     def refresh_trainable(self) -> None:
         """Partition parameters that have been added. requires_grad may change:
-        parameters and their state stay with their ranks.
-
-        Raises:
-            ValueError: this rank has no parameter to update.
-        """
+        parameters and their state stay with their ranks."""
         kept = {} if self._optim is None else self._optim.state
         self._parts = self.partition_parameters()
-        own = [group for group in self._parts[self.rank] if group["params"]]
-        if not own:
-            raise ValueError(
-                f"rank {self.rank} of {self.world_size} has no parameter to update: "
-                "there are fewer than ranks"
-            )
         self._optim = self._optim_constructor(
             self._parts[self.rank], **self._optim_defaults
         )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import ranks
+import torch
+import torch.distributed as dist
 
 from ctrainer import comm
 from ctrainer.comm import run
@@ -34,3 +38,14 @@ def test_a_group_of_one_is_not_kept_when_the_process_becomes_a_rank(
         comm.world()
     monkeypatch.undo()
     assert comm.world() is alone
+
+
+def test_a_group_of_torch_may_end_and_another_begin(tmp_path: Path) -> None:
+    run.leave()
+    for number in range(2):
+        url = f"file://{tmp_path}/{number}"
+        dist.init_process_group("gloo", init_method=url, rank=0, world_size=1)
+        values = torch.tensor([3.0])
+        comm.world().broadcast(values)
+        assert values.tolist() == [3.0]
+        dist.destroy_process_group()
