@@ -448,7 +448,7 @@ def consolidate_sharded_model_checkpoints(
     save_model: bool = True,
     *,
     save_optimizer: bool = False,
-) -> tuple[StateDict, str]:
+) -> tuple[StateDict, str | None]:
     """Make one state_dict of the shard files ckpt_prefix + ckpt_suffix, and save it as
     one file.
 
@@ -460,7 +460,7 @@ def consolidate_sharded_model_checkpoints(
         save_path (str, default ''): A ".safetensors" file of the tensors, or else
             torch.save's {"model": ...}; ckpt_prefix + "_consolidated.pth" if empty.
         save_model (bool, default True): Write the file; False: only return the
-            state_dict.
+            state_dict, and None for the path.
         save_optimizer (bool, default False): Write the optimizer's state, too, by the
             parameters' names: under "optimizer" in the file, or beside a safetensors
             file as "NAME.optimizer.safetensors".
@@ -500,9 +500,8 @@ def consolidate_sharded_model_checkpoints(
         else:
             check_same_update(shards)
         if not save_model:
-            return OrderedDict(
-                (n, shard_files.tensor_of(i)) for n, i in items.items()
-            ), path
+            read = ((name, shard_files.tensor_of(i)) for name, i in items.items())
+            return OrderedDict(read), None
         shard_files.write_full(path, items, optimizer, check)
     logger.info("%d shards are consolidated in %s", len(shards), path)
     return shard_files.open_full(path), path

@@ -105,5 +105,6 @@ def _split(
             f"the shards of {path or 'the root'} have {whole.numel()} elements of "
             f"{about[0]['names']}, the metadata {sum(numels)}"
         )
-    parts = zip(about[0]["names"], whole.split(numels), about[0]["shapes"], strict=True)
+    names, shapes = about[0]["names"], about[0]["shapes"]
+    parts = zip(names, torch.split(whole, numels), shapes, strict=True)
     return {join(path, name): part.view(tuple(shape)) for name, part, shape in parts}

@@ -59,7 +59,8 @@ def test_files_of_the_original_become_the_unwrapped_modules_state_dict(
     full, saved = consolidate_sharded_model_checkpoints(prefix, save_path=path)
     assert saved == (path or f"{prefix}_consolidated.pth")
     assert_same(full, whole(job))
-    read, _ = consolidate_sharded_model_checkpoints(prefix, save_model=False)
+    read, nowhere = consolidate_sharded_model_checkpoints(prefix, save_model=False)
+    assert nowhere is None
     assert_same(read, whole(job))
     if not result:
         plain = torch.load(saved, weights_only=True)
