@@ -84,6 +84,10 @@ _ZERO = {
     "cpu_offload_param": Key(bool | None, "offload_param to the cpu"),
     "zero_quantized_weights": Key(bool, "parameters are gathered in 8 bits"),
     "zero_quantized_gradients": Key(bool, "gradients are reduced in 4 bits"),
+    "zero_hpz_partition_size": Key(
+        Natural,
+        "above 1: the ranks of a machine, so many, keep parameters for the backward",
+    ),
     "zeropp_loco_param": Key(
         dict | None, "the residual of quantized gradients is added to the next ones"
     ),
@@ -131,7 +135,6 @@ _ZERO = {
     "ignore_unused_parameters": _rejected(
         "parameters without a gradient keep their values", True
     ),
-    "zero_hpz_partition_size": _rejected("parameters have one shard a rank", 0, 1),
     "zero_quantized_nontrainable_weights": _rejected("shards are float32", False),
     "zenflow": _rejected("each update takes all gradients"),
 }

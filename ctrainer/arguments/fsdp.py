@@ -45,8 +45,10 @@ class Sharding:
     gather_bits, reduce_bits: of quantized parameters and gradients, None: not
     quantized. error_feedback: the residual of quantized gradients is added to the next
     gradients. offload_folder: the optimizer's state is in a file there, and so many
-    pieces of it, offload_buffers, are in memory at once. xla_options: arguments of
-    FullyShardedDataParallel that take precedence over those of the run.
+    pieces of it, offload_buffers, are in memory at once. secondary_shards: the ranks of
+    a machine, over which parameters stay sharded from the forward to the backward,
+    None: they do not. xla_options: arguments of FullyShardedDataParallel that take
+    precedence over those of the run.
     """
 
     reshard_after_forward: bool = True
@@ -66,6 +68,7 @@ class Sharding:
     gather_bits: int | None = None
     reduce_bits: int | None = None
     error_feedback: bool = True
+    secondary_shards: int | None = None
     cpu_offload: bool = False
     offload_folder: str | None = None
     offload_buffers: int = 4
@@ -92,6 +95,7 @@ SUPPORTED = (
     "gather_bits",
     "reduce_bits",
     "error_feedback",
+    "secondary_shards",
     "cpu_offload",
     "offload_folder",
     "xla",
@@ -256,6 +260,7 @@ def of_zero(config: deepspeed.HfDeepSpeedConfig) -> Sharding:
     )
     shared = int(config.get_value("zero_optimization.mics_shard_size", -1))
     bits = config.is_true("zero_optimization.zero_quantized_gradients")
+    secondary = int(config.get_value("zero_optimization.zero_hpz_partition_size", 1))
     return Sharding(
         reshard_after_forward=config.stage == 3,
         hybrid=shared > 0,
@@ -269,6 +274,7 @@ def of_zero(config: deepspeed.HfDeepSpeedConfig) -> Sharding:
         else None,
         reduce_bits=4 if bits else None,
         error_feedback=config.is_true("zero_optimization.zeropp_loco_param"),
+        secondary_shards=secondary if secondary > 1 and config.stage == 3 else None,
         cpu_offload=devices != {"none"},
         offload_folder=folder,
         offload_buffers=config.get_value(f"{of_state}.buffer_count", 4),
@@ -401,6 +407,7 @@ def _read(config: dict[str, Any]) -> Sharding:
         gather_bits=_bits(config, "gather_bits"),
         reduce_bits=_bits(config, "reduce_bits"),
         error_feedback=_flag(config, "error_feedback", True),
+        secondary_shards=_count(config, "secondary_shards") or None,
         cpu_offload=_flag(config, "cpu_offload", False) or folder is not None,
         offload_folder=folder,
         xla_options=_xla_options(settings),
@@ -437,7 +444,10 @@ def _strategy(config: dict[str, Any]) -> str:
 
 def _units(config: dict[str, Any]) -> dict[str, Any]:
     """Which modules become units."""
-    least, layers = _count(config), _names(config.get("transformer_layer_cls_to_wrap"))
+    least, layers = (
+        _count(config, "min_num_params"),
+        _names(config.get("transformer_layer_cls_to_wrap")),
+    )
     policy = _word(config, "auto_wrap_policy", _POLICIES)
     if "auto_wrap_policy" not in config and least:
         if layers:
@@ -473,11 +483,11 @@ def _bits(config: dict[str, Any], name: str) -> int | None:
     return int(word)
 
 
-def _count(config: dict[str, Any]) -> int:
-    value = config.get("min_num_params")
+def _count(config: dict[str, Any], name: str) -> int:
+    value = config.get(name)
     if str(value).lower() in _UNSET:
         return 0
-    return int(read(value, Natural, "fsdp_config: min_num_params"))
+    return int(read(value, Natural, f"fsdp_config: {name}"))
 
 
 def _names(given: Any) -> tuple[str, ...] | None:

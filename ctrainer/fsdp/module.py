@@ -129,11 +129,16 @@ class FullyShardedDataParallel(ShardedModule):
             to the system, in the whole process, and shorter ones before memory is
             shortest; else what the activations of one step leave behind stays, and
             sharding saves little on the CPU.
+        secondary_shards (int | None, default None): The ranks of each machine, which
+            keep a unit's parameters in so many shards from its forward to the end of
+            the backward pass, in compute_dtype: the backward pass gathers within
+            machines alone. None: not kept.
 
     Raises:
         RuntimeError: a module that is wrapped already or has no forward; on a GPU, a
             part of the plugin that is missing.
-        ValueError: dtypes, bits, prefetches or groups that make no sense; text for a
+        ValueError: dtypes, bits, prefetches or groups that make no sense; another
+            number of secondary_shards than a machine has ranks; text for a
             truth value; parameters on two devices; rows that the ranks do not divide.
         TypeError: no module; parameters of other dtypes, or of several tensors; a
             policy that cannot be called so; another keyword.

@@ -107,6 +107,7 @@ _OPTIONS = (
     "fp32_reduce_scatter",
     "gather_bits",
     "reduce_bits",
+    "secondary_shards",
     "reshard_after_forward",
     "forward_prefetch",
     "backward_prefetch",

@@ -178,7 +178,7 @@ _KEPT_BYTES = (1 << 20) + (1 << 16)
 _INHERITED = (
     "flatten_parameters", "use_orig_params", "gather_bits", "reduce_bits",
     "error_feedback", "forward_prefetch", "backward_prefetch", "compute_dtype",
-    "buffer_dtype", "fp32_reduce_scatter", "on_neuron",
+    "buffer_dtype", "fp32_reduce_scatter", "on_neuron", "secondary_shards",
 )  # fmt: skip
 
 
@@ -248,6 +248,7 @@ class ShardedModule(nn.Module):
         cpu_offload: Any = False,
         watch_released: bool = False,
         return_memory: bool = True,
+        secondary_shards: int | None = None,
     ) -> None:
         options.check_module(module, ShardedModule)
         options.check_flags(ShardedModule.__init__, locals())
@@ -264,6 +265,7 @@ class ShardedModule(nn.Module):
         self.fp32_reduce_scatter = fp32_reduce_scatter
         self.gather_bits, self.reduce_bits = gather_bits, reduce_bits
         self.error_feedback = error_feedback
+        self.secondary_shards = secondary_shards
         self.forward_prefetch = forward_prefetch
         self.backward_prefetch = options.backward_prefetch(backward_prefetch)
         self._offloads = options.offloads(cpu_offload)
@@ -411,6 +413,7 @@ class ShardedModule(nn.Module):
             error_feedback=self.error_feedback,
             plugin=self.home.plugin,
             offload=self._offloads and self.home.plugin is not None,
+            secondary_shards=self.secondary_shards or 0,
         )
         unit.owner = weakref.ref(self)
         unit.forward_prefetch = self.forward_prefetch

@@ -664,6 +664,7 @@ def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
         "gather_bits": sharding.gather_bits,
         "reduce_bits": sharding.reduce_bits,
         "error_feedback": sharding.error_feedback,
+        "secondary_shards": sharding.secondary_shards,
         "cpu_offload": sharding.cpu_offload,
         **sharding.xla_options,
     }

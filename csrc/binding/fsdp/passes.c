@@ -260,6 +260,7 @@ abandon(FSDPUnit *root)
     for (Py_ssize_t i = 0; i < fsdp_count_units(root); i++) {
         FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->units, i);
         fsdp_release(unit);
+        ct_fsdp_drop_secondary(&unit->core);
         fsdp_drop_grads(unit);
         settle_quietly(unit);
         make_idle(unit);
@@ -771,8 +772,9 @@ has_grads(const FSDPUnit *self)
     return found;
 }
 
-/* Releases the parameters that an evaluation or an update has left gathered: shards may
- * have changed since. Gradients that wait for a reduction prove that they have not. */
+/* Releases the parameters that an evaluation or an update has left, gathered or in
+ * secondary shards: shards may have changed since. Gradients that wait for a reduction
+ * prove that they have not. */
 static void
 release_old(FSDPUnit *root)
 {
@@ -780,6 +782,7 @@ release_old(FSDPUnit *root)
         FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->units, i);
         if (!has_grads(unit)) {
             fsdp_release(unit);
+            ct_fsdp_drop_secondary(&unit->core);
         }
     }
 }
@@ -826,6 +829,22 @@ note_end(const FSDPUnit *self, FSDPUnit *root)
     }
 }
 
+/* For the backward of this forward. */
+static int
+keep_secondary(FSDPUnit *self)
+{
+    const ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), self->communicator);
+    ct_status status;
+    ct_error err;
+    if (comm == NULL) {
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_fsdp_keep_secondary(&self->core, comm, &err);
+    Py_END_ALLOW_THREADS
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
 /* Runs the module with gathered parameters. In a backward, for an activation
  * checkpoint, they stay gathered: the gradients of this module come next. */
 static PyObject *
@@ -843,6 +862,10 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
         (!grads || in_backward ||
          (hook_inputs(self, args) == 0 && hook_inputs(self, kwargs) == 0))) {
         out = PyObject_Call(fn, args, kwargs);
+    }
+    if (out != NULL && grads && !in_backward && self->reshard_after_forward &&
+        keep_secondary(self) < 0) {
+        Py_CLEAR(out);
     }
     if (!in_backward && (out == NULL || self->reshard_after_forward)) {
         fsdp_release(self);
@@ -1064,6 +1087,9 @@ finish_unit(FSDPUnit *self)
     make_idle(self);
     if (self->require_sync || self->reshard_after_forward) {
         fsdp_release(self);
+    }
+    if (self->require_sync) { /* an update may follow */
+        ct_fsdp_drop_secondary(&self->core);
     }
     return self->require_sync && has_grads(self) ? fsdp_reduce(self) : 0;
 }

@@ -10,6 +10,7 @@
 
 #include "core/base/alloc.h"
 #include "core/comm/collectives.h"
+#include "core/comm/hierarchical.h"
 #include "core/fsdp/unit.h"
 
 #include <math.h>
@@ -23,7 +24,7 @@ PyDoc_STRVAR(
     "         watched=False, lone_gather=False, lone_reduce=False,\n"
     "         replicate_group=None, gather_bits=0, reduce_bits=0,\n"
     "         error_feedback=True, plugin=None, offload=False,\n"
-    "         poisoned=False)\n--\n\n"
+    "         poisoned=False, secondary_shards=0)\n--\n\n"
     "Parameters that are sharded over a group of ranks, gathered and reduced\n"
     "together; ctrainer.fsdp.FullyShardedDataParallel has one for each module.\n\n"
     "groups: a tuple of (elements with padding, trainable, dtype of the shards,\n"
@@ -38,7 +39,9 @@ PyDoc_STRVAR(
     "4; 0: not quantized. error_feedback: add the rounding error of a gradient to\n"
     "the next, for a float32 for each element of all ranks.\n"
     "plugin: the device for all memory, which the communicators have to support.\n"
-    "offload: shards and their gradients are in host memory nevertheless.\n\n"
+    "offload: shards and their gradients are in host memory nevertheless.\n"
+    "secondary_shards: the ranks of each machine, which keep the parameters of a\n"
+    "forward in so many shards for its backward; 0: they do not.\n\n"
     "Its hooks: torch's is_grad_enabled(), _current_graph_task_id(),\n"
     "_current_autograd_node() and _get_sequence_nr(); _new_gradient(group),\n"
     "_check_order(what), _settle_trained(),\n"
@@ -65,6 +68,7 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
     f((self)->replicate_group);                                                        \
     f((self)->full);                                                                   \
     f((self)->grads);                                                                  \
+    f((self)->secondary);                                                              \
     f((self)->residual);                                                               \
     f((self)->shards);                                                                 \
     f((self)->gradients);                                                              \
@@ -257,6 +261,30 @@ map_memory(FSDPUnit *self, PyObject *plugin, int watched, int poisoned)
     return 0;
 }
 
+/* In a group on one machine all shards are secondary ones already. */
+static int
+map_secondary(FSDPUnit *self, PyObject *plugin, const ct_comm *comm, int shards)
+{
+    const int ranks = ct_comm_ranks_a_machine(comm);
+    if (shards == 0 || (ranks == 0 && shards == comm->world_size)) {
+        return 0;
+    }
+    if (shards != ranks) {
+        PyErr_Format(PyExc_ValueError,
+                     "secondary_shards is %d; expected the ranks of each machine that "
+                     "share memory, which are %d in this group of %d (%s)",
+                     shards, ranks == 0 ? 1 : ranks, comm->world_size, comm->ops->name);
+        return -1;
+    }
+    self->secondary =
+        new_memory(self, plugin, ct_fsdp_secondary_bytes(&self->core, ranks), 0);
+    if (self->secondary == NULL) {
+        return -1;
+    }
+    self->core.secondary = &((MappedMemory *)self->secondary)->pages;
+    return 0;
+}
+
 static int
 check_bits(const char *name, int bits)
 {
@@ -271,22 +299,22 @@ check_bits(const char *name, int bits)
 static int
 FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"communicator",    "groups",      "reduce_dtype",
-                            "watched",         "lone_gather", "lone_reduce",
-                            "replicate_group", "gather_bits", "reduce_bits",
-                            "error_feedback",  "plugin",      "offload",
-                            "poisoned",        NULL};
+    static char *names[] = {"communicator",    "groups",           "reduce_dtype",
+                            "watched",         "lone_gather",      "lone_reduce",
+                            "replicate_group", "gather_bits",      "reduce_bits",
+                            "error_feedback",  "plugin",           "offload",
+                            "poisoned",        "secondary_shards", NULL};
     FSDPUnit *self = (FSDPUnit *)op;
     PyObject *communicator, *groups, *replicate_group = Py_None, *plugin = Py_None;
     const char *reduce = "float32";
     int watched = 0, lone_gather = 0, lone_reduce = 0, error_feedback = 1, offload = 0,
-        poisoned = 0;
+        poisoned = 0, secondary_shards = 0;
     ct_fsdp_config config = {.predivide = 1.0, .postdivide = 1.0};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!|$spppOiipOpp:FSDPUnit", names, &communicator,
+            args, kwargs, "OO!|$spppOiipOppi:FSDPUnit", names, &communicator,
             &PyTuple_Type, &groups, &reduce, &watched, &lone_gather, &lone_reduce,
             &replicate_group, &config.gather_bits, &config.reduce_bits, &error_feedback,
-            &plugin, &offload, &poisoned) ||
+            &plugin, &offload, &poisoned, &secondary_shards) ||
         check_bits("gather_bits", config.gather_bits) < 0 ||
         check_bits("reduce_bits", config.reduce_bits) < 0 ||
         dtype_of(reduce, true, &config.reduce) < 0) {
@@ -303,7 +331,8 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
         (!Py_IsNone(replicate_group) &&
          ctpy_comm_borrow(fsdp_state_borrow(self), replicate_group) == NULL) ||
         make_groups(self, plugin, groups, comm->world_size) < 0 ||
-        map_memory(self, plugin, watched, poisoned) < 0) {
+        map_memory(self, plugin, watched, poisoned) < 0 ||
+        map_secondary(self, plugin, comm, secondary_shards) < 0) {
         return -1;
     }
     if (config.reduce_bits != 0 && error_feedback) { /* kept between updates */
@@ -581,18 +610,21 @@ static PyObject *
 FSDPUnit_gather(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     FSDPUnit *self = (FSDPUnit *)op;
+    ct_fsdp_drop_secondary(&self->core); /* shards may have changed since */
     return fsdp_gather(self) < 0 || fsdp_await_copies(self) < 0 ? NULL
                                                                 : Py_NewRef(Py_None);
 }
 
 static const char FSDPUnit_release_doc[] =
     "release($self, /)\n--\n\n"
-    "Release the memory of the gathered parameters, which then read as zeros.";
+    "Release the memory of the gathered parameters, which then read as zeros, and\n"
+    "secondary shards.";
 
 static PyObject *
 FSDPUnit_release(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     fsdp_release((FSDPUnit *)op);
+    ct_fsdp_drop_secondary(&((FSDPUnit *)op)->core);
     Py_RETURN_NONE;
 }
 

@@ -37,6 +37,7 @@ typedef struct FSDPUnit {
     PyObject *communicator;    /* of the sharding group; NULL before __init__ */
     PyObject *replicate_group; /* the Communicator of the replicate group, or NULL */
     PyObject *full, *grads;    /* MappedMemory */
+    PyObject *secondary;       /* MappedMemory, or NULL: no secondary shards */
     PyObject *residual;        /* MappedMemory, or NULL: no error feedback */
     PyObject *shards;          /* a tuple, one parameter a group */
     PyObject *gradients;       /* a dict of _new_gradient(); NULL: no offload */

@@ -186,6 +186,22 @@ scatter_integer_means(hierarchical *self, const ct_request *r, ct_error *err)
     return status;
 }
 
+/* Sends each machine the row of the scratch's first half for that machine, and reduces
+ * the received rows: gloo's own reduce_scatter sends all rows to all. */
+static ct_status
+scatter_rows(hierarchical *self, const ct_request *whole, ct_error *err)
+{
+    const size_t machines = (size_t)self->outer->world_size, n = whole->out.n;
+    const ct_request r = {
+        .what = CT_ALL_TO_ALL,
+        .in = scratch_of(self, 0, machines * n, whole->in.dtype),
+        .out = scratch_of(self, machines * n, machines * n, whole->in.dtype)};
+    const ct_status status = run_in(self, self->outer, "reduce_scatter", &r, err);
+    return status == CT_OK
+               ? reduce_rows(r.out.data, machines, &whole->out, whole->op, err)
+               : status;
+}
+
 /* reduce_scatter and all_to_all: within each machine to the rank that has the place of
  * the receiver, for one receiving machine after the other; then across machines. */
 static ct_status
@@ -194,21 +210,22 @@ exchange_blocks(hierarchical *self, const ct_request *whole, ct_error *err)
     const char *what = ct_collective_name(whole->what);
     const size_t machines = (size_t)self->outer->world_size;
     const size_t block = whole->in.n / machines;
-    const size_t part = whole->what == CT_ALL_TO_ALL ? block : whole->out.n;
+    const bool reduces = whole->what == CT_REDUCE_SCATTER;
+    const size_t part = reduces ? whole->out.n : block;
     const ct_dtype dtype = whole->in.dtype;
     ct_request r = {.what = whole->what, .op = whole->op};
-    ct_status status = make_room(self, machines * part, dtype, err);
+    ct_status status = make_room(self, machines * part * (reduces ? 2 : 1), dtype, err);
     for (size_t m = 0; status == CT_OK && m < machines; m++) {
         r.in = part_of(&whole->in, m * block, block);
         r.out = scratch_of(self, m * part, part, dtype);
         status = run_in(self, self->inner, what, &r, err);
     }
-    if (status == CT_OK) {
-        r.in = scratch_of(self, 0, machines * part, dtype);
-        r.out = whole->out;
-        status = run_in(self, self->outer, what, &r, err);
+    if (status != CT_OK || reduces) {
+        return status == CT_OK ? scatter_rows(self, whole, err) : status;
     }
-    return status;
+    r.in = scratch_of(self, 0, machines * part, dtype);
+    r.out = whole->out;
+    return run_in(self, self->outer, what, &r, err);
 }
 
 static ct_status
@@ -573,4 +590,24 @@ ct_comm_hierarchical_new_steal(ct_comm **comm, ct_comm *inner, ct_comm *outer,
     };
     *comm = &self->base;
     return CT_OK;
+}
+
+/* ---- one level ------------------------------------------------------------------- */
+
+int
+ct_comm_ranks_a_machine(const ct_comm *comm)
+{
+    return comm->ops == &hierarchical_ops
+               ? ((const hierarchical *)comm)->inner->world_size
+               : 0;
+}
+
+ct_status
+ct_comm_run_level(ct_comm *comm, bool across, const ct_request *request, ct_error *err)
+{
+    hierarchical *self = (hierarchical *)comm;
+    const ct_status status = compare(self, request, err);
+    return status == CT_OK ? run_in(self, across ? self->outer : self->inner,
+                                    ct_collective_name(request->what), request, err)
+                           : status;
 }

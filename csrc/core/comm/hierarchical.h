@@ -22,4 +22,13 @@ CT_NODISCARD ct_status ct_comm_hierarchical_new_steal(ct_comm **comm, ct_comm *i
                                                       ct_comm *outer, ct_comm *whole,
                                                       bool compares, ct_error *err);
 
+/* The ranks of each machine; 0 for a group of another backend. */
+int ct_comm_ranks_a_machine(const ct_comm *comm);
+
+/* Runs one step of a collective that the caller makes of several: among the ranks of
+ * this machine, or `across`, among the ranks that have this rank's place on their
+ * machines. A collective of the whole group, with equal lengths on all ranks. */
+CT_NODISCARD ct_status ct_comm_run_level(ct_comm *comm, bool across,
+                                         const ct_request *request, ct_error *err);
+
 #endif

@@ -8,6 +8,7 @@
 
 #include "core/base/alloc.h"
 #include "core/comm/collectives.h"
+#include "core/comm/hierarchical.h"
 
 #include "math/quantized.h"
 
@@ -132,6 +133,7 @@ void
 ct_fsdp_set_ledger(ct_fsdp *unit, ct_fsdp_ledger *ledger)
 {
     const size_t bytes = (unit->gathered || unit->begun ? unit->full->bytes : 0) +
+                         (unit->kept ? unit->secondary->bytes : 0) +
                          (unit->holds_grads ? grad_live(unit) : 0);
     unit->ledger->live -= bytes;
     unit->ledger->begun -= unit->begun;
@@ -228,11 +230,69 @@ download(ct_fsdp *unit, const ct_span *shard, ct_span *here, bool add, ct_error 
                            : status;
 }
 
+/* ---- the ranks of machines ------------------------------------------------------- */
+
+/* A group of one level is one rank a machine here. */
+typedef struct levels {
+    size_t machines, local; /* ranks of a machine */
+    size_t place;           /* of this rank among those of its machine */
+} levels;
+
+static levels
+levels_of(const ct_comm *comm)
+{
+    const int found = ct_comm_ranks_a_machine(comm), local = found == 0 ? 1 : found;
+    return (levels){
+        .machines = (size_t)(comm->world_size / local),
+        .local = (size_t)local,
+        .place = (size_t)(comm->rank % local),
+    };
+}
+
+/* The part, of one length for every rank, of the rank with this one's place on a
+ * machine. */
+static ct_span
+part_on(const levels *l, const ct_span *whole, size_t machine)
+{
+    const size_t n = whole->n / (l->machines * l->local);
+    return ct_span_part(*whole, (machine * l->local + l->place) * n, n);
+}
+
+static ct_status
+run_across(const ct_fsdp *unit, ct_comm *comm, const ct_request *r, ct_error *err)
+{
+    return ct_comm_ranks_a_machine(comm) == 0
+               ? ct_comm_enqueue(comm, r, unit->stream, err)
+               : ct_comm_run_level(comm, true, r, err);
+}
+
+/* Between part_on() of every machine and all parts of that machine, within this one:
+ * gathers the parts, or sums them. */
+static ct_status
+run_within(ct_comm *comm, const levels *l, ct_collective what, ct_reduce_op op,
+           const ct_span *whole, ct_error *err)
+{
+    const size_t block = whole->n / l->machines;
+    ct_status status = CT_OK;
+    for (size_t m = 0; status == CT_OK && l->local > 1 && m < l->machines; m++) {
+        const ct_span all = ct_span_part(*whole, m * block, block);
+        const ct_span own = part_on(l, whole, m);
+        const bool gathers = what == CT_ALL_GATHER;
+        const ct_request r = {.what = what,
+                              .op = op,
+                              .in = gathers ? own : all,
+                              .out = gathers ? all : own};
+        status = ct_comm_run_level(comm, false, &r, err);
+    }
+    return status;
+}
+
 /* ---- quantized values ------------------------------------------------------------
  *
- * Each element is rounded once: quantized gradients go straight to the rank that owns
- * them, and that rank adds in rank order. All ranks decode the same quantized
- * parameters, their own shard included, so all ranks have equal parameters.
+ * Quantized values are sent between machines alone. Gradients are summed within each
+ * machine first; each sum is rounded once on its way to its owner, and the owner adds
+ * in the machines' order. All ranks decode the same quantized parameters, also of their
+ * own shard, so all ranks have equal parameters.
  *
  * Source: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant
  * Model Training", 2023. */
@@ -342,28 +402,29 @@ gather_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *full,
                  const ct_span *shard, ct_error *err)
 {
     const int bits = unit->config.gather_bits;
-    const size_t ranks = (size_t)comm->world_size;
-    const size_t bytes = lay_out(shard->n, bits).bytes;
+    const levels l = levels_of(comm);
+    const size_t bytes = lay_out(shard->n, bits).bytes, all = bytes * l.machines;
     buffers b;
-    ct_status status = open_buffers(&b, unit, bytes, bytes * ranks, shard->n, err);
+    ct_status status = open_buffers(&b, unit, bytes, all, shard->n, err);
     if (status == CT_OK) {
         status = encode(unit, bits, &b, shard, NULL, b.sent, err);
     }
     if (status == CT_OK) {
         const ct_request request = {
             .what = CT_ALL_GATHER,
-            .in = {b.sent,     bytes,         CT_U8},
-            .out = {b.received, bytes * ranks, CT_U8},
+            .in = {b.sent,     bytes, CT_U8},
+            .out = {b.received, all,   CT_U8},
         };
-        status = ct_comm_enqueue(comm, &request, unit->stream, err);
+        status = run_across(unit, comm, &request, err);
     }
-    for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
-        const ct_span part = ct_span_part(*full, rank * shard->n, shard->n);
-        status =
-            decode(unit, bits, &part, b.received + rank * bytes, 1, bytes, 1.0F, err);
+    for (size_t m = 0; status == CT_OK && m < l.machines; m++) {
+        const ct_span part = part_on(&l, full, m);
+        status = decode(unit, bits, &part, b.received + m * bytes, 1, bytes, 1.0F, err);
     }
     close_buffers(unit);
-    return status;
+    return status == CT_OK
+               ? run_within(comm, &l, CT_ALL_GATHER, CT_REDUCE_SUM, full, err)
+               : status;
 }
 
 /* ---- gathering ------------------------------------------------------------------- */
@@ -406,13 +467,49 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
     return status == CT_OK ? ct_comm_start(comm, &request, &g->work, err) : status;
 }
 
+/* A group's secondary shard, `at` bytes behind the unit's first, and the shard's
+ * place in the gathered group. */
+static void
+secondary_of(const ct_fsdp *unit, const ct_fsdp_group *g, const levels *l, size_t at,
+             ct_span *kept, ct_span *place)
+{
+    const ct_span full = full_of(unit, g);
+    const size_t n = g->n / l->local;
+    *kept = (ct_span){(char *)unit->secondary->data + at, n, g->full};
+    *place = ct_span_part(full, l->place * n, n);
+}
+
+static ct_status
+gather_kept(ct_fsdp *unit, ct_comm *comm, ct_error *err)
+{
+    const levels l = levels_of(comm);
+    ct_status status = CT_OK;
+    size_t at = 0;
+    for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
+        const ct_fsdp_group *g = &unit->groups[i];
+        ct_span kept, place;
+        secondary_of(unit, g, &l, at, &kept, &place);
+        const ct_request r = {
+            .what = CT_ALL_GATHER, .in = place, .out = full_of(unit, g)};
+        status = unit->device->copy(unit->stream, &place, &kept, 1, err);
+        if (status == CT_OK) {
+            status = ct_comm_run_level(comm, false, &r, err);
+        }
+        at += padded(bytes_of(&kept), ALIGNED_BYTES);
+    }
+    return status;
+}
+
 static ct_status
 gather_each(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
 {
     ct_status status = CT_OK;
     ct_comm_label(comm, &unit->label, CT_ALL_GATHER);
-    for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
+    for (size_t i = 0; status == CT_OK && !unit->kept && i < unit->n_groups; i++) {
         status = gather_group(unit, comm, &unit->groups[i], &shards[i], err);
+    }
+    if (unit->kept) {
+        status = gather_kept(unit, comm, err);
     }
     ct_comm_unlabel(comm);
     unit->label.call += status == CT_OK;
@@ -543,6 +640,57 @@ ct_fsdp_begin_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_err
         ct_fsdp_cancel_gather(unit, comm);
     }
     return status;
+}
+
+/* ---- secondary shards ------------------------------------------------------------ */
+
+size_t
+ct_fsdp_secondary_bytes(const ct_fsdp *unit, int ranks_a_machine)
+{
+    size_t bytes = 0;
+    for (size_t i = 0; i < unit->n_groups; i++) {
+        const ct_fsdp_group *g = &unit->groups[i];
+        bytes += padded(g->n / (size_t)ranks_a_machine * ct_dtype_size(g->full),
+                        ALIGNED_BYTES);
+    }
+    return bytes;
+}
+
+ct_status
+ct_fsdp_keep_secondary(ct_fsdp *unit, const ct_comm *comm, ct_error *err)
+{
+    const levels l = levels_of(comm);
+    ct_mapping *memory = unit->secondary;
+    size_t at = 0;
+    if (memory == NULL || unit->kept) {
+        return CT_OK;
+    }
+    memory->stream = unit->stream;
+    ct_status status =
+        ct_mapping_obtain(memory, memory->bytes, &unit->ledger->cache, err);
+    for (size_t i = 0; status == CT_OK && i < unit->n_groups; i++) {
+        ct_span kept, place;
+        secondary_of(unit, &unit->groups[i], &l, at, &kept, &place);
+        status = unit->device->copy(unit->stream, &kept, &place, 1, err);
+        at += padded(bytes_of(&kept), ALIGNED_BYTES);
+    }
+    if (status != CT_OK) {
+        ct_mapping_release(memory, &unit->ledger->cache);
+        return status;
+    }
+    unit->kept = true;
+    enter(unit->ledger, memory->bytes);
+    return CT_OK;
+}
+
+void
+ct_fsdp_drop_secondary(ct_fsdp *unit)
+{
+    if (unit->kept) {
+        ct_mapping_release(unit->secondary, &unit->ledger->cache);
+        unit->kept = false;
+        unit->ledger->live -= unit->secondary->bytes;
+    }
 }
 
 /* ---- gradients ------------------------------------------------------------------- */
@@ -713,7 +861,7 @@ is_minus_zero(const void *values, size_t k, ct_dtype dtype)
 }
 
 /* Reads the marks of the parameters with elements in the reduced `shard`, elements of
- * the group from `from` on. */
+ * the group from `from` on, of two or four bytes. */
 static ct_status
 read_marks(const ct_fsdp *unit, ct_fsdp_presence *presence, const ct_span *shard,
            size_t from, ct_error *err)
@@ -754,10 +902,10 @@ bits_bytes(const ct_fsdp_presence *presence)
     return (presence->n + 63) / 64 * sizeof(uint64_t);
 }
 
-/* Appends to each rank's message a bit for each parameter, set where its gradient is
+/* Appends to each of n messages a bit for each parameter, set where its gradient is
  * missing here. Zeros need no transfer, for which the host would wait. */
 static ct_status
-send_bits(const ct_fsdp *unit, const ct_comm *comm, const ct_fsdp_presence *presence,
+send_bits(const ct_fsdp *unit, size_t n, const ct_fsdp_presence *presence,
           unsigned char *bits, char *to, size_t stride, ct_error *err)
 {
     const size_t bytes = bits_bytes(presence);
@@ -767,8 +915,8 @@ send_bits(const ct_fsdp *unit, const ct_comm *comm, const ct_fsdp_presence *pres
     for (size_t i = 0; i < presence->n; i++) {
         bits[i / 8] |= (unsigned char)((unsigned)!presence->params[i].there << i % 8);
     }
-    for (int rank = 0; status == CT_OK && rank < comm->world_size; rank++) {
-        const ct_span here = {to + (size_t)rank * stride, bytes, CT_U8};
+    for (size_t m = 0; status == CT_OK && m < n; m++) {
+        const ct_span here = {to + m * stride, bytes, CT_U8};
         status = complete ? unit->device->zero(unit->stream, &here, 1, err)
                           : unit->device->transfer(unit->stream, here.data, bits, bytes,
                                                    err);
@@ -777,15 +925,13 @@ send_bits(const ct_fsdp *unit, const ct_comm *comm, const ct_fsdp_presence *pres
 }
 
 static ct_status
-receive_bits(const ct_fsdp *unit, const ct_comm *comm, ct_fsdp_presence *presence,
+receive_bits(const ct_fsdp *unit, size_t n, ct_fsdp_presence *presence,
              unsigned char *bits, const char *from, size_t stride, ct_error *err)
 {
     ct_status status = CT_OK;
-    for (int rank = 0;
-         status == CT_OK && !is_complete(presence) && rank < comm->world_size; rank++) {
-        status =
-            unit->device->transfer(unit->stream, bits, from + (size_t)rank * stride,
-                                   bits_bytes(presence), err);
+    for (size_t m = 0; status == CT_OK && !is_complete(presence) && m < n; m++) {
+        status = unit->device->transfer(unit->stream, bits, from + m * stride,
+                                        bits_bytes(presence), err);
         for (size_t i = 0; status == CT_OK && i < presence->n; i++) {
             const bool missing = (bits[i / 8] >> i % 8 & 1) != 0;
             presence->params[i].there = presence->params[i].there || !missing;
@@ -848,51 +994,53 @@ encode_part(const ct_fsdp *unit, const buffers *b, const ct_span *values,
     return status == CT_OK ? copy_there(unit, r, b->blank, true, err) : status;
 }
 
-/* A reduce-scatter of `whole` into `part`, which may lie in it, times factor. */
+/* A reduce-scatter of `whole`, summed within each machine, into `part`, maybe a part of
+ * `whole`, times factor. */
 static ct_status
 exchange_quantized(const ct_fsdp *unit, ct_comm *comm, const ct_span *whole,
                    float *residual, ct_fsdp_presence *presence, const ct_span *part,
                    float factor, ct_error *err)
 {
     const int width = unit->config.reduce_bits;
-    const size_t ranks = (size_t)comm->world_size, n = part->n;
-    const size_t values = lay_out(n, width).bytes;
+    const levels l = levels_of(comm);
+    const size_t n = part->n, values = lay_out(n, width).bytes;
     const size_t marks = presence == NULL ? 0 : bits_bytes(presence);
-    const size_t bytes = values + marks;
+    const size_t bytes = values + marks, all = bytes * l.machines;
     const bool blank = residual == NULL || !is_complete(presence);
     buffers b;
     unsigned char *bits = ct_alloc(marks + 1);
     if (bits == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for the bits of %zu bytes", marks);
     }
-    ct_status status =
-        open_buffers(&b, unit, bytes * ranks, bytes * ranks, blank ? n : 0, err);
-    for (size_t rank = 0; status == CT_OK && rank < ranks; rank++) {
-        const ct_span own = ct_span_part(*whole, rank * n, n);
+    ct_status status = open_buffers(&b, unit, all, all, blank ? n : 0, err);
+    for (size_t m = 0; status == CT_OK && m < l.machines; m++) {
+        const size_t from = (m * l.local + l.place) * n;
+        const ct_span own = part_on(&l, whole, m);
         const part_residual r = {
             .presence = presence,
-            .residual = {residual == NULL ? NULL : residual + rank * n, n, CT_F32},
-            .from = rank * n
+            .residual = {residual == NULL ? NULL : residual + from, n, CT_F32},
+            .from = from
         };
-        status = encode_part(unit, &b, &own, &r, b.sent + rank * bytes, err);
+        status = encode_part(unit, &b, &own, &r, b.sent + m * bytes, err);
     }
     if (status == CT_OK && presence != NULL) {
-        status = send_bits(unit, comm, presence, bits, b.sent + values, bytes, err);
+        status =
+            send_bits(unit, l.machines, presence, bits, b.sent + values, bytes, err);
     }
     if (status == CT_OK) {
         const ct_request request = {
             .what = CT_ALL_TO_ALL,
-            .in = {b.sent,     bytes * ranks, CT_U8},
-            .out = {b.received, bytes * ranks, CT_U8},
+            .in = {b.sent,     all, CT_U8},
+            .out = {b.received, all, CT_U8},
         };
-        status = ct_comm_enqueue(comm, &request, unit->stream, err);
+        status = run_across(unit, comm, &request, err);
     }
     if (status == CT_OK) {
-        status = decode(unit, width, part, b.received, ranks, bytes, factor, err);
+        status = decode(unit, width, part, b.received, l.machines, bytes, factor, err);
     }
     if (status == CT_OK && presence != NULL) {
-        status =
-            receive_bits(unit, comm, presence, bits, b.received + values, bytes, err);
+        status = receive_bits(unit, l.machines, presence, bits, b.received + values,
+                              bytes, err);
     }
     close_buffers(unit);
     ct_free(bits);
@@ -904,11 +1052,21 @@ reduce_quantized(ct_fsdp *unit, ct_comm *comm, const ct_fsdp_group *g,
                  ct_fsdp_presence *presence, const ct_span *part, ct_reduce_op op,
                  ct_error *err)
 {
+    const levels l = levels_of(comm);
     const ct_span whole = grads_of(unit, g);
     float *residual = unit->residual == NULL ? NULL : unit->residual + g->grad_at;
-    const float factor = op == CT_REDUCE_MEAN ? 1.0F / (float)comm->world_size : 1.0F;
-    const ct_status status =
-        exchange_quantized(unit, comm, &whole, residual, presence, part, factor, err);
+    const float factor = op == CT_REDUCE_MEAN ? 1.0F / (float)l.machines : 1.0F;
+    ct_status status = run_within(comm, &l, CT_REDUCE_SCATTER, op, &whole, err);
+    for (size_t m = 0; status == CT_OK && l.local > 1 && m < l.machines; m++) {
+        const ct_span own = part_on(&l, &whole, m);
+        status = presence == NULL ? CT_OK
+                                  : read_marks(unit, presence, &own,
+                                               (m * l.local + l.place) * part->n, err);
+    }
+    if (status == CT_OK) {
+        status = exchange_quantized(unit, comm, &whole, residual, presence, part,
+                                    factor, err);
+    }
     return status != CT_OK || presence == NULL
                ? status
                : mark(unit, presence, part, (size_t)comm->rank * part->n, part->n, err);

@@ -6,8 +6,12 @@
  * for other units to use: outside of its own forward and backward a unit takes no
  * memory but its shards, which the caller owns.
  *
+ * A unit may keep secondary shards from a gather on: its gathered parameters,
+ * sharded over the ranks of each machine. Gathers then stay within the machine.
+ *
  * Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion
- * parameter models", 2020, stage 3; Zhang et al., "MiCS", 2022 (replicate groups). */
+ * parameter models", 2020, stage 3; Zhang et al., "MiCS", 2022 (replicate groups); Wang
+ * et al., "ZeRO++", 2023 (secondary shards, quantized values between machines). */
 #ifndef CORE_FSDP_UNIT_H
 #define CORE_FSDP_UNIT_H
 
@@ -18,8 +22,8 @@
 CT_BEGIN_DECLS
 
 /* The memory of units: bytes in use, and blocks that units pass to each other. `live`
- * counts gathered parameters and gradients before their reduction, `peak` is the
- * largest `live`. */
+ * counts gathered parameters, secondary shards, and gradients before their reduction,
+ * `peak` is the largest `live`. */
 typedef struct ct_fsdp_ledger {
     size_t live, peak;
     size_t begun; /* units with a prefetch in progress */
@@ -74,10 +78,12 @@ typedef struct ct_fsdp {
     ct_fsdp_group *groups;
     size_t n_groups;
     ct_mapping *full, *grads; /* the caller's, as long as the unit lives */
+    ct_mapping *secondary;    /* likewise; NULL: no secondary shards */
     float *residual; /* the error-feedback residual, as long as grads; the caller's, or
                         NULL */
     bool gathered;
     bool begun; /* a prefetch is in progress: full belongs to the communicator */
+    bool kept;  /* the secondary shards hold values */
     bool holds_grads;
     bool reducing; /* gradients are reduced beside the work on the stream */
     void *copied;  /* of fetch_begin: behind copies from and to host memory; or NULL */
@@ -106,6 +112,9 @@ ct_fsdp_grad_bytes(const ct_fsdp *unit)
     return unit->groups[unit->n_groups].grad_at * ct_dtype_size(CT_F32);
 }
 
+/* The bytes of secondary shards in groups of ranks_a_machine. */
+size_t ct_fsdp_secondary_bytes(const ct_fsdp *unit, int ranks_a_machine);
+
 /* Gathers every group from shards[i], n / world_size elements each. A gathered
  * unit is left alone; a prefetch is ended, and its shards are not read again.
  * Offloaded shards are read until ct_fsdp_await_copies() has returned. Collective. On
@@ -126,6 +135,14 @@ void ct_fsdp_cancel_gather(ct_fsdp *unit, ct_comm *comm);
 
 /* Releases gathered parameters, not a prefetch; elements read as 0 afterwards. */
 void ct_fsdp_release(ct_fsdp *unit);
+
+/* Keeps secondary shards of the gathered parameters. The next gathers have the values
+ * of the secondary shards, whatever the shards are by then, up to
+ * ct_fsdp_drop_secondary(). All ranks call both alike. Does nothing without
+ * `secondary`, or where secondary shards are kept. CT_EDEVICE. */
+CT_NODISCARD ct_status ct_fsdp_keep_secondary(ct_fsdp *unit, const ct_comm *comm,
+                                              ct_error *err);
+void ct_fsdp_drop_secondary(ct_fsdp *unit);
 
 /* Stores the gradient of elements [at, at + grad->n) of a group, in any float dtype, or
  * adds it to the stored gradient. With `wide` the first gradient after a drop makes the

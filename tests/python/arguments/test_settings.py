@@ -448,6 +448,7 @@ SHARDING = {
     "gather_bits": (8, 4, 32),
     "reduce_bits": (8, 4, 32),
     "error_feedback": (True, False),
+    "secondary_shards": (2, 0),
     "cpu_offload": (True, False),
 }
 

@@ -272,6 +272,9 @@ def test_what_the_section_zero_optimization_means() -> None:
     assert (plan.prefetch_numel, plan.unnamed_min_num_params) == (10**6, 10**4)
     assert (plan.gather_bits, plan.reduce_bits) == (8, 4)
     assert not plan.error_feedback
+    assert plan.secondary_shards is None
+    plan = sharded({"stage": 3, "zero_hpz_partition_size": 4})
+    assert plan.secondary_shards == 4
     on_nvme = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": "5"}
     plan = sharded({"stage": 2, "offload_optimizer": on_nvme})
     assert (plan.cpu_offload, plan.offload_folder) == (True, "/nvme")
