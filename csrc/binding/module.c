@@ -6,6 +6,10 @@
 #include "core/base/wait.h"
 #include "core/base/pool.h"
 
+#include <stdlib.h>
+
+#define DEFAULT_STALL_SECONDS 180.0
+
 /* Types from specs belong to one interpreter, so the module can be imported in
  * several. */
 static int
@@ -22,6 +26,32 @@ intern(const char *name, PyObject **slot)
     return *slot == NULL ? -1 : 0;
 }
 
+/* Told by threads that wait without the GIL. */
+static void
+tell_stall(const char *text)
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    PySys_WriteStderr("ctrainer: %.500s\n", text);
+    PyGILState_Release(gil);
+}
+
+/* CTRAINER_STALL_SECONDS. 0, or -1 with an exception. */
+static int
+read_stall_seconds(void)
+{
+    const char *given = getenv("CTRAINER_STALL_SECONDS");
+    char *end = NULL;
+    const double seconds = given == NULL ? DEFAULT_STALL_SECONDS : strtod(given, &end);
+    if (!(seconds > 0.0) || (end != NULL && *end != '\0')) {
+        PyErr_Format(PyExc_ValueError,
+                     "CTRAINER_STALL_SECONDS is '%.100s'; expected seconds above 0",
+                     given);
+        return -1;
+    }
+    ct_stall_set(tell_stall, seconds);
+    return 0;
+}
+
 /* The environment's wishes are checked on import, where an error can be raised. */
 static int
 check_environment(void)
@@ -32,7 +62,7 @@ check_environment(void)
     if (status == CT_OK) {
         status = ct_pool_default_threads(&threads, &err);
     }
-    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+    return status == CT_OK ? read_stall_seconds() : ctpy_raise_int(&err);
 }
 
 /* Asked by threads that wait for other processes without the GIL; leaves what the

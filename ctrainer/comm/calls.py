@@ -4,6 +4,8 @@ end: torch's groups compare nothing, and wait up to their time-outs."""
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections import Counter, deque
 from datetime import timedelta
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from ctrainer import _C
 
 PATIENCE_SECONDS = 2.0
+STALL_SECONDS = float(os.environ.get("CTRAINER_STALL_SECONDS", "180"))  # as in _C
 _STORE_SECONDS = 5.0
 _KEPT = 256  # calls, of about 200 bytes
 _CRC = 4  # bytes
@@ -28,6 +31,7 @@ class Calls:
 
     def __init__(self, group: Any) -> None:
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(group)
         self._store = group.get_group_store()
         self._last: deque[bytes] = deque(maxlen=_KEPT)
         self._n = self._crc = 0
@@ -75,6 +79,22 @@ class Calls:
             return bool(self._store.check([f"{self._prefix}/differs"]))
         except RuntimeError:
             return False
+
+    def tell_stall(self, waited: float) -> None:
+        """Say which ranks have called less often than this one, which waits."""
+        late = []
+        for rank, key in zip(self._ranks, self._keys("calls"), strict=True):
+            with contextlib.suppress(RuntimeError):
+                stored = self._store.get(key) if self._store.check([key]) else b""
+                called = _read(stored, len(self._last[0])) if stored else {-1: b""}
+                if max(called) < self._n - 1:
+                    late.append(str(rank))
+        named = f"rank {', '.join(late)}" if late else "data of the other ranks"
+        print(
+            f"ctrainer: a collective on rank {self._ranks[self._rank]} has waited "
+            f"{waited:.3g} seconds for {named}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
     def await_others(self) -> None:
         """After a difference: the process that has the store goes when all have it."""
@@ -129,7 +149,11 @@ def wait(work: Any, group: Any) -> None:
 
 
 def _wait_on(work: Any, calls: Calls) -> None:
+    began, stall = time.monotonic() - PATIENCE_SECONDS, STALL_SECONDS
     while not work.is_completed():
+        if (waited := time.monotonic() - began) >= stall:
+            calls.tell_stall(waited)
+            stall *= 2
         if calls.others_differ():
             calls.compare()
         with contextlib.suppress(RuntimeError):

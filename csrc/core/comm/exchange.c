@@ -271,6 +271,20 @@ spin(ct_process_barrier *c, tally *t, uint32_t value)
     return false;
 }
 
+static void
+tell_stall(const ct_process_barrier *c, int rank, const char *what, double waited)
+{
+    char text[256];
+    (void)snprintf(text, sizeof text,
+                   "%s on rank %d of %d has waited %.3g seconds for rank %d "
+                   "(process %d), and fails after %g",
+                   what, ct_rank_called(c->names, c->rank), c->names->of, waited,
+                   ct_rank_called(c->names, rank),
+                   (int)atomic_load(&c->board->places[rank].process),
+                   c->timeout_seconds);
+    ct_stall_tell(text);
+}
+
 /* Reads the counter again after the check on the rank: a rank that raised the counter
  * and then died has done the work. */
 static ct_status
@@ -279,6 +293,7 @@ sleep_until(ct_process_barrier *c, int rank, ct_process_barrier_count which,
 {
     tally *t = &c->board->places[rank].tallies[which];
     const ct_deadline deadline = ct_deadline_after(c->timeout_seconds);
+    double stall = ct_stall_seconds();
     uint32_t seen = atomic_load(&t->count);
     while (!is_at(seen, value)) {
         if (atomic_load(&c->board->fault) != 0) {
@@ -291,6 +306,11 @@ sleep_until(ct_process_barrier *c, int rank, ct_process_barrier_count which,
         }
         look_after(c, rank, deadline);
         seen = atomic_load(&t->count);
+        const double waited = c->timeout_seconds - ct_deadline_left(deadline);
+        if (!is_at(seen, value) && waited >= stall) {
+            tell_stall(c, rank, what, waited);
+            stall *= 2.0;
+        }
     }
     return CT_OK;
 }
