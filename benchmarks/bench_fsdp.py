@@ -5,16 +5,16 @@
 
 Each way of training runs alone, in two new processes of one thread each, on the same
 batches: 29.5 million parameters in float32 (8 blocks of width 512, a vocabulary of
-8192, tied), 4 sequences of 128 tokens a rank, AdamW, gradients clipped to 1, a unit a
-block. The ways take turns for a number of rounds; a row shows the median of the rounds.
-The CPU time of a step is user and system time of a rank, which other programs disturb
-least; the memory is the most that a rank has had above what it had after its imports,
-with malloc as it comes. ctrainer.fsdp is imported before torch makes its first tensor,
-but after it in the case "late": torch reads THP_MEM_ALLOC_ENABLE once. Losses have to
-agree. Then 24 blocks of width 32, whose CPU time above DDP's is what it costs to shard
-a unit however small; less than 0.1 ms, or less than DDP, counts as 0.1. Then the cases:
-other precisions and ways to shard, beside those peers that have them, or beside ours
-without ("plain").
+8192, tied), 4 sequences of 128 tokens a rank, AdamW (ours is ctrainer.optim's, others
+have torch's), gradients clipped to 1, a unit a block. The ways take turns for a number
+of rounds; a row shows the median of the rounds. The CPU time of a step is user and
+system time of a rank, which other programs disturb least; the memory is the most that a
+rank has had above what it had after its imports, with malloc as it comes. ctrainer.fsdp
+is imported before torch makes its first tensor, but after it in the case "late". Losses
+have to agree. Then 24 blocks of width 32, whose CPU time above DDP's is what it costs
+to shard a unit however small; less than 0.1 ms, or less than DDP, counts as 0.1. Then
+the cases: other precisions and ways to shard, beside those peers that have them, or
+beside ours without ("plain").
 """
 
 from __future__ import annotations

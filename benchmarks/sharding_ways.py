@@ -73,10 +73,12 @@ def unwrapped(options: Any) -> GPT:
 class Loop:
     """A model, its AdamW and what clips gradients to a norm of 1."""
 
-    def __init__(self, model: Any, clip: Any = None) -> None:
+    def __init__(
+        self, model: Any, clip: Any = None, adamw: Any = torch.optim.AdamW
+    ) -> None:
         self.model = model
         self.clip = clip or (lambda most: clip_grad_norm_(model.parameters(), most))
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.optimizer = adamw(model.parameters(), lr=1e-3)
 
     def last(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """Around a micro-batch: without a reduction unless it is the last."""
@@ -96,7 +98,7 @@ class Loop:
 
 
 def ours(options: Any, rank: int, folder: str) -> Loop:
-    from ctrainer import _C
+    from ctrainer import _C, optim
     from ctrainer.fsdp import FullyShardedDataParallel, hybrid_groups
 
     group: Any = _C.shared_memory_communicator(folder, rank, options.world, 120.0)
@@ -111,7 +113,7 @@ def ours(options: Any, rank: int, folder: str) -> Loop:
         )  # fmt: skip
 
     model = wrap(GPT(wrap, options))
-    return Loop(model, model.clip_grad_norm_)
+    return Loop(model, model.clip_grad_norm_, optim.AdamW)
 
 
 def ddp(options: Any) -> Loop:

@@ -1,11 +1,5 @@
 """Fully sharded data parallelism, and the checkpoints of sharded modules."""
 
-import os
-
-# torch asks once, when it makes its first tensor: blocks from 2 MiB on in huge pages,
-# which cost a fifth where they go back to the system as soon as they are free.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
 from ctrainer.fsdp.consolidate import (
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,

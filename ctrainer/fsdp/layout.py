@@ -118,20 +118,8 @@ def tensor_over(
     return torch.frombuffer(memory, dtype=dtype, offset=at, count=n).view(shape)
 
 
-def new_zeros(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Zeros whose pages, in the host's memory, go back to the system with the
-    tensor: what malloc frees in pieces of a few MiB may stay with the process.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = pinned_zeros(shape.numel() * dtype.itemsize, None)
-    return tensor_over(memory, dtype, 0, shape)
-
-
 def pinned_zeros(nbytes: int, plugin: object) -> _C.MappedMemory:
-    """The same as memory, pinned for the plugin's device."""
+    """Zeros in host memory, pinned for the plugin's device."""
     return _C.MappedMemory(nbytes, pinned_for=plugin)
 
 
@@ -261,7 +249,8 @@ class Sharding:
             memory = pinned_zeros(shape.numel() * group.dtype.itemsize, plugin)
             shard = tensor_over(memory, group.dtype, 0, shape)
         else:
-            shard = new_zeros(shape, group.dtype, group.entries[0].param.device)
+            device = group.entries[0].param.device
+            shard = torch.zeros(shape, dtype=group.dtype, device=device)
         begin = self.rank * shard.numel()
         flat = shard.view(-1)
         for entry in group.entries:

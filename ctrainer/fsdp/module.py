@@ -125,10 +125,10 @@ class FullyShardedDataParallel(ShardedModule):
             shard on. No effect on the CPU.
         watch_released (bool, default False): End the process where a parameter is used
             that is not gathered, rather than reading zeros.
-        return_memory (bool, default True): Let malloc return freed blocks above 1 MiB
-            to the system, in the whole process, and shorter ones before memory is
-            shortest; else what the activations of one step leave behind stays, and
-            sharding saves little on the CPU.
+        return_memory (bool, default True): Let freed blocks of torch in host memory
+            make room for units and for longer blocks, in the whole process; else what
+            the activations of one step leave behind stays malloc's, and sharding saves
+            little on the CPU.
         secondary_shards (int | None, default None): The ranks of each machine, which
             keep a unit's parameters in so many shards from its forward to the end of
             the backward pass, in compute_dtype: the backward pass gathers within

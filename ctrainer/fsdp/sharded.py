@@ -19,7 +19,7 @@ from ctrainer import _C
 from ctrainer.arguments.settings import reject_keywords
 from ctrainer.fsdp import initial_values, layout, options, shard_files
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
-from ctrainer.fsdp.layout import new_zeros, pinned_zeros, tensor_over
+from ctrainer.fsdp.layout import pinned_zeros, tensor_over
 
 
 class TrainingState(Enum):
@@ -65,7 +65,7 @@ class Unit(_C.FSDPUnit):
     def _new_gradient(self, group: int) -> torch.Tensor:
         shard = self.shards[group]
         if self.gradients is None:
-            return new_zeros(shard.shape, shard.dtype, shard.device)
+            return torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device)
         # Pinning takes long: the memory of a gradient that is gone is the next one's.
         memory, last = self.gradients.get(group, (None, None))
         if last is None or not last.expired():
@@ -172,6 +172,17 @@ def _settle(made: Any, source: Any) -> None:
 # 1 MiB, with the headers of torch and malloc, must be kept: the next tensor would take
 # new pages, zeroed by the system.
 _KEPT_BYTES = (1 << 20) + (1 << 16)
+
+
+def _recycles() -> bool:
+    """Let torch's blocks and units share memory, or else malloc return long blocks.
+
+    Blocks made before stay malloc's.
+    """
+    recycles = _C.recycle_blocks("libc10.so")
+    if not recycles:
+        _C.malloc_keep(_KEPT_BYTES)
+    return recycles
 
 
 # Options of a unit that the units of auto_wrap_policy below have too.
@@ -307,6 +318,7 @@ class ShardedModule(nn.Module):
         groups = [group for group in sources if group is not None]
         initial_values.settle(module, init, groups, ShardedModule)
         self.home = options.home_of(module)
+        returns = return_memory and self.home.plugin is None and not _recycles()
         self.communicator = self.home.group(communicator) or communicator
         self.replicas = self.home.group(replicas)
         self.borrowed = self._borrow(module)
@@ -341,10 +353,7 @@ class ShardedModule(nn.Module):
         hooked: Any = self  # this has no types in torch
         hooked.register_load_state_dict_pre_hook(layout.before_load)
         hooked.register_load_state_dict_post_hook(_after_load)
-        on_host = self.home.plugin is None  # activations elsewhere are not malloc's
-        self._unit.return_memory = return_memory and on_host
-        if self._unit.return_memory:
-            _C.malloc_keep(_KEPT_BYTES)
+        self._unit.return_memory = returns
         if execute_sharding_on_init and not on_neuron:
             self.communicator.barrier()
 

@@ -658,7 +658,6 @@ def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
         "on_neuron": False,
         "flatten_parameters": True,
         "use_orig_params": True,
-        "return_memory": not args.malloc_tuning,
         "forward_prefetch": sharding.forward_prefetch,
         "backward_prefetch": sharding.backward_prefetch,
         "gather_bits": sharding.gather_bits,

@@ -519,6 +519,11 @@ AREAS = {
                 "python/fsdp/test_fsdp_hybrid.py",
             core("base/mapping"):
                 "core/base/test_mapping.c core/base/test_alloc.c",
+            core("base/arena"):
+                "core/base/test_arena.c core/base/test_mapping.c "
+                "python/fsdp/test_fsdp.py",
+            core("base/imports"):
+                "python/fsdp/test_fsdp.py core/base/test_arena.c",
             "ctrainer/arguments/fsdp.py":
                 "python/fsdp/test_fsdp_options.py python/fsdp/test_fsdp_errors.py",
             "ctrainer/arguments/deepspeed.py ctrainer/arguments/deepspeed_keys.py":

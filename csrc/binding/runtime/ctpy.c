@@ -3,6 +3,7 @@
  * signals, threads, the instruction set and the C allocator. */
 #include "binding/runtime/ctpy.h"
 
+#include "core/base/arena.h"
 #include "core/base/mapping.h"
 #include "core/base/owner.h"
 #include "core/base/pool.h"
@@ -918,11 +919,28 @@ ctpy_malloc_keep(PyObject *Py_UNUSED(module), PyObject *arg)
     return PyBool_FromLong(ct_malloc_keep(kept, kept * ENDS_KEPT));
 }
 
+static const char ctpy_recycle_blocks_doc[] =
+    "recycle_blocks($module, library, /)\n--\n\n"
+    "Serve the library's blocks of 128 KiB and more from memory that the units of\n"
+    "sharded modules share, for the life of the process.\n\n"
+    "library: file name of a loaded library that allocates by posix_memalign() and\n"
+    "free(), such as 'libc10.so' of torch. Freed blocks keep their pages for the next\n"
+    "ones, of any length. Whether it was applied: False if the library is not loaded\n"
+    "or calls other functions, or under a limit of the process's addresses.";
+
+static PyObject *
+ctpy_recycle_blocks(PyObject *Py_UNUSED(module), PyObject *arg)
+{
+    const char *library = PyUnicode_AsUTF8(arg);
+    return library == NULL ? NULL : PyBool_FromLong(ct_arena_serve(library));
+}
+
 PyMethodDef ctpy_runtime_ctpy_functions[] = {
     {"cpu_isa",         ctpy_cpu_isa,         METH_NOARGS, ctpy_cpu_isa_doc        },
     {"get_num_threads", ctpy_get_num_threads, METH_NOARGS, ctpy_get_num_threads_doc},
     {"malloc_keep",     ctpy_malloc_keep,     METH_O,      ctpy_malloc_keep_doc    },
     {"malloc_tune",     ctpy_malloc_tune,     METH_O,      ctpy_malloc_tune_doc    },
+    {"recycle_blocks",  ctpy_recycle_blocks,  METH_O,      ctpy_recycle_blocks_doc },
     {"set_cpu_isa",     ctpy_set_cpu_isa,     METH_O,      ctpy_set_cpu_isa_doc    },
     {"set_num_threads", ctpy_set_num_threads, METH_O,      ctpy_set_num_threads_doc},
     {NULL,              NULL,                 0,           NULL                    },

@@ -1,10 +1,10 @@
-/* Mappings by mmap, and a block cache by mremap: cached pages lie at the home address
- * of their block and move to a mapping and back, without a copy. */
-#define _GNU_SOURCE /* MADV_HUGEPAGE, mremap */
+/* Mappings by mmap. The pages lie in a block of the arena and move from there to the
+ * mapping and back, without a copy. */
+#define _GNU_SOURCE /* MADV_HUGEPAGE */
 
 #include "core/base/mapping.h"
 
-#include "core/base/alloc.h"
+#include "core/base/arena.h"
 #include "core/base/pages.h"
 
 #include <stdint.h>
@@ -12,20 +12,8 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#ifndef MREMAP_DONTUNMAP
-#define MREMAP_DONTUNMAP 4 /* of Linux 5.7: an older one moves no pages */
-#endif
-
 enum {
     HUGE_PAGE = 2 << 20
-};
-
-/* A block may outlive the mapping that filled it, so a block needs addresses for
- * itself. */
-struct ct_cached_block {
-    void *home; /* address of the pages while no mapping has them */
-    size_t bytes;
-    ct_cached_block *next;
 };
 
 /* ---- memory of the system -------------------------------------------------------- */
@@ -64,104 +52,23 @@ unmap_pages(void *data, size_t bytes)
     (void)munmap((char *)data - page, ct_pages_round(bytes) + 2 * page);
 }
 
-/* Moves the pages; both ranges stay mapped, `from` then without pages. */
-static bool
-move_pages(void *to, void *from, size_t bytes)
-{
-    const int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
-    return mremap(from, bytes, bytes, flags, to) == to;
-}
+/* ---- the cache ----------------------------------------------------------------- */
 
-/* ---- cached pages ---------------------------------------------------------------- */
-
-static ct_cached_block *
-cached_block_new(size_t bytes)
-{
-    ct_cached_block *block = ct_calloc(1, sizeof *block);
-    if (block == NULL) {
-        return NULL;
-    }
-    block->bytes = bytes;
-    block->home = map_pages(bytes);
-    if (block->home == NULL) {
-        ct_free(block);
-        return NULL;
-    }
-    return block;
-}
-
-static void
-cached_block_free(ct_cached_block *block)
-{
-    if (block != NULL) {
-        unmap_pages(block->home, block->bytes);
-        ct_free(block);
-    }
-}
-
-/* At the front: the last released pages are the likeliest to be in the caches. */
-static void
-put(ct_block_cache *cache, ct_cached_block *block)
-{
-    block->next = cache->first;
-    cache->first = block;
-}
-
-/* The shortest block of at least `bytes`; without one the longest. */
-static ct_cached_block **
-best_link(ct_block_cache *cache, size_t bytes)
-{
-    ct_cached_block **best = &cache->first;
-    for (ct_cached_block **at = best; *at != NULL; at = &(*at)->next) {
-        const bool fits = (*at)->bytes >= bytes;
-        const bool is_shorter = (*at)->bytes < (*best)->bytes;
-        if ((*best)->bytes >= bytes ? fits && is_shorter : !is_shorter) {
-            best = at;
-        }
-    }
-    return best;
-}
-
-/* Takes out a block of at least `bytes`. NULL: none; the longest is freed then, as new
- * pages are about to take its place. */
-static ct_cached_block *
-take(ct_block_cache *cache, size_t bytes)
-{
-    ct_cached_block **link = best_link(cache, bytes);
-    ct_cached_block *found = *link;
-    if (found != NULL) {
-        *link = found->next;
-        if (found->bytes < bytes) {
-            cached_block_free(found);
-            found = NULL;
-        }
-    }
-    return found;
-}
-
-/* The addresses stay: a block without pages still serves a mapping, and the first touch
- * brings new pages. */
 void
 ct_block_cache_discard(ct_block_cache *cache)
 {
     if (cache->ops != NULL) {
         cache->ops->discard(cache);
-        return;
     }
-    for (ct_cached_block *block = cache->first; block != NULL; block = block->next) {
-        (void)madvise(block->home, block->bytes, MADV_DONTNEED);
+    else {
+        ct_arena_trim();
     }
 }
 
 void
 ct_block_cache_close(ct_block_cache *cache)
 {
-    if (cache->ops != NULL) {
-        cache->ops->discard(cache);
-    }
-    while (cache->first != NULL) {
-        cached_block_free(take(cache, 0));
-    }
+    ct_block_cache_discard(cache);
 }
 
 /* ---- mappings -------------------------------------------------------------------- */
@@ -198,18 +105,15 @@ ct_mapping_open_on(const ct_mapping_ops *ops, ct_mapping *map, size_t bytes,
     return status;
 }
 
-/* Moves the pages to the cache: to the home of their block, or of a new one. */
+/* Moves the pages back to the arena. */
 static bool
-set_aside(ct_mapping *map, ct_block_cache *cache)
+set_aside(ct_mapping *map)
 {
-    ct_cached_block *block =
-        map->block != NULL ? map->block : cached_block_new(map->bytes);
-    map->block = NULL;
-    if (block == NULL) {
-        return false;
-    }
-    put(cache, block);
-    return move_pages(block->home, map->data, map->bytes);
+    void *home = map->home;
+    map->home = NULL;
+    const bool moved = home != NULL && ct_arena_move(home, map->data, map->bytes);
+    (void)ct_arena_free(home);
+    return moved;
 }
 
 void
@@ -222,9 +126,7 @@ ct_mapping_release(ct_mapping *map, ct_block_cache *cache)
     if (map->bytes == 0) {
         return;
     }
-    /* Without a cache, or if the pages did not move, the memory returns to the
-     * system. */
-    if (cache == NULL || !set_aside(map, cache)) {
+    if (!set_aside(map)) {
         (void)madvise(map->data, map->bytes, MADV_DONTNEED);
     }
     if (map->poisoned) {
@@ -284,13 +186,10 @@ obtain_pages(ct_mapping *map, ct_block_cache *cache)
     if (map->watched) {
         (void)mprotect(map->data, map->bytes, PROT_READ | PROT_WRITE);
     }
-    ct_cached_block *block = cache == NULL ? NULL : take(cache, map->bytes);
-    if (block != NULL && move_pages(map->data, block->home, map->bytes)) {
-        map->block = block;
-    }
-    else {
-        /* An old kernel moves no pages; the first touch then brings new ones. */
-        cached_block_free(block);
+    map->home = cache == NULL ? NULL : ct_arena_alloc(map->bytes);
+    if (map->home != NULL && !ct_arena_move(map->data, map->home, map->bytes)) {
+        (void)ct_arena_free(map->home); /* the first touch brings new pages */
+        map->home = NULL;
     }
 }
 
@@ -317,9 +216,7 @@ ct_mapping_close(ct_mapping *map)
     if (map->bytes != 0) {
         unmap_pages(map->data, map->bytes);
     }
-    /* The pages were at the mapping's addresses and are unmapped by now; the block's
-     * addresses are left. */
-    cached_block_free(map->block);
+    (void)ct_arena_free(map->home);
     *map = (ct_mapping){.data = NULL};
 }
 

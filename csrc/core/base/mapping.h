@@ -7,7 +7,7 @@
  *
  * Returning pages to the system and obtaining new, zeroed ones costs as much as copying
  * them. A block cache keeps released pages for the next mapping instead: they move to
- * its address. */
+ * its address. The host's is the arena (core/base/arena.h). */
 #ifndef CORE_BASE_MAPPING_H
 #define CORE_BASE_MAPPING_H
 
@@ -32,8 +32,8 @@ typedef struct ct_mapping_ops {
     void (*discard)(ct_block_cache *cache);
 } ct_mapping_ops;
 
-/* Released pages, ready for the mappings of one device; at most as many as the mappings
- * have had at once. {NULL} is empty and may be closed. */
+/* Released pages, ready for the mappings of one device; at most as many as were in use
+ * at once. {NULL} is empty, and the host's, and may be closed. */
 struct ct_block_cache {
     ct_cached_block *first;
     const ct_mapping_ops *ops; /* the device's; NULL: the host's */
@@ -43,7 +43,8 @@ struct ct_block_cache {
 struct ct_mapping {
     void *data;
     size_t bytes;
-    ct_cached_block *block; /* the pages' owner; NULL: the mapping, or none */
+    void *home;             /* the pages' place in the arena; NULL: of their own */
+    ct_cached_block *block; /* of a device: the pages' owner; NULL: none */
     bool watched, poisoned, detects;
     const ct_mapping_ops *ops; /* the device's; NULL: the host's */
     void *stream;              /* a device's: the user's work is enqueued here */
@@ -73,8 +74,8 @@ void ct_mapping_detect(ct_mapping *map);
 /* Whether the mapping has been read or written since the release. */
 bool ct_mapping_touched(const ct_mapping *map);
 
-/* Releases the memory to the cache, or to the system if cache is NULL; on a device
- * behind the work on the stream. */
+/* Releases the memory to the cache, or to the system if obtained without a cache; on
+ * a device to the cache, if cache is not NULL, behind the work on the stream. */
 void ct_mapping_release(ct_mapping *map, ct_block_cache *cache);
 
 /* Makes the first `bytes` usable after a release, with cached pages if possible; the
@@ -85,7 +86,7 @@ CT_NODISCARD ct_status ct_mapping_obtain(ct_mapping *map, size_t bytes,
 
 void ct_mapping_close(ct_mapping *map);
 
-/* Returns the cached pages to the system. */
+/* Returns the cached pages to the system; of the host all of the arena's. */
 void ct_block_cache_discard(ct_block_cache *cache);
 void ct_block_cache_close(ct_block_cache *cache);
 

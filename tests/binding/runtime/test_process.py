@@ -100,3 +100,9 @@ def test_tuned_allocator_keeps_its_pages() -> None:
 def test_blocks_to_keep_are_of_a_sensible_length(nbytes: int) -> None:
     with pytest.raises(ValueError, match=rf"nbytes must be .*, got {nbytes}"):
         _C.malloc_keep(nbytes)
+
+
+def test_blocks_of_a_library_that_is_not_loaded_are_not_recycled() -> None:
+    assert _C.recycle_blocks("libnone.so") is False
+    with pytest.raises(TypeError):
+        _C.recycle_blocks(3)  # type: ignore[arg-type]

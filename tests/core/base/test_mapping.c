@@ -21,12 +21,14 @@ is_all(const ct_mapping *map, unsigned char value)
     return bytes[0] == value && memcmp(bytes, bytes + 1, map->bytes - 1) == 0;
 }
 
+/* With pages of the cache. */
 static ct_mapping
-open_filled(size_t bytes, int value)
+open_filled(size_t bytes, int value, ct_block_cache *cache)
 {
     ct_mapping map;
     CHECK(ct_mapping_open(&map, bytes, false, NULL) == CT_OK);
     CHECK(is_all(&map, 0));
+    CHECK(ct_mapping_obtain(&map, bytes, cache, NULL) == CT_OK);
     memset(map.data, value, bytes);
     return map;
 }
@@ -35,45 +37,23 @@ static void
 released_pages_are_the_next_mappings(size_t bytes)
 {
     ct_block_cache cache = {NULL};
-    ct_mapping a = open_filled(bytes, 1), b = open_filled(bytes, 2);
+    ct_mapping a = open_filled(bytes, 1, &cache), b = open_filled(bytes, 2, NULL);
     ct_mapping_release(&b, NULL);
     CHECK(is_all(&b, 0));
     for (int turn = 0; turn < 3; turn++) {
         ct_mapping_release(&a, &cache);
-        CHECK(cache.first != NULL && is_all(&a, 0));
+        CHECK(is_all(&a, 0));
         CHECK(ct_mapping_obtain(&b, b.bytes, &cache, NULL) == CT_OK);
-        CHECK(cache.first == NULL && is_all(&b, (unsigned char)(turn + 1)));
+        CHECK(is_all(&b, (unsigned char)(turn + 1)));
         memset(b.data, turn + 2, bytes);
         ct_mapping_release(&b, &cache);
         CHECK(is_all(&b, 0));
         CHECK(ct_mapping_obtain(&a, a.bytes, &cache, NULL) == CT_OK);
         CHECK(is_all(&a, (unsigned char)(turn + 2)));
     }
-    ct_mapping_close(&a); /* with its cached block */
+    ct_mapping_close(&a); /* with pages of the cache */
     ct_mapping_close(&b);
     ct_block_cache_close(&cache);
-}
-
-/* The shortest that is long enough is taken; a short one makes room for a long one. */
-static void
-cached_blocks_are_as_many_as_were_in_use_at_once(void)
-{
-    ct_block_cache cache = {NULL};
-    ct_mapping large = open_filled(LARGE, 1), small = open_filled(SMALL, 2), other;
-    ct_mapping_release(&large, &cache);
-    ct_mapping_release(&small, &cache);
-    CHECK(ct_mapping_open(&other, SMALL, false, NULL) == CT_OK);
-    CHECK(ct_mapping_obtain(&other, other.bytes, &cache, NULL) == CT_OK);
-    CHECK(is_all(&other, 2));
-    CHECK(ct_mapping_obtain(&small, small.bytes, &cache, NULL) == CT_OK);
-    CHECK(is_all(&small, 1) && cache.first == NULL);
-    ct_mapping_release(&other, &cache);
-    CHECK(ct_mapping_obtain(&large, large.bytes, &cache, NULL) ==
-          CT_OK); /* none is as long: new pages */
-    CHECK(is_all(&large, 0) && cache.first == NULL);
-    ct_mapping_close(&large);
-    ct_mapping_close(&small);
-    ct_mapping_close(&other);
 }
 
 static void
@@ -84,7 +64,7 @@ what_lies_ready_goes_back_to_the_system(void)
     };
     ct_block_cache cache = {NULL};
     const size_t before = ct_memory_resident();
-    ct_mapping map = open_filled(LONG, 1);
+    ct_mapping map = open_filled(LONG, 1, &cache);
     ct_mapping_release(&map, &cache);
     const size_t ready = ct_memory_resident();
     ct_block_cache_discard(&cache);
@@ -144,14 +124,14 @@ poisoned_pages_are_nan_while_they_are_released(size_t bytes)
 }
 
 static void
-without_memory_for_a_cached_block_pages_go_back(void)
+without_memory_for_a_cached_block_pages_are_the_systems(void)
 {
     ct_block_cache cache = {NULL};
-    ct_mapping map = open_filled(SMALL, 1);
     ct_alloc_fail_after(1);
+    ct_mapping map = open_filled(SMALL, 1, &cache);
     ct_mapping_release(&map, &cache);
     ct_alloc_fail_after(0);
-    CHECK(cache.first == NULL && is_all(&map, 0));
+    CHECK(map.home == NULL && is_all(&map, 0));
     ct_mapping_close(&map);
 }
 
@@ -170,9 +150,8 @@ main(void)
 {
     released_pages_are_the_next_mappings(SMALL);
     released_pages_are_the_next_mappings(LARGE);
-    cached_blocks_are_as_many_as_were_in_use_at_once();
     what_lies_ready_goes_back_to_the_system();
-    without_memory_for_a_cached_block_pages_go_back();
+    without_memory_for_a_cached_block_pages_are_the_systems();
     what_cannot_be_mapped_is_rejected();
     a_touch_after_the_release_is_told(SMALL);
     a_touch_after_the_release_is_told(LARGE);

@@ -310,17 +310,39 @@ def test_a_released_parameter_ends_the_process_where_it_is_watched() -> None:
                      done.stderr, re.DOTALL)  # fmt: skip
 
 
-def test_a_freed_tensor_of_a_mebibyte_is_used_again() -> None:
-    """Its 256 pages would each be a fault otherwise, and zeroed."""
-    again = 20
-    if not _C.malloc_keep(1):
-        pytest.skip("malloc's settings are the user's")
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_freed_tensors_become_tensors_of_other_lengths() -> None:
+    """Each page would be a fault otherwise, and zeroed."""
     wrap(nn.Linear(2, 2))
-    torch.ones(1 << 18)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(again):
-        torch.ones(1 << 18)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < again * 256 / 4
+    if not _C.recycle_blocks("libc10.so"):
+        pytest.skip("torch allocates otherwise")
+    rows = [torch.ones(1 << 18) for _ in range(16)]
+    del rows
+    before = faults()
+    for n in (16, 5, 16, 3, 1) * 4:  # MiB
+        assert torch.ones(n << 18).sum().item() == n << 18
+    assert faults() - before < 256  # the pages of a MiB
+
+
+def test_steps_after_the_first_take_no_pages_of_the_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A released unit's become activations, other units' and gradients."""
+    monkeypatch.delenv("CTRAINER_FSDP_POISON")  # which takes all the pages
+    if not _C.recycle_blocks("libc10.so"):
+        pytest.skip("torch allocates otherwise")
+    width = 512  # a MiB of parameters a layer, and of activations
+    layers = [wrap(nn.Linear(width, width)) for _ in range(4)]
+    model = wrap(nn.Sequential(*layers, nn.Linear(width, 3)))
+    for step in range(6):
+        if step == 3:
+            before = faults()
+        model(torch.ones(width, width)).sum().backward()
+        model.zero_grad()
+    assert faults() - before < 256
 
 
 def test_units_are_collected() -> None:

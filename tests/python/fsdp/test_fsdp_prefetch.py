@@ -44,7 +44,7 @@ def test_the_trainers_units_gather_ahead_as_fsdp_config_says() -> None:
     sharding = Sharding(
         min_num_params=1, forward_prefetch=True, backward_prefetch="BACKWARD_PRE"
     )
-    args = SimpleNamespace(bf16=False, fp16=False, malloc_tuning=True)
+    args = SimpleNamespace(bf16=False, fp16=False)
     body = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model = shard(body, sharding, args, _C.Communicator())
     told = [(u._unit.forward_prefetch, u._unit.backward_pre) for u in model.units()]
