@@ -61,9 +61,6 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
     Args:
         **keys: Its keys.
 
-    Attributes:
-        pipeline (bool): pipeline_read or pipeline_write.
-
     Example:
         >>> from ctrainer.compat.deepspeed import DeepSpeedZeroOffloadOptimizerConfig
         >>> DeepSpeedZeroOffloadOptimizerConfig(device="cpu").ratio
@@ -79,6 +76,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
 
     @property
     def pipeline(self) -> bool:
+        """pipeline_read or pipeline_write."""
         return bool(self.pipeline_read or self.pipeline_write)
 
 

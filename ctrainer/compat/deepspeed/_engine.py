@@ -102,7 +102,7 @@ def initialize(
         >>> engine, optimizer, _, _ = deepspeed.initialize(
         ...     model=torch.nn.Linear(2, 1), config=config
         ... )
-        >>> engine.backward(engine(torch.ones(1, 2)).sum())
+        >>> loss = engine.backward(engine(torch.ones(1, 2)).sum())
         >>> engine.step()
         >>> engine.global_steps
         1
@@ -164,6 +164,14 @@ class DeepSpeedEngine(ModuleShown):
             skipped among them, passes, and samples of all ranks.
 
     Source: DeepSpeed 0.19, runtime/engine.py.
+
+    Example:
+        >>> import torch
+        >>> from ctrainer.compat import deepspeed
+        >>> config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+        >>> engine = deepspeed.initialize(model=torch.nn.Linear(2, 1), config=config)[0]
+        >>> engine.zero_optimization_stage(), engine.gradient_accumulation_steps()
+        (3, 1)
     """
 
     module: nn.Module
