@@ -316,13 +316,13 @@ class ShardedModule(nn.Module):
             )
         sources = [self.replicas, self.communicator] if sync_module_states else []
         groups = [group for group in sources if group is not None]
+        options.check_parameters(module)
         initial_values.settle(module, init, groups, ShardedModule)
         self.home = options.home_of(module)
         returns = return_memory and self.home.plugin is None and not _recycles()
         self.communicator = self.home.group(communicator) or communicator
         self.replicas = self.home.group(replicas)
         self.borrowed = self._borrow(module)
-        options.check_parameters(module)
         plain = options.is_float32(module)
         if self.compute_dtype is None and plain:
             self.compute_dtype = torch.float32
