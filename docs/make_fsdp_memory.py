@@ -77,6 +77,9 @@ machine has one GPU.
 replica. Each GPU's shard of the gradients is averaged over the machines, unquantized: \
 quantization saves traffic within a machine only.
 
+With `--zero 3 --offload nvme` the table has what is in host memory and in a file, \
+too, and *total* is a GPU's, without the shards.
+
 `ctrainer plan --model 8B --world_size 8 64 --group_size 8 --gather_bits 8 \
 --reduce_dtype float32 --optimizer_bytes 8` prints a table for other settings \
 (`--help` lists them); `memory_plan(units_of(module), world_size)` computes the plan \

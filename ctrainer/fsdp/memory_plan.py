@@ -24,6 +24,7 @@ from ctrainer.runtime.command_line import HelpFormatter
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BLOCK = 256  # quantized values with one scale, a float32
 _ALIGN = 8  # bytes that messages are padded to
+_PIECES = 4 << 20  # elements of state in memory, of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class MemoryPlan:
         reduce_traffic (int): Sent to reduce gradients over the sharding group.
         replica_traffic (int): Sent to average gradients over the replicas.
         machine_traffic (int): Of it all, what leaves a machine, all its ranks together.
+        host (int, default 0): Of the shards, in host memory rather than the GPU's.
+        disk (int, default 0): Of the shards, in a file.
 
     Example:
         >>> from ctrainer.fsdp import UnitSize, memory_plan
@@ -91,6 +94,8 @@ class MemoryPlan:
     reduce_traffic: int
     replica_traffic: int
     machine_traffic: int  # bytes that leave a machine, of all its ranks together
+    host: int = 0  # shards that are offloaded, and pieces of state on disk
+    disk: int = 0
 
     @property
     def sharded(self) -> int:
@@ -105,8 +110,10 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes of a rank at the fullest moment."""
-        return self.sharded + self.feedback + self.transient + self.quantized
+        """Bytes of a rank at the fullest moment; of its GPU where shards are offloaded,
+        without the buffer that a shard is copied through."""
+        staying = 0 if self.host else self.sharded
+        return staying + self.feedback + self.transient + self.quantized
 
     @property
     def codes(self) -> int:
@@ -139,6 +146,7 @@ def memory_plan(
     error_feedback: bool = True,
     group_size: int | None = None,
     machine_size: int = 8,
+    offload: str | None = None,
 ) -> MemoryPlan:
     """Return the bytes that a step of one micro-batch takes and sends.
 
@@ -170,10 +178,13 @@ def memory_plan(
         machine_size (int, default 8): Ranks of a machine. What leaves it is counted as
             collectives send it that bring data to another machine once: NCCL's, and
             those of a group over machines.
+        offload (str | None, default None): "cpu": shards, their gradients and the
+            optimizer's state are in host memory; "nvme": the state is in a file, of
+            which host memory has 4 pieces of 2**20 elements; None: all on the GPU.
 
     Raises:
         ValueError: a size below 1, ranks that groups and machines do not divide, an
-            unknown dtype or number of bits.
+            unknown dtype, number of bits or offload.
 
     Source: Rajbhandari et al., "ZeRO", 2020, sections 5 and 7; Wang et al., "ZeRO++",
     2023; Zhang et al., "MiCS", 2022.
@@ -198,12 +209,14 @@ def memory_plan(
     )  # fmt: skip
     elements = sum(size.both for size in step.units) // group
     trainable = sum(size.trainable for size in step.units) // group
+    state = trainable * optimizer_bytes
+    host, disk = _offloaded(offload, (elements + trainable) * 4, state, optimizer_bytes)
     return MemoryPlan(
         world_size=world_size,
         group_size=group,
         parameters=elements * 4,
         gradients=trainable * 4,
-        optimizer=trainable * optimizer_bytes,
+        optimizer=state,
         feedback=trainable * group * 4 if step.keeps_residual else 0,
         gathered=step.gathered(),
         prefetched=step.prefetched(prefetch),
@@ -213,7 +226,20 @@ def memory_plan(
         reduce_traffic=step.reduce_traffic(),
         replica_traffic=step.replica_traffic(world_size // group),
         machine_traffic=step.machine_traffic(world_size, machine_size),
+        host=host,
+        disk=disk,
     )
+
+
+def _offloaded(
+    offload: str | None, shards: int, state: int, item: int
+) -> tuple[int, int]:
+    """Bytes in host memory and on disk."""
+    if offload not in (None, "cpu", "nvme"):
+        raise ValueError(f"offload must be 'cpu', 'nvme' or None, not {offload!r}")
+    if offload == "nvme":
+        return shards + min(state, _PIECES * item), state
+    return (shards + state if offload else 0), 0
 
 
 class _Padded:
@@ -472,7 +498,7 @@ WORLD_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 _COLUMNS = (
     "parameters", "gradients", "optimizer", "feedback", "gathered", "prefetched",
     "full_gradients", "quantized", "total", "gather_traffic", "reduce_traffic",
-    "replica_traffic", "machine_traffic",
+    "replica_traffic", "machine_traffic", "host", "disk",
 )  # fmt: skip
 
 
@@ -534,6 +560,19 @@ def _parser() -> argparse.ArgumentParser:
         help="Keep the parameters gathered between forward and backward pass.",
     )
     add(
+        "--zero",
+        type=int,
+        choices=(1, 2, 3),
+        help="Stage of a DeepSpeed configuration; 1 and 2 are "
+        "--no_reshard_after_forward.",
+    )
+    add(
+        "--offload",
+        choices=("cpu", "nvme"),
+        help="Where shards and the optimizer's state are: cpu, in host memory; nvme, "
+        "the state in a file; unset, on the GPU.",
+    )
+    add(
         "--gather_bits",
         type=int,
         choices=(4, 8),
@@ -564,7 +603,10 @@ def main(arguments: list[str]) -> int:
     parser = _parser()
     given: dict[str, Any] = vars(parser.parse_args(arguments))
     model, sizes = DECODERS[given.pop("model")], given.pop("world_size")
-    given["reshard_after_forward"] = not given.pop("no_reshard_after_forward")
+    keeps, stage = given.pop("no_reshard_after_forward"), given.pop("zero")
+    if keeps and stage == 3:
+        parser.error("--zero 3 reshards; leave --no_reshard_after_forward out")
+    given["reshard_after_forward"] = not keeps and stage in (None, 3)
     given["error_feedback"] = not given.pop("no_error_feedback")
     try:
         plans = [memory_plan(model.units(), size, **given) for size in sizes]

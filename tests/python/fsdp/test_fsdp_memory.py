@@ -5,11 +5,19 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+import torch
 from places import ROOT
+from torch import nn
 
 from ctrainer import __main__
-from ctrainer.fsdp import UnitSize, memory_plan
+from ctrainer.fsdp import (
+    FullyShardedDataParallel,
+    UnitSize,
+    memory_plan,
+    units_of,
+)
 from ctrainer.fsdp.memory_plan import DECODERS
+from ctrainer.optim import AdamW
 
 
 def test_the_models_have_the_parameters_that_were_published() -> None:
@@ -90,6 +98,37 @@ def test_room_for_codes_counts_where_nothing_else_is_missing() -> None:
     assert kept.quantized == gather - 256 * 2  # the zeros are needed here alone
 
 
+def test_what_is_offloaded_is_what_a_model_has_outside_of_the_gpu() -> None:
+    """Counted on a sharded model that has made an update with its state in a file."""
+    torch.manual_seed(0)
+    inner = [FullyShardedDataParallel(nn.Linear(200, 200)) for _ in range(2)]
+    model = FullyShardedDataParallel(nn.Sequential(*inner, nn.Linear(200, 300)))
+    optimizer = AdamW(model.parameters())
+    optimizer.offload_state("/tmp")
+    model(torch.ones(2, 200)).sum().backward()
+    optimizer.step()
+    shards = sum(p.nbytes + p.grad.nbytes for p in model.parameters())
+    state = sum(
+        t.nbytes
+        for state in optimizer.state.values()
+        for t in (state["exp_avg"], state["exp_avg_sq"])
+    )
+    units = units_of(model)
+    whole, cpu, nvme = (
+        memory_plan(units, 1, shard_size_multiple=1, offload=place)
+        for place in (None, "cpu", "nvme")
+    )
+    assert (whole.host, whole.disk) == (0, 0)
+    assert (cpu.host, cpu.disk) == (shards + state, 0)
+    assert nvme.disk == state
+    assert nvme.host == shards + state  # of which there are fewer than 4 pieces
+    assert 0 <= optimizer._disk_state.memory.nbytes - state < 4 * 4096  # type: ignore[union-attr]
+    assert cpu.total == nvme.total == whole.total - whole.sharded
+    large = memory_plan([UnitSize((10**8,), kept=True)], 2, offload="nvme")
+    assert large.host == large.parameters + large.gradients + 8 * 4 * 2**20
+    assert large.disk == large.optimizer > 3 * 10**8
+
+
 def test_sizes_that_make_no_sense_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"world_size.* got 0,"):
         memory_plan([], 0)
@@ -97,6 +136,8 @@ def test_sizes_that_make_no_sense_are_rejected() -> None:
         memory_plan([], 1, compute_dtype="int8")
     with pytest.raises(ValueError, match=r"gather_bits must be 8, 4 or None, not 5"):
         memory_plan([], 1, gather_bits=5)
+    with pytest.raises(ValueError, match="offload must be 'cpu', 'nvme' or None, not"):
+        memory_plan([], 1, offload="disk")
     with pytest.raises(ValueError, match=r"12 must be a multiple of group_size 8"):
         memory_plan([], 12, group_size=8)
     with pytest.raises(ValueError, match=r"group_size 6 and machine_size 8 one must"):
@@ -116,6 +157,18 @@ def test_the_page_is_current_and_the_command_prints_its_rows(
     options = ["--prefetch", "1", "--world_size", "64"]
     assert __main__.main(["plan", "--model", "70B", *options]) == 0
     assert capsys.readouterr().out.splitlines()[-1] in module.page()
+    for stage, same in (("2", ["--no_reshard_after_forward"]), ("3", [])):
+        __main__.main(["plan", "--zero", stage])
+        printed = capsys.readouterr().out
+        __main__.main(["plan", *same])
+        assert capsys.readouterr().out == printed
+    __main__.main(["plan", "--zero", "3", "--offload", "nvme", "--world_size", "8"])
+    heads, _, row = capsys.readouterr().out.splitlines()[1:]
+    found = dict(zip(heads.split("|"), row.split("|"), strict=True))
+    assert found[" disk "] == found[" optimizer "] == " 8.03 "
+    with pytest.raises(SystemExit):
+        __main__.main(["plan", "--zero", "3", "--no_reshard_after_forward"])
+    assert "--zero 3 reshards" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         __main__.main(["plan", "--group_size", "5"])
     assert "world_size 8 must be a multiple of" in capsys.readouterr().err
