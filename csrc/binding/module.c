@@ -26,9 +26,9 @@ intern(const char *name, PyObject **slot)
     return *slot == NULL ? -1 : 0;
 }
 
-/* Told by threads that wait without the GIL. */
+/* Called by threads that wait without the GIL. */
 static void
-tell_stall(const char *text)
+report_stall(const char *text)
 {
     const PyGILState_STATE gil = PyGILState_Ensure();
     PySys_WriteStderr("ctrainer: %.500s\n", text);
@@ -48,7 +48,7 @@ read_stall_seconds(void)
                      given);
         return -1;
     }
-    ct_stall_set(tell_stall, seconds);
+    ct_stall_set(report_stall, seconds);
     return 0;
 }
 

@@ -80,7 +80,7 @@ class Calls:
         except RuntimeError:
             return False
 
-    def tell_stall(self, waited: float) -> None:
+    def report_stall(self, waited: float) -> None:
         """Say which ranks have called less often than this one, which waits."""
         late = []
         for rank, key in zip(self._ranks, self._keys("calls"), strict=True):
@@ -152,7 +152,7 @@ def _wait_on(work: Any, calls: Calls) -> None:
     began, stall = time.monotonic() - PATIENCE_SECONDS, STALL_SECONDS
     while not work.is_completed():
         if (waited := time.monotonic() - began) >= stall:
-            calls.tell_stall(waited)
+            calls.report_stall(waited)
             stall *= 2
         if calls.others_differ():
             calls.compare()

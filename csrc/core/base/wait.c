@@ -75,27 +75,27 @@ ct_interrupt_set(ct_interrupt_fn *fn)
     atomic_store(&interrupted, fn);
 }
 
-static _Atomic(ct_stall_fn *) stall_told;
+static _Atomic(ct_stall_fn *) stall_reported;
 static _Atomic double stall_seconds;
 
 void
 ct_stall_set(ct_stall_fn *fn, double seconds)
 {
     atomic_store(&stall_seconds, seconds);
-    atomic_store(&stall_told, fn);
+    atomic_store(&stall_reported, fn);
 }
 
 double
 ct_stall_seconds(void)
 {
-    return atomic_load(&stall_told) == NULL ? (double)INFINITY
-                                            : atomic_load(&stall_seconds);
+    return atomic_load(&stall_reported) == NULL ? (double)INFINITY
+                                                : atomic_load(&stall_seconds);
 }
 
 void
-ct_stall_tell(const char *text)
+ct_stall_report(const char *text)
 {
-    ct_stall_fn *fn = atomic_load(&stall_told);
+    ct_stall_fn *fn = atomic_load(&stall_reported);
     if (fn != NULL) {
         fn(text);
     }

@@ -33,15 +33,15 @@ void ct_interrupt_set(ct_interrupt_fn *fn);
 
 bool ct_interrupted(void);
 
-/* A long wait for another process is told to the host after `seconds`, and again
+/* A long wait for another process is reported to the host after `seconds`, and again
  * whenever the wait has doubled; the waiting thread calls the function, without a lock.
  */
 typedef void ct_stall_fn(const char *text);
 
-/* For the whole process; NULL, the default: nothing is told. */
+/* For the whole process; NULL, the default: nothing is reported. */
 void ct_stall_set(ct_stall_fn *fn, double seconds);
 
 double ct_stall_seconds(void); /* infinity for NULL */
-void ct_stall_tell(const char *text);
+void ct_stall_report(const char *text);
 
 #endif

@@ -272,7 +272,7 @@ spin(ct_process_barrier *c, tally *t, uint32_t value)
 }
 
 static void
-tell_stall(const ct_process_barrier *c, int rank, const char *what, double waited)
+report_stall(const ct_process_barrier *c, int rank, const char *what, double waited)
 {
     char text[256];
     (void)snprintf(text, sizeof text,
@@ -282,7 +282,7 @@ tell_stall(const ct_process_barrier *c, int rank, const char *what, double waite
                    ct_rank_called(c->names, rank),
                    (int)atomic_load(&c->board->places[rank].process),
                    c->timeout_seconds);
-    ct_stall_tell(text);
+    ct_stall_report(text);
 }
 
 /* Reads the counter again after the check on the rank: a rank that raised the counter
@@ -308,7 +308,7 @@ sleep_until(ct_process_barrier *c, int rank, ct_process_barrier_count which,
         seen = atomic_load(&t->count);
         const double waited = c->timeout_seconds - ct_deadline_left(deadline);
         if (!is_at(seen, value) && waited >= stall) {
-            tell_stall(c, rank, what, waited);
+            report_stall(c, rank, what, waited);
             stall *= 2.0;
         }
     }
