@@ -256,8 +256,8 @@ read_part(OptimEngine *self, optim_slot *slot, PyObject *described)
     return 0;
 }
 
-/* The numbers of the slot's elements among those of its parameter, or of the flat
- * parameter that it is a part of. A NumPy parameter is counted by its gradient. */
+/* The numbers of the slot's elements in the whole or flat parameter. A NumPy parameter
+ * is counted by the gradient. */
 static int
 read_numbers(OptimEngine *self, optim_slot *slot)
 {

@@ -450,7 +450,7 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
     if (status != CT_OK) {
         return status;
     }
-    /* Integers are quantized already: they stay what they are. */
+    /* Integers are quantized already. */
     if (unit->config.gather_bits != 0 && !unit->config.lone_gather &&
         ct_dtypes[g->shard].is_float) {
         return gather_quantized(unit, comm, &full, &here, err);
@@ -1115,7 +1115,7 @@ deliver(const ct_fsdp *unit, const ct_span *shard, const ct_span *part, double f
     if (add) {
         return unit->device->add(unit->stream, shard, part, 1, factor, err);
     }
-    /* Scaled in the wider of both dtypes, before or after the copy. */
+    /* Scaled in the wider dtype. */
     const bool narrows = ct_dtype_size(shard->dtype) < ct_dtype_size(part->dtype);
     ct_status status = narrows ? scale(unit, factor, part, err) : CT_OK;
     if (status == CT_OK) {

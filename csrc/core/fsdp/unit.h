@@ -91,7 +91,7 @@ typedef struct ct_fsdp {
     ct_label label; /* the unit's name for other ranks; counts collectives, forwards */
 } ct_fsdp;
 
-/* Lays out n_groups groups, whose sizes are multiples of world_size. On failure the
+/* Lays out n_groups groups of sizes divisible by world_size. On failure the
  * unit is {0}, and may be freed too. CT_EINVAL: another size, a trainable group of no
  * float dtype, or a conversion from or to one. CT_ENOMEM. */
 CT_NODISCARD ct_status ct_fsdp_init(ct_fsdp *unit, const ct_device *device,

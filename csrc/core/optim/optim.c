@@ -518,7 +518,7 @@ plan(ct_optim *optim, const ct_optim_pass *pass, rule_table *table, ct_error *er
             spans[next[rule]++] = span_of(p, group, coef, elements + p->number);
         }
         /* Counted for skipped parameters too: the random bits of an element must not
-         * depend on the other gradients. A multiple of 8, which is the fastest. */
+         * depend on the other gradients. A multiple of 8, as Philox's blocks. */
         elements += ((p->numbered != 0 ? p->numbered : p->n) + 7) / 8 * 8;
     }
     return status;

@@ -94,8 +94,8 @@ typedef struct ct_optim_param {
     void *product; /* NAdam's, of all momenta so far, in [0, 1], in host memory */
     size_t n;
     ct_part part;
-    /* Of stochastic rounding: element 0 is element `number` of a parameter of
-     * `numbered` elements, whose random bits it gets; 0: of n elements. */
+    /* For random bits of stochastic rounding: element 0 is element `number` of a
+     * parameter of `numbered` elements; 0: of n elements. */
     size_t number, numbered;
     size_t ndim, rows, cols; /* of the whole parameter; rows and cols, the last two
                               * dimensions, are 1 where missing */
