@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 import pickle
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -537,6 +539,52 @@ def test_accelerate_launch_s_flags_are_a_configuration(
     assert args.distributed_state.num_processes == 1
     with pytest.raises(ValueError, match="fsdp and deepspeed both shard"):
         arguments(fsdp="full_shard")
+
+
+def test_accelerate_launch_names_the_folder_on_nvme(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefix = "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER"
+    for name, value in (("DEVICE", "nvme"), ("NVME_PATH", "/Nvme")):
+        monkeypatch.setenv(f"{prefix}_{name}", value)
+    key = "zero_optimization.offload_optimizer.nvme_path"
+    assert DeepSpeedPlugin().hf_ds_config.get_value(key) == "/Nvme"
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    plan = sharding_of(arguments())
+    assert plan is not None
+    assert plan.offload_folder == "/Nvme"
+
+
+_TEXT = json.dumps({"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}})
+
+
+@settings(max_examples=draws(60, 20000), deadline=None)
+@given(
+    cuts=st.lists(st.tuples(st.integers(0, len(_TEXT)), st.integers(0, 4)), max_size=3),
+    put=st.binary(max_size=4),
+)
+def test_any_bytes_of_a_file_are_read_or_rejected(
+    cuts: list[tuple[int, int]], put: bytes
+) -> None:
+    """A configuration with bytes taken out and others put in their place."""
+    content = _TEXT.encode()
+    for begin, n in cuts:
+        content = content[:begin] + put + content[begin + n :]
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        file.write(content)
+        file.flush()
+        try:
+            wanted = json.loads(content.decode())
+        except ValueError:
+            wanted = None
+        if not isinstance(wanted, dict):
+            with pytest.raises(ValueError, match=r"deepspeed"):
+                HfDeepSpeedConfig(file.name)
+            return
+        found: Any = None
+        with contextlib.suppress(ValueError):  # unknown keys and other types
+            found = HfDeepSpeedConfig(file.name).config
+        assert found is None or found.keys() == wanted.keys()
 
 
 def test_arguments_of_transformers_take_one_after_patching(
