@@ -577,6 +577,7 @@ AREAS = {
             "ctrainer/fsdp/recompute.py "
             "ctrainer/compat/fairscale/_fsdp.py "
             "ctrainer/compat/fairscale/_groups.py "
+            "ctrainer/compat/fairscale/_local_state.py "
             "ctrainer/compat/fairscale/_optim_state.py "
             "ctrainer/compat/fairscale/_oss.py "
             "ctrainer/compat/fairscale/_scaler.py "
