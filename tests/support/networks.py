@@ -67,17 +67,17 @@ def need() -> None:
 
 
 def run(
-    folder: Path, rate_mbit: int, command: list[str], seconds: float = 240
+    folder: Path, rate_mbit: int, command: list[str], seconds: int = 280
 ) -> list[str]:
     """Run a command as the four ranks; what each has written. Raises AssertionError
-    with all of it where one fails."""
+    with all of it where one fails, or all are ended after so many seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks = [sys.executable, *command]
     done = subprocess.run(
-        ["unshare", "-rn", "bash", "-c", MACHINES, "machines", str(folder),
-         str(rate_mbit), *ranks],
+        ["timeout", str(seconds), "unshare", "-rn", "bash", "-c", MACHINES, "machines",
+         str(folder), str(rate_mbit), *ranks],
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT, capture_output=True, text=True, timeout=seconds,
+        cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     outputs = [(folder / f"output{rank}").read_text() for rank in range(4)]
     assert done.returncode == 0, "\n".join([done.stderr, *outputs])
