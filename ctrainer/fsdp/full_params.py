@@ -148,8 +148,7 @@ def state_dict(
     """The unwrapped module's, with copies of one group after the other. Collective."""
     names, state = names_of(root), dict[str, torch.Tensor]()
     for entry, value in values_of(root.units()):
-        own = copy(value).to(entry.dtype)
-        state.update(dict.fromkeys(names[id(entry.param)], own))
+        state.update(dict.fromkeys(names[id(entry.param)], copy(value)))
     for name, buffer in persistent_buffers(root):
         dtype = getattr(buffer, "_orig_dtype", buffer.dtype)
         state[name] = buffer.detach().to(dtype, copy=True)
