@@ -17,7 +17,7 @@ from ctrainer.runtime.command_line import with_default
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = (
     *("consolidate", "demo", "env", "fairseq-preprocess", "fairseq-train"),
-    *("original", "plan", "replay"),
+    *("original", "plan", "replay", "zero-to-fp32"),
 )
 
 
@@ -66,7 +66,7 @@ def test_the_page_and_the_help_list_the_same_commands() -> None:
     page = (ROOT / "docs/reference/command_line.md").read_text()
     assert tuple(re.findall(r"^\| `ctrainer (\S+)`", page, re.M)) == COMMANDS
     listed = run("--help").stdout
-    assert tuple(re.findall(r"^    ([a-z-]+)\s", listed, re.M)) == COMMANDS
+    assert tuple(re.findall(r"^    ([a-z0-9-]+)\s", listed, re.M)) == COMMANDS
 
 
 def test_the_version_is_printed() -> None:
