@@ -120,15 +120,12 @@ narrowed(const ct_reals<float> &x, const ct_cuda_update_operand &operand,
     if (operand.rounding == NULL || dtype != CT_BF16) {
         return ct_narrow(x, dtype);
     }
-    const uint64_t number = operand.first + i;
+    const uint64_t number = operand.first + i; /* a multiple of 4 */
     uint32_t words[4];
     uint16_t half[4];
     ct_philox_block(key.seed, key.step, number, words);
     CT_UNROLL
     for (unsigned j = 0; j < 4; j++) {
-        if (j != 0 && (number + j) % 8 == 0) { /* of a part of a parameter */
-            ct_philox_block(key.seed, key.step, number + j, words);
-        }
         half[j] =
             ct_bf16_from_f32_stochastic(x.of[j], ct_philox_half(words, number + j));
     }

@@ -30,7 +30,8 @@ ct_cuda_operand_of(ct_rule rule, const ct_update_span &span)
                 ct_cuda_is_wide(span.param, span.dtype, real, elems) &&
                 ct_cuda_is_wide(span.copy, span.copy_dtype, real, elems) &&
                 ct_cuda_is_wide(span.ema, span.ema_dtype, real, elems) &&
-                (uintptr_t)span.correction % elems == 0;
+                (uintptr_t)span.correction % elems == 0 &&
+                (span.rounding == NULL || span.first % elems == 0);
     for (size_t k = 0; k < ct_rule_n_states(rule); k++) {
         wide = wide && (compact ? (uintptr_t)span.state[k] % elems == 0
                                 : ct_cuda_is_wide(span.state[k], span.state_dtype, real,

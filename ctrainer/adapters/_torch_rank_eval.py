@@ -47,7 +47,9 @@ class WholeBatchLoader:
         """Draw what iter() of a torch loader draws, on a rank that does not read: with
         accelerate every rank calls it, and draws the same afterwards."""
         if isinstance(self.loader, DataLoader):
-            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+            own = self.loader.generator
+            device = "cpu" if own is None else own.device
+            torch.empty((), dtype=torch.int64, device=device).random_(generator=own)
 
     def turns(self, every: Iterable[Any] | None) -> Iterator[Any]:
         """This rank's of all batches, which rank 0 has."""

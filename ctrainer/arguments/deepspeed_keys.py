@@ -53,6 +53,7 @@ def _within(section: str, keys: dict[str, Key]) -> dict[str, Key]:
     return {f"{section}.{name}": key for name, key in keys.items()}
 
 
+_FLOAT32_SHARDS = "shards are float32 in mixed precision"
 _TILES = "the update goes over a shard as a whole"
 _UNITS = "a unit's gradients are reduced together when they are complete"
 _ELSEWHERE = "set what the model or the data set offers instead"
@@ -112,7 +113,7 @@ _ZERO = {
     "contiguous_gradients": _idle(bool, "a unit's gradients are always contiguous"),
     "use_multi_rank_bucket_allreduce": _idle(bool, _UNITS),
     "compute_grad_norm": _idle(bool, "the norm is always computed"),
-    "load_from_fp32_weights": _idle(bool, "shards are float32 in mixed precision"),
+    "load_from_fp32_weights": _idle(bool, _FLOAT32_SHARDS),
     "sub_group_size": _idle(Annotated[float, Range("[0, inf)")], _TILES),
     "stage3_module_granularity_threshold": _idle(int, "units are whole layers"),
     "stage3_use_all_reduce_for_fetch_params": _idle(bool, "units are gathered"),
@@ -135,7 +136,7 @@ _ZERO = {
     "ignore_unused_parameters": _rejected(
         "parameters without a gradient keep their values", True
     ),
-    "zero_quantized_nontrainable_weights": _rejected("shards are float32 in mixed precision", False),
+    "zero_quantized_nontrainable_weights": _rejected(_FLOAT32_SHARDS, False),
     "zenflow": _rejected("each update takes all gradients"),
 }
 
@@ -178,7 +179,7 @@ _FP16 = {
     "consecutive_hysteresis": Key(bool, "an update without overflow refills it"),
     "min_loss_scale": Key(Count, "the least scale"),
     "auto_cast": _idle(bool, "inputs of a unit are always cast"),
-    "fp16_master_weights_and_grads": _rejected("shards are float32 in mixed precision", False),
+    "fp16_master_weights_and_grads": _rejected(_FLOAT32_SHARDS, False),
 }
 _BF16 = {
     "enabled": Key(bool, "computes in bfloat16, as bf16=True"),
@@ -187,7 +188,7 @@ _BF16 = {
         bool, "an update with gradients that are not finite stops the run, or is "
         "skipped with skip_nonfinite_updates"
     ),
-    "bf16_master_weights_and_grads": _rejected("shards are float32 in mixed precision", False),
+    "bf16_master_weights_and_grads": _rejected(_FLOAT32_SHARDS, False),
     "bf16_optimizer_states": _rejected(
         "set optim='adamw_compact' without an optimizer section", False
     ),
@@ -263,7 +264,7 @@ KEYS: dict[str, Key] = {
     "expert_parallel": _rejected("every rank has all experts", {}),
     "tensor_parallel": _rejected("layers are not split", {}, {"autotp_size": 0}),
     "pipeline": _rejected("layers are not split over ranks", {}),
-    "weight_quantization": _rejected("shards are float32 in mixed precision", {}),
+    "weight_quantization": _rejected(_FLOAT32_SHARDS, {}),
     "use_data_before_expert_parallelism": _rejected(
         "every rank has all experts", False
     ),

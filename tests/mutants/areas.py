@@ -529,6 +529,13 @@ AREAS = {
             "ctrainer/arguments/deepspeed.py ctrainer/arguments/deepspeed_keys.py":
                 "python/compat/test_deepspeed_config.py "
                 "python/fsdp/test_deepspeed_training.py",
+            "ctrainer/compat/deepspeed/_config.py":
+                "python/compat/test_deepspeed_config_classes.py",
+            "ctrainer/compat/deepspeed/_engine.py ctrainer/compat/deepspeed/zero.py":
+                "python/compat/test_deepspeed_engine.py",
+            "ctrainer/compat/deepspeed/_files.py ctrainer/compat/deepspeed/_saving.py "
+            "ctrainer/compat/deepspeed/zero_to_fp32.py":
+                "python/compat/test_deepspeed_checkpoints.py",
             "ctrainer/fsdp/full_params.py ctrainer/fsdp/module.py "
             "ctrainer/fsdp/sharded.py":
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py "

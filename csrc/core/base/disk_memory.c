@@ -34,11 +34,11 @@ read_past_the_cache(const ct_disk_memory *memory)
 static char *
 name_of(const char *folder)
 {
-    static const char prefix[] = "the unnamed file in ";
-    char *name = ct_alloc(sizeof prefix + strlen(folder));
+    static const char format[] = "the unnamed file in %s";
+    const size_t bytes = sizeof format + strlen(folder);
+    char *name = ct_alloc(bytes);
     if (name != NULL) {
-        memcpy(name, prefix, sizeof prefix);
-        strcat(name, folder);
+        (void)snprintf(name, bytes, format, folder);
     }
     return name;
 }
@@ -51,8 +51,9 @@ fail_to_make(ct_error *err, int os_error, const char *doing, const char *folder)
                              ? "; make the folder, or mount the drive"
                              : "; name a folder on a drive with room for all of it";
     const ct_status status = ct_fail_io(err, os_error, doing, folder);
-    if (err != NULL && strlen(err->message) + strlen(advice) < sizeof err->message) {
-        strcat(err->message, advice);
+    if (err != NULL) {
+        const size_t n = strlen(err->message);
+        (void)snprintf(err->message + n, sizeof err->message - n, "%s", advice);
     }
     return status;
 }

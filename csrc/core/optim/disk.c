@@ -245,6 +245,15 @@ piece_of(const pipeline *p, size_t i)
     return (const piece *)p->disk->pieces + i;
 }
 
+/* The buffer of a piece, in the ring of them. */
+static unsigned char *
+buffer_of(const pipeline *p, size_t i)
+{
+    const ct_disk_state *disk = p->disk;
+    /* NOLINTNEXTLINE(clang-analyzer-core.DivideZero): n_buffers > 0 with a memory */
+    return disk->buffers->data + i % disk->n_buffers * disk->buffer_bytes;
+}
+
 /* Calls move(memory, place in the file, place in the buffer, bytes) for each array of a
  * piece that is in the file. */
 typedef ct_status move_fn(const ct_disk_memory *memory, void *file, void *buffer,
@@ -270,8 +279,7 @@ move_piece(const pipeline *p, size_t i, move_fn *move, ct_error *err)
     const piece *of = piece_of(p, i);
     const ct_update_span *span = &p->run->spans[of->span];
     const size_t bytes = array_bytes(span, of->n);
-    unsigned char *buffer =
-        p->disk->buffers->data + i % p->disk->n_buffers * p->disk->buffer_bytes;
+    unsigned char *buffer = buffer_of(p, i);
     ct_status status = CT_OK;
     for (size_t k = 0; of->n != 0 && status == CT_OK && k < ARRAYS; k++) {
         if (ct_disk_memory_has(p->disk->memory, span->state[k])) {
@@ -321,8 +329,7 @@ update_piece(const pipeline *p, size_t i, void *stream, ct_error *err)
 {
     const piece *of = piece_of(p, i);
     const ct_update_span *span = &p->run->spans[of->span];
-    unsigned char *buffer =
-        p->disk->buffers->data + i % p->disk->n_buffers * p->disk->buffer_bytes;
+    unsigned char *buffer = buffer_of(p, i);
     ct_rule_run run = *p->run;
     ct_update_span part;
     run.spans = &p->run->spans[of->span];

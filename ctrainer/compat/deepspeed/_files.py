@@ -336,7 +336,7 @@ class Checkpoint:
             if counts and name in self._names_in(group, place):
                 found.setdefault("step", counts)
         if isinstance(found.get("step"), int | float):
-            found["step"] = torch.tensor(float(found["step"]))
+            found["step"] = torch.tensor(float(found["step"]), device="cpu")
         return found
 
     def _keys(self, name: str) -> list[str]:

@@ -192,13 +192,14 @@ class Parts:
         dtype = of.compute_dtype
         for entry, value in full_params.values_of(of.units()):
             name = names[id(entry.param)][0]
-            low = value.to(dtype)
+            low = value if dtype is None else value.to(dtype)
             if name in self.places:
                 self._put(name, "fp32", value)
             else:
                 self.fragments[name] = self._fragment(low)
             keeps = self.stage < 3 and self.rank == 0
-            kept = low.cpu().clone() if keeps else torch.empty(0, dtype=dtype)
+            empty = torch.empty(0, dtype=low.dtype, device="cpu")
+            kept = low.cpu().clone() if keeps else empty
             self.module.update(dict.fromkeys(names[id(entry.param)], kept))
         for name, buffer in full_params.persistent_buffers(of):
             self.module[name] = buffer.detach().cpu()
@@ -248,7 +249,8 @@ class Parts:
             if counts or len(flats) > 1
         }
         base = {"state": moments, "param_groups": groups}
-        values = [flats.get("fp32", torch.zeros(0)) for flats in self.flats]
+        none = torch.zeros(0, device="cpu")
+        values = [flats.get("fp32", none) for flats in self.flats]
         common = {
             "loss_scaler": _loss_scaler(engine),
             "zero_stage": self.stage,

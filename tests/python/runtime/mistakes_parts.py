@@ -91,9 +91,9 @@ def a_list_of_modules_that_is_wrapped() -> object:
     return sharded(nn.ModuleList([nn.Linear(6, 3)]))
 
 
-@mistake("weight", "float16")
-def parameters_of_half_precision() -> object:
-    return sharded(nn.Linear(6, 3).half())
+@mistake("weight", "float64")
+def parameters_of_double_precision() -> object:
+    return sharded(nn.Linear(6, 3).double())
 
 
 @mistake("module", "Tensor")
