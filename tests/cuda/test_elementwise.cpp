@@ -64,7 +64,7 @@ struct update_fixture {
         const ct_dtype dtypes[ARRAYS] = {other, dtype, other, state,
                                          state, state, state};
         const uint64_t end = device.empty() ? 0 : device.back().first + device.back().n;
-        const uint64_t first = device.size() % 2 == 0 ? (end + 7) / 8 * 8 : end;
+        const uint64_t first = (end + 7) / 8 * 8 + n / 2 % 8;
         for (ct_dtype of : dtypes) {
             arrays.emplace_back(of, n, shift);
             arrays.back().fill(numbers, 0.0, 1.0); /* a second moment is >= 0 */

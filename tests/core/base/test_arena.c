@@ -19,6 +19,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#ifdef __SANITIZE_ADDRESS__ /* has memory of its own for each block */
+#define ASAN 1
+#else
+#define ASAN 0
+#endif
+
 enum {
     KIB = 1 << 10,
     MIB = 1 << 20,
@@ -88,8 +94,8 @@ short_blocks_become_long_ones_without_a_page_fault(void)
     const size_t resident = ct_memory_resident();
     const long before = faults();
     block half = block_new(N / 2 * MIB, 1), other = block_new(N / 2 * MIB - PAGE, 2);
-    CHECK(faults() - before < 16);
-    CHECK(ct_memory_resident() < resident + MIB);
+    CHECK(ASAN || faults() - before < 16);
+    CHECK(ASAN || ct_memory_resident() < resident + MIB);
     CHECK(ct_arena_measure().free == 0);
     block_free(&half);
     block_free(&other);
@@ -137,7 +143,7 @@ pages_of_several_mappings_move(void)
     CHECK(ct_arena_move(to, from, N * PAGE));
     const long before = faults();
     memset(to, 2, N * PAGE);
-    CHECK(faults() == before);
+    CHECK(ASAN || faults() == before);
     memset(from, 1, N * PAGE);
     CHECK(faults() > before);
     CHECK(munmap(from, 2 * N * PAGE) == 0);
@@ -208,7 +214,7 @@ mappings_have_the_pages_of_blocks(void)
         between = block_new(MIB, 5);
         block_free(&a);
     }
-    CHECK(faults() - before < 64);
+    CHECK(ASAN || faults() - before < 64);
     block_free(&between);
     ct_mapping_close(&map);
 }
