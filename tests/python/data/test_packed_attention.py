@@ -114,12 +114,14 @@ def begun(model: Any) -> packing.Packing:
     return found
 
 
-def check_near(mine: torch.Tensor, other: torch.Tensor) -> None:
+def check_near(mine: torch.Tensor, other: torch.Tensor, norms: int) -> None:
     """Eager attention and norms round a float64 to float32 on their way, some ten times
-    in two layers: 10 * 2**-24 of the largest value, and four times that. Of a token
-    that sees itself alone the gradients of query and key are 0, or float64's rounding.
+    in two layers with five norms: 10 * 2**-24 of the largest value, and four times
+    that; more norms round more often. Of a token that sees itself alone the gradients
+    of query and key are 0, or float64's rounding.
     """
-    bound = 40 * 2**-24 * other.abs().max() + 2**-44
+    roundings = 10 * (norms + 2) / 7  # an attention a layer
+    bound = 4 * roundings * 2**-24 * other.abs().max() + 2**-44
     assert bool((mine - other).abs().max() <= bound)
 
 
@@ -128,16 +130,17 @@ def test_logits_and_gradients_are_those_of_each_sequence_alone(kind: str) -> Non
     model = make(kind).double().train()
     eager = make(kind, "eager").double().train()
     eager.load_state_dict(model.state_dict())
+    norms = sum("Norm" in type(module).__name__ for module in model.modules())
     begun(model)
     for seed in range(draws(8, 60)):
         rows = rows_of(drawn_lengths(seed))
         with Attentions() as seen:
             mine = packed_logits(model, rows)
         other = logits_alone(eager, rows)
-        check_near(mine, other)
+        check_near(mine, other, norms)
         pairs = zip(gradients(model, mine), gradients(eager, other), strict=True)
         for own, alone in pairs:
-            check_near(own, alone)
+            check_near(own, alone, norms)
         longest = max(len(row["input_ids"]) for row in rows)
         windowed = kind in ("mistral", "gemma2", "gemma3") and longest > 9
         if len(rows) > 1 and not windowed:
