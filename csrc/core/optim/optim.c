@@ -652,6 +652,13 @@ ct_optim_prepare_replay(ct_optim *optim, void *stream, const ct_optim_pass *pass
     return status;
 }
 
+/* Whether any state of the run is in a file. */
+static bool
+is_in_file(const ct_optim *optim, const ct_rule_run *run)
+{
+    return optim->disk.memory != NULL && ct_disk_state_has(&optim->disk, run);
+}
+
 ct_status
 ct_optim_update(ct_optim *optim, void *stream, const ct_optim_pass *pass, ct_error *err)
 {
@@ -668,13 +675,13 @@ ct_optim_update(ct_optim *optim, void *stream, const ct_optim_pass *pass, ct_err
          * nothing. */
         const ct_rule_run run = run_of(optim, &table, r, pass);
         status = ct_rule_run_prepare(&run, err);
-        if (status == CT_OK && ct_disk_state_has(&optim->disk, &run)) {
+        if (status == CT_OK && is_in_file(optim, &run)) {
             status = ct_disk_state_prepare(&optim->disk, &run, err);
         }
     }
     for (size_t r = 0; status == CT_OK && r < CT_RULE_COUNT; r++) {
         ct_rule_run run = run_of(optim, &table, r, pass);
-        if (ct_disk_state_has(&optim->disk, &run)) {
+        if (is_in_file(optim, &run)) {
             status = ct_disk_state_update(&optim->disk, &run, stream, err);
         }
         else if (run.update.n_spans != 0) {
