@@ -48,7 +48,7 @@ test_memory_is_handed_on_when_it_is_needed()
     ct_block_cache_discard(&spares);
     CHECK(emul::vm.blocks == 0);
     obtain(&maps[0], &spares);
-    ct_block_cache_close(&spares);
+    ct_block_cache_discard(&spares);
     for (ct_mapping &map : maps) {
         ct_mapping_close(&map);
     }
@@ -76,7 +76,7 @@ test_memory_is_handed_on_behind_the_work_on_it()
     CHECK(emul::vm.blocks == 1);
     ct_mapping_close(&maps[0]);
     ct_mapping_close(&maps[1]);
-    ct_block_cache_close(&spares);
+    ct_block_cache_discard(&spares);
     CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
     CHECK(cudaStreamDestroy(stream) == cudaSuccess);
     CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
@@ -104,7 +104,7 @@ test_memory_changes_streams()
     }
     CHECK(emul::vm.blocks == 1 && emul::seen.waits == waits);
     ct_mapping_close(&map);
-    ct_block_cache_close(&spares);
+    ct_block_cache_discard(&spares);
     for (cudaStream_t it : streams) {
         CHECK(cudaStreamSynchronize(it) == cudaSuccess);
         CHECK(cudaStreamDestroy(it) == cudaSuccess);
@@ -136,7 +136,7 @@ test_memory_that_is_short()
     ct_cuda_free_kept = NULL;
     ct_mapping_close(&maps[0]);
     ct_mapping_close(&maps[1]);
-    ct_block_cache_close(&spares);
+    ct_block_cache_discard(&spares);
     CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
 }
 
@@ -172,7 +172,7 @@ test_a_mapping_takes_as_much_as_is_asked_for()
     }
     CHECK(emul::vm.blocks == 2);
     ct_mapping_close(&map);
-    ct_block_cache_close(&spares);
+    ct_block_cache_discard(&spares);
     CHECK(emul::vm.blocks == 0);
 }
 

@@ -52,7 +52,7 @@ unmap_pages(void *data, size_t bytes)
     (void)munmap((char *)data - page, ct_pages_round(bytes) + 2 * page);
 }
 
-/* ---- the cache ----------------------------------------------------------------- */
+/* ---- the cache ------------------------------------------------------------------- */
 
 void
 ct_block_cache_discard(ct_block_cache *cache)
@@ -63,12 +63,6 @@ ct_block_cache_discard(ct_block_cache *cache)
     else {
         ct_arena_trim();
     }
-}
-
-void
-ct_block_cache_close(ct_block_cache *cache)
-{
-    ct_block_cache_discard(cache);
 }
 
 /* ---- mappings -------------------------------------------------------------------- */

@@ -88,7 +88,6 @@ void ct_mapping_close(ct_mapping *map);
 
 /* Returns the cached pages to the system; of the host all of the arena's. */
 void ct_block_cache_discard(ct_block_cache *cache);
-void ct_block_cache_close(ct_block_cache *cache);
 
 /* The thresholds from which glibc returns freed memory to the system, for the whole
  * process; with another C library the two functions do nothing. */

@@ -145,7 +145,7 @@ ct_fsdp_set_ledger(ct_fsdp *unit, ct_fsdp_ledger *ledger)
 void
 ct_fsdp_ledger_close(ct_fsdp_ledger *ledger, const ct_device *device)
 {
-    ct_block_cache_close(&ledger->cache);
+    ct_block_cache_discard(&ledger->cache);
     device->scratch_release(&ledger->staging);
     device->scratch_release(&ledger->zero);
     device->scratch_release(&ledger->messages);

@@ -57,7 +57,7 @@ bool
 ct_disk_state_has(const ct_disk_state *disk, const ct_rule_run *run)
 {
     bool found = false;
-    for (size_t i = 0; disk->memory != NULL && i < run->update.n_spans; i++) {
+    for (size_t i = 0; i < run->update.n_spans; i++) {
         found = found || is_on_disk(disk, &run->spans[i]);
     }
     return found;

@@ -18,7 +18,7 @@ typedef struct ct_disk_state {
 
 void ct_disk_state_fini(ct_disk_state *disk);
 
-/* Whether an array of state of these spans is in the file. */
+/* Whether an array of state of these spans is in the file; with a memory. */
 bool ct_disk_state_has(const ct_disk_state *disk, const ct_rule_run *run);
 
 /* Reserves the memory of the update, and checks the file, so that the update need not

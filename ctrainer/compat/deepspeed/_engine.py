@@ -238,7 +238,7 @@ class DeepSpeedEngine(ModuleShown):
             return model.to(self.device)
         on_meta = any(p.is_meta for p in model.parameters())
         as_of_a_run = SimpleNamespace(
-            fp16=config.fp16_enabled, bf16=config.bfloat16_enabled, malloc_tuning=False
+            fp16=config.fp16_enabled, bf16=config.bfloat16_enabled
         )
         return trained_model.shard(
             model if on_meta else model.to(self.device),

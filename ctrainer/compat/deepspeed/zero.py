@@ -45,7 +45,8 @@ class Init:
             stage 3 the block has no effect.
         config (default None): The older name of config_dict_or_path.
         enabled (bool, default True): False: the block has no effect.
-        dtype (torch.dtype | None, default None): No effect: shards are float32.
+        dtype (torch.dtype | None, default None): No effect: parameters have the dtype
+            that the block makes them with, and in fp16 and bf16 float32 shards.
         mpu (default None): Rejected: layers are not split.
 
     Raises:

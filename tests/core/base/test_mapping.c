@@ -53,7 +53,7 @@ released_pages_are_the_next_mappings(size_t bytes)
     }
     ct_mapping_close(&a); /* with pages of the cache */
     ct_mapping_close(&b);
-    ct_block_cache_close(&cache);
+    ct_block_cache_discard(&cache);
 }
 
 static void
@@ -101,7 +101,7 @@ a_touch_after_the_release_is_told(size_t bytes)
     CHECK(ct_mapping_touched(&b) && !ct_mapping_touched(&a));
     ct_mapping_close(&a);
     ct_mapping_close(&b);
-    ct_block_cache_close(&cache);
+    ct_block_cache_discard(&cache);
 }
 
 static void
@@ -120,7 +120,7 @@ poisoned_pages_are_nan_while_they_are_released(size_t bytes)
         CHECK(is_all(&map, 0xFF) && !ct_mapping_touched(&map));
     }
     ct_mapping_close(&map);
-    ct_block_cache_close(&cache);
+    ct_block_cache_discard(&cache);
 }
 
 static void

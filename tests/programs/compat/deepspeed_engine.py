@@ -50,10 +50,11 @@ def passes(engine: Any, in_block: Any) -> Any:
     with in_block(engine):
         for batch in own[:-1]:
             engine.backward(engine(*batch))
+        reduced = any(param.grad is not None for param in engine.module.parameters())
     engine.set_gradient_accumulation_boundary(True)
     engine.backward(engine(*own[-1]))
     engine.step()
-    return engine.get_global_grad_norm()
+    return engine.get_global_grad_norm(), reduced
 
 
 for stage in range(4):

@@ -64,7 +64,10 @@ def test_no_sync_adds_up_gradients_in_every_stage(found: list[Any], stage: int) 
     grads = [grad.double().norm() for grad in gradients(4).values()]
     wanted = torch.stack(grads).norm().item()
     for rank, block in itertools.product(found, ("no_sync", "synced")):
-        assert rank[f"{block} {stage}"] == pytest.approx(wanted, rel=1e-6)
+        norm, reduced = rank[f"{block} {stage}"]
+        assert norm == pytest.approx(wanted, rel=1e-6)
+        # Shards get a gradient when ranks have exchanged theirs.
+        assert stage == 0 or reduced == (block == "synced")
     assert "call it after the block" in found[0]["step in no_sync"]
 
 

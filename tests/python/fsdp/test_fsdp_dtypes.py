@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from draws import draws
 from rank_threads import on_ranks, seeded
 from torch import nn
 
-from ctrainer import _C, optim
+from ctrainer import _C, comm, optim
+from ctrainer.arguments.fsdp import Sharding
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 from ctrainer.fsdp import (
     consolidate_sharded_model_checkpoints,
@@ -27,6 +29,7 @@ from ctrainer.fsdp import (
     load_shard,
     reshard_checkpoints,
     save_shard,
+    trained_model,
 )
 
 WIDTH, ROWS, WORLD, UPDATES = 10, 4, 2, 3
@@ -302,3 +305,15 @@ def test_a_gradient_is_rounded_once_after_its_division() -> None:
 
     found = torch.cat(on_ranks(WORLD, train))
     assert torch.equal(found, (total / 3).bfloat16().view(-1))
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_mixed_precision_widens_what_a_trainer_trains_and_nothing_else(
+    mixed: bool,
+) -> None:
+    model = nn.Sequential(Layer(torch.bfloat16, True), Layer(torch.bfloat16, False))
+    args = SimpleNamespace(bf16=mixed, fp16=False)
+    made = trained_model.shard(model, Sharding(), args, comm.world())
+    found = {param.requires_grad: param.dtype for param in made.parameters()}
+    trained = torch.float32 if mixed else torch.bfloat16
+    assert found == {True: trained, False: torch.bfloat16}
