@@ -55,6 +55,7 @@ class Options:
     world: int = 2
     shares: int = 2
     micro: int = 1
+    reduces_each: bool = False
     bf16: bool = False
     recomputes: bool = False
     late: bool = False
@@ -71,14 +72,17 @@ class Case:
     options: dict[str, Any]
 
 
+ALL = WAYS[1:]
 CASES = {
     "late": Case(name="imported after torch's first tensor",
                  peers=("ddp", "fsdp1", "fsdp2"), options={"late": True}),
-    "bf16": Case(name="in bfloat16", peers=("ddp", "fsdp1", "fsdp2"), apart=2e-2,
-                 options={"bf16": True}),
+    "bf16": Case(name="in bfloat16", peers=ALL, apart=2e-2, options={"bf16": True}),
     "accumulated": Case(name="2 micro-batches, reduced after the second",
-                        peers=("ddp", "fsdp1", "fsdp2"), options={"micro": 2}),
-    "recomputed": Case(name="activations recomputed", peers=("ddp", "fsdp1", "fsdp2"),
+                        peers=("ddp", "fsdp1", "fsdp2", "fairscale"),
+                        options={"micro": 2}),
+    "each": Case(name="2 micro-batches, reduced after each", peers=ALL,
+                 options={"micro": 2, "reduces_each": True}),
+    "recomputed": Case(name="activations recomputed", peers=ALL,
                        options={"recomputes": True}),
     "hybrid": Case(name="2 replicas of 2 shards", peers=("fsdp2",),
                    options={"world": 4}),

@@ -74,20 +74,22 @@ class Loop:
     """A model, its AdamW and what clips gradients to a norm of 1."""
 
     def __init__(
-        self, model: Any, clip: Any = None, adamw: Any = torch.optim.AdamW
-    ) -> None:
+        self, model: Any, options: Any, clip: Any = None,
+        adamw: Any = torch.optim.AdamW,
+    ) -> None:  # fmt: skip
         self.model = model
+        self.reduces_each = options.reduces_each
         self.clip = clip or (lambda most: clip_grad_norm_(model.parameters(), most))
         self.optimizer = adamw(model.parameters(), lr=1e-3)
 
     def last(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
-        """Around a micro-batch: without a reduction unless it is the last."""
+        """Around a micro-batch: with a reduction or without."""
         return contextlib.nullcontext() if is_last else self.model.no_sync()
 
     def step(self, batches: list[torch.Tensor]) -> float:
         total = 0.0
         for number, ids in enumerate(batches, 1):
-            with self.last(number == len(batches)):
+            with self.last(self.reduces_each or number == len(batches)):
                 loss = self.model(ids) / len(batches)
                 loss.backward()
                 total += loss.item()
@@ -113,7 +115,7 @@ def ours(options: Any, rank: int, folder: str) -> Loop:
         )  # fmt: skip
 
     model = wrap(GPT(wrap, options))
-    return Loop(model, model.clip_grad_norm_, optim.AdamW)
+    return Loop(model, options, model.clip_grad_norm_, optim.AdamW)
 
 
 def ddp(options: Any) -> Loop:
@@ -122,7 +124,7 @@ def ddp(options: Any) -> Loop:
             with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):
                 return super().forward(*args)
 
-    return Loop(Autocast(unwrapped(options)))
+    return Loop(Autocast(unwrapped(options)), options)
 
 
 def fsdp1(options: Any) -> Loop:
@@ -135,7 +137,7 @@ def fsdp1(options: Any) -> Loop:
         return FullyShardedDataParallel(module, device_id=cpu, mixed_precision=low)
 
     model = wrap(GPT(wrap, options))
-    return Loop(model, model.clip_grad_norm_)
+    return Loop(model, options, model.clip_grad_norm_)
 
 
 class Fsdp2Loop(Loop):
@@ -157,7 +159,7 @@ def fsdp2(options: Any) -> Loop:
     def wrap(module: nn.Module) -> nn.Module:
         return fully_shard(module, mesh=mesh, mp_policy=low)
 
-    return Fsdp2Loop(wrap(GPT(wrap, options)))
+    return Fsdp2Loop(wrap(GPT(wrap, options)), options)
 
 
 class Idle:
@@ -186,8 +188,11 @@ def fairscale(options: Any) -> Loop:
             names = ("fp32_to_fp16", "all_gather", "post_backward")
             self._streams.update(dict.fromkeys(names, idle))
 
+    low = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
+    low = low if options.bf16 else {}
+
     def wrap(module: nn.Module) -> nn.Module:
-        return OnCPU(module, compute_device=torch.device("cpu"))
+        return OnCPU(module, compute_device=torch.device("cpu"), **low)
 
     def clip(most: float) -> None:  # its own brings the norm to a GPU
         parameters = list(model.parameters())
@@ -197,7 +202,7 @@ def fairscale(options: Any) -> Loop:
         clip_grads_with_norm_(parameters, most, total.sqrt())
 
     model = wrap(GPT(wrap, options))
-    return Loop(model, clip)
+    return Loop(model, options, clip)
 
 
 def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -207,15 +212,16 @@ def grads_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 class ZeroLoop:
     """DeepSpeed's engine clips and updates by itself."""
 
-    def __init__(self, model: nn.Module, batch: int, world: int) -> None:
+    def __init__(self, model: nn.Module, options: Any) -> None:
         import deepspeed
 
         # Compiles at its first use, holding a lock that a killed process leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         config = {
-            "train_micro_batch_size_per_gpu": batch,
-            "train_batch_size": batch * world,
+            "train_micro_batch_size_per_gpu": options.batch,
+            "gradient_accumulation_steps": options.micro,
+            "bf16": {"enabled": options.bf16},
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": 3},
             "zero_allow_untested_optimizer": True,
@@ -226,15 +232,17 @@ class ZeroLoop:
         )
 
     def step(self, batches: list[torch.Tensor]) -> float:
-        (ids,) = batches
-        loss = self.model(ids)
-        self.model.backward(loss)
-        self.model.step()
-        return float(loss.item())
+        total = 0.0
+        for ids in batches:
+            loss = self.model(ids)
+            self.model.backward(loss)
+            self.model.step()
+            total += loss.item()
+        return total / len(batches)
 
 
 def zero3(options: Any) -> ZeroLoop:
-    return ZeroLoop(unwrapped(options), options.batch, options.world)
+    return ZeroLoop(unwrapped(options), options)
 
 
 PEERS = {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2, "fairscale": fairscale,

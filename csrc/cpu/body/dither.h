@@ -24,7 +24,7 @@ static void
 CT_NAME(dither)(const void *from, uint16_t *restrict to, const ct_rounding *rounding,
                 uint64_t number, size_t n)
 {
-    uint32_t words[4][BLOCKS], last[4], random[8 * BLOCKS + 8];
+    uint32_t words[4][BLOCKS], last[4], random[CT_TILE + 8];
     const uint32_t *restrict own = random + number % 8;
     const ct_real *restrict x = from;
     CT_NAME(philox)(rounding, number / 8, words);
@@ -37,7 +37,7 @@ CT_NAME(dither)(const void *from, uint16_t *restrict to, const ct_rounding *roun
     if (number % 8 != 0) {
         ct_philox_block(rounding->seed, rounding->step, number / 8 * 8 + CT_TILE, last);
         for (uint64_t j = 0; j < 8; j++) {
-            random[8 * BLOCKS + j] = ct_philox_half(last, j);
+            random[CT_TILE + j] = ct_philox_half(last, j);
         }
     }
     for (size_t i = 0; i < n; i++) {
