@@ -460,10 +460,16 @@ class TrainedModel(FullyShardedDataParallel):
 
     named_parameters() yields each parameter's part of the shards, by the names and in
     the order before wrapping; get_submodule() skips the wrappers. Selections of
-    parameters by name, such as for weight decay, stay valid.
+    parameters by name, such as for weight decay, stay valid. isinstance() sees the
+    wrapped model's class, too: clients ask whether a model is PEFT's or transformers'.
     """
 
     _places: dict[str, int]  # in the model as it was
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        wrapped = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")
+        return TrainedModel if wrapped is None else unwrapped(wrapped).__class__
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -115,6 +115,12 @@ def follow_run(trainer: Any) -> None:
         trainer._accelerator.take(trainer)
 
 
+def show_sharding(trainer: Any) -> None:
+    """Have the trainer's accelerator, if it is made, show how models are sharded."""
+    if hasattr(trainer._accelerator, "show_sharding"):
+        trainer._accelerator.show_sharding(trainer._sharding)
+
+
 def ddp_handler(options: dict[str, Any]) -> Any:
     """accelerate's settings of torch's DistributedDataParallel.
 

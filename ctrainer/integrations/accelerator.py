@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import accelerate
+from accelerate.utils import FullyShardedDataParallelPlugin, patch_environment
 
+from ctrainer.arguments.fsdp import Sharding
 from ctrainer.comm.data_parallel import DataParallel
 
 
@@ -25,6 +27,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(**options)
         self._trainer: Callable[[], Any] = weakref.ref(trainer)
         self.scaler: Any = LossScale(self._trainer) if trainer.args.fp16 else None
+        self.show_sharding(trainer._sharding)
         self.gradient_state._set_sync_gradients(trainer._syncs_gradients)
         self.gradient_state.dataloader_references = [None]
         for reading in trainer._readings:
@@ -40,6 +43,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model._is_accelerate_prepared = True  # prepare() returns it as it is
         self._models.append(model)
         self._optimizers.append(trainer.optimizer)
+
+    def show_sharding(self, sharding: Sharding | None) -> None:
+        """Have accelerate's plugin of the sharding in the state, None: have none.
+        Clients shard models of their own by it, such as a reference."""
+        shared = accelerate.state.AcceleratorState._shared_state
+        shared.pop("fsdp_plugin", None)
+        if sharding is not None:
+            # The plugin sets this variable.
+            with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
+                plugin = FullyShardedDataParallelPlugin(
+                    fsdp_version=2, cpu_ram_efficient_loading=False,
+                    reshard_after_forward=sharding.reshard_after_forward,
+                    cpu_offload=sharding.cpu_offload and self.device.type != "cpu",
+                )  # fmt: skip
+            if self.mixed_precision != "no":
+                plugin.set_mixed_precision(self.mixed_precision)
+            shared["fsdp_plugin"] = plugin
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

@@ -12,6 +12,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from ctrainer import integrations
 from ctrainer.arguments.fsdp import sharding_of
 from ctrainer.checkpoint.files import naming
 from ctrainer.runtime import messages
@@ -46,6 +47,7 @@ def plan_shards(trainer: TrainerRun) -> None:
     check_is_whole(trainer.model)
     plan = sharding_of(trainer.args)
     trainer._sharding = None if plan is None or plan.replicates else plan
+    integrations.show_sharding(trainer)
     if trainer._sharding is None:
         check_has_values(trainer, trainer.model)
         return

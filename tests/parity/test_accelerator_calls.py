@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 
 from ranks import run, told
 
-NUMBERS = ("norms", "kept", "parameters", "own loop", "again")
+NUMBERS = ("norms", "kept", "parameters", "own loop", "again", "reference")
 
 
 def calls(folder: Path, engine: str, shards: bool = False) -> Any:

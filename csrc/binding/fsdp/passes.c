@@ -494,6 +494,63 @@ FSDPUnit_input_done(PyObject *op, PyObject *Py_UNUSED(grad))
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
+/* ---- frozen parameters ----------------------------------------------------------- */
+
+/* 1, 0, or -1 with an exception. */
+static int
+requires_grad(const ctpy_state *state, PyObject *tensor)
+{
+    PyObject *answer = PyObject_GetAttr(tensor, state->str_requires_grad);
+    const int result = answer == NULL ? -1 : answer == Py_True;
+    Py_XDECREF(answer);
+    return result;
+}
+
+static int
+take_frozen(FSDPUnit *self, PyObject *frozen)
+{
+    if (!PyTuple_Check(frozen) || (size_t)PyTuple_GET_SIZE(frozen) != self->n_leaves) {
+        PyErr_Format(PyExc_TypeError, "_settle_trained() returns a tuple of %zu",
+                     self->n_leaves);
+        return -1;
+    }
+    self->n_frozen = 0;
+    for (size_t i = 0; i < self->n_leaves; i++) {
+        self->leaves[i].frozen = PyTuple_GET_ITEM(frozen, (Py_ssize_t)i) == Py_True;
+        self->n_frozen += self->leaves[i].frozen;
+    }
+    return 0;
+}
+
+/* requires_grad may change before a forward and between it and its backward, of the
+ * optimizer's parameter or of its view in the module. The unit's tensors are both for
+ * each parameter, trained parameters first. */
+static int
+note_frozen(FSDPUnit *self)
+{
+    ctpy_state *state = fsdp_state_borrow(self);
+    PyObject *tensors = self->tensors;
+    bool known = true;
+    for (Py_ssize_t i = 0; tensors != NULL && known && i < PyTuple_GET_SIZE(tensors);
+         i++) {
+        const size_t leaf = (size_t)i / 2;
+        const int trains = leaf < self->n_leaves && !self->leaves[leaf].frozen;
+        const int wanted = requires_grad(state, PyTuple_GET_ITEM(tensors, i));
+        if (wanted < 0) {
+            return -1;
+        }
+        known = wanted == trains;
+    }
+    if (known) {
+        return 0;
+    }
+    PyObject *frozen =
+        ctpy_call_hook((PyObject *)self, state->str__settle_trained, NULL, 0);
+    const int result = frozen == NULL ? -1 : take_frozen(self, frozen);
+    Py_XDECREF(frozen);
+    return result;
+}
+
 /* ---- the backward pass reaches a unit -------------------------------------------- */
 
 enum {
@@ -543,7 +600,8 @@ enter(FSDPUnit *self, uint64_t first_node, uint64_t thread)
     FSDPUnit *root = fsdp_root_borrow(self);
     fsdp_order *order = &root->backwards;
     const bool is_first = !self->entered;
-    if (queue_finish(root) < 0 || (is_first && order_reach(self, order) < 0)) {
+    if (queue_finish(root) < 0 || (is_first && note_frozen(self) < 0) ||
+        (is_first && order_reach(self, order) < 0)) {
         return -1;
     }
     const int released = fsdp_release_done(root, thread);
@@ -603,16 +661,6 @@ is_new(const visit *v, PyObject *tensor)
     const int added = id == NULL ? -1 : PySet_Add(v->met, id);
     Py_XDECREF(id);
     return added < 0 ? -1 : PySet_GET_SIZE(v->met) > before;
-}
-
-/* 1, 0, or -1 with an exception. */
-static int
-requires_grad(const ctpy_state *state, PyObject *tensor)
-{
-    PyObject *answer = PyObject_GetAttr(tensor, state->str_requires_grad);
-    const int result = answer == NULL ? -1 : answer == Py_True;
-    Py_XDECREF(answer);
-    return result;
 }
 
 static int
@@ -713,51 +761,6 @@ hook_inputs(FSDPUnit *self, PyObject *inputs)
     return inputs == NULL
                ? 0
                : hook_tensors(self, inputs, PyObject_GetAttr((PyObject *)self, name));
-}
-
-/* ---- frozen parameters ----------------------------------------------------------- */
-
-static int
-take_frozen(FSDPUnit *self, PyObject *frozen)
-{
-    if (!PyTuple_Check(frozen) || (size_t)PyTuple_GET_SIZE(frozen) != self->n_leaves) {
-        PyErr_Format(PyExc_TypeError, "_settle_trained() returns a tuple of %zu",
-                     self->n_leaves);
-        return -1;
-    }
-    self->n_frozen = 0;
-    for (size_t i = 0; i < self->n_leaves; i++) {
-        self->leaves[i].frozen = PyTuple_GET_ITEM(frozen, (Py_ssize_t)i) == Py_True;
-        self->n_frozen += self->leaves[i].frozen;
-    }
-    return 0;
-}
-
-/* requires_grad may change between forwards, of the optimizer's parameter or of its
- * view in the module. `tensors` has both for each parameter, trained parameters first.
- */
-static int
-note_frozen(FSDPUnit *self, PyObject *tensors)
-{
-    ctpy_state *state = fsdp_state_borrow(self);
-    bool known = true;
-    for (Py_ssize_t i = 0; known && i < PyTuple_GET_SIZE(tensors); i++) {
-        const size_t leaf = (size_t)i / 2;
-        const int trains = leaf < self->n_leaves && !self->leaves[leaf].frozen;
-        const int wanted = requires_grad(state, PyTuple_GET_ITEM(tensors, i));
-        if (wanted < 0) {
-            return -1;
-        }
-        known = wanted == trains;
-    }
-    if (known) {
-        return 0;
-    }
-    PyObject *frozen =
-        ctpy_call_hook((PyObject *)self, state->str__settle_trained, NULL, 0);
-    const int result = frozen == NULL ? -1 : take_frozen(self, frozen);
-    Py_XDECREF(frozen);
-    return result;
 }
 
 /* ---- the forward ----------------------------------------------------------------- */
@@ -943,8 +946,8 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
     PyObject *root = Py_NewRef((PyObject *)fsdp_root_borrow(self));
     const int in_backward = in_backward_of((FSDPUnit *)root);
     PyObject *out = NULL;
-    const bool settled =
-        in_backward != 0 || tensors == NULL || note_frozen(self, tensors) == 0;
+    Py_XSETREF(self->tensors, Py_XNewRef(tensors));
+    const bool settled = in_backward != 0 || note_frozen(self) == 0;
     if (in_backward >= 0 && settled) {
         if (!in_backward && root == op) {
             release_old(self);

@@ -10,6 +10,7 @@ import transformers
 from accelerate.tracking import GeneralTracker, on_main_process
 from programs.run import folder, options, rank, tell
 from torch import distributed
+from torch.distributed import fsdp
 
 import ctrainer
 
@@ -128,6 +129,21 @@ def again():
     return same, flat(accelerator.get_state_dict(prepared))
 
 
+def reference():
+    """The output of a model that is sharded by the state's plugin, as TRL does it."""
+    torch.manual_seed(5)
+    model, state = tiny.Net(), trainer.accelerator.state
+    plugin = getattr(state, "fsdp_plugin", None)
+    assert (plugin is not None) == trainer.is_fsdp_enabled == options["shards"]
+    if plugin is not None:
+        fsdp.fully_shard(
+            model, reshard_after_forward=plugin.reshard_after_forward,
+            mp_policy=plugin.mixed_precision_policy or fsdp.MixedPrecisionPolicy(),
+        )  # fmt: skip
+    with torch.no_grad():
+        return float(model(**torch.utils.data.default_collate(tiny.rows(4)))["loss"])
+
+
 args = LIBRARY.TrainingArguments(
     f"{folder}/run", use_cpu=True, report_to="none", disable_tqdm=True, ddp_timeout=60,
     per_device_train_batch_size=4, max_steps=6, logging_steps=1, learning_rate=1e-2,
@@ -146,7 +162,8 @@ found = {
     "norms": trainer.norms, "kept": saving.kept, "names": saving.names,
     "parameters": flat(accelerator.get_state_dict(trainer.model_wrapped)),
     "files": sorted(os.listdir(f"{folder}/state")),
-    "order": order,
+    "order": order, "is a Net": isinstance(trainer.model, tiny.Net),
+    "reference": reference(),
     "own loop": own_loop(), "again": again(),
 }  # fmt: skip
 accelerator.free_memory()

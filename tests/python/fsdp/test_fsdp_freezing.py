@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
 import torch
+from draws import draws
 from rank_threads import on_ranks
 from torch import nn
 
@@ -14,6 +16,7 @@ from ctrainer import _C
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 
 WIDTH, ROWS, WORLD = 6, 4, 2
+FLAT_PARTS = ("flat", "module")  # no part of a flat parameter can be frozen
 ROWS_OF = {
     "each": {},
     "flat": {"flatten_parameters": True},
@@ -158,3 +161,63 @@ def test_what_cannot_be_frozen_or_trained_is_named() -> None:
             model(x)
 
     on_ranks(1, run)
+
+
+def freeze(model: nn.Module, names: tuple[str, ...], by: str) -> None:
+    for name in ("0.", "2.", "4."):
+        layer = layer_of(model, name)
+        held = [layer.weight, layer.bias]
+        if by == "optimizer" and isinstance(model, FSDP):
+            held = parameters_of(model, name)
+        for param in held:
+            param.requires_grad_(name not in names)
+
+
+def passes(model: Any, plan: list[Any], inputs: list[torch.Tensor], by: str) -> None:
+    """Forwards, each with what is frozen in it and whether it is recorded, then the
+    backward of the recorded ones with what is frozen there, and an update."""
+    *forwards, last = plan
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss: Any = 0.0
+    for (frozen, records), x in zip(forwards, inputs, strict=True):
+        freeze(model, frozen, by)
+        with torch.set_grad_enabled(records):
+            value = model(x).square().mean()
+        loss = loss + value * (1.0 if records else 0.5)
+    freeze(model, last, by)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    freeze(model, (), by)
+
+
+@pytest.mark.parametrize(
+    ("rows", "by"),
+    [(r, b) for r in ROWS_OF for b in ("optimizer", "module") if (r, b) != FLAT_PARTS],
+)
+def test_freezing_between_passes_is_that_of_a_whole_model(rows: str, by: str) -> None:
+    draw = random.Random(rows)
+
+    def some() -> tuple[str, ...]:
+        return tuple(name for name in ("0.", "2.", "4.") if draw.random() < 0.4)
+
+    for _ in range(draws(6, 100)):
+        count = draw.randint(1, 4)
+        plan: list[Any] = [(some(), draw.random() < 0.6) for _ in range(count)]
+        plan += [((), True), some()]  # there is something to go backward from
+        inputs = batches(count + 1)
+        plain = network()
+        passes(plain, plan, inputs, by)
+        copies, expected = [network() for _ in range(WORLD)], plain.state_dict()
+
+        def train(
+            group: _C.Communicator, plan: Any = plan, inputs: Any = inputs,
+            copies: Any = copies, expected: Any = expected,
+        ) -> None:  # fmt: skip
+            model = wrapped(copies[group.rank], group, **ROWS_OF[rows])
+            passes(model, plan, [x.chunk(WORLD)[group.rank] for x in inputs], by)
+            for name, value in model.full_state_dict().items():
+                assert torch.allclose(value, expected[name], atol=1e-6), (plan, name)
+            assert model._unit.live_bytes == 0
+
+        on_ranks(WORLD, train)
