@@ -523,16 +523,14 @@ take_frozen(FSDPUnit *self, PyObject *frozen)
 }
 
 /* requires_grad may change before a forward and between it and its backward, of the
- * optimizer's parameter or of its view in the module. The unit's tensors are both for
- * each parameter, trained parameters first. */
+ * optimizer's parameter or of its view in the module. `tensors` has both for each
+ * parameter, trained parameters first. */
 static int
-note_frozen(FSDPUnit *self)
+note_frozen(FSDPUnit *self, PyObject *tensors)
 {
     ctpy_state *state = fsdp_state_borrow(self);
-    PyObject *tensors = self->tensors;
     bool known = true;
-    for (Py_ssize_t i = 0; tensors != NULL && known && i < PyTuple_GET_SIZE(tensors);
-         i++) {
+    for (Py_ssize_t i = 0; known && i < PyTuple_GET_SIZE(tensors); i++) {
         const size_t leaf = (size_t)i / 2;
         const int trains = leaf < self->n_leaves && !self->leaves[leaf].frozen;
         const int wanted = requires_grad(state, PyTuple_GET_ITEM(tensors, i));
@@ -595,12 +593,12 @@ use(FSDPUnit *self, FSDPUnit *root, uint64_t first_node, uint64_t thread)
 }
 
 static int
-enter(FSDPUnit *self, uint64_t first_node, uint64_t thread)
+enter(FSDPUnit *self, uint64_t first_node, uint64_t thread, PyObject *tensors)
 {
     FSDPUnit *root = fsdp_root_borrow(self);
     fsdp_order *order = &root->backwards;
     const bool is_first = !self->entered;
-    if (queue_finish(root) < 0 || (is_first && note_frozen(self) < 0) ||
+    if (queue_finish(root) < 0 || (is_first && note_frozen(self, tensors) < 0) ||
         (is_first && order_reach(self, order) < 0)) {
         return -1;
     }
@@ -619,26 +617,28 @@ enter(FSDPUnit *self, uint64_t first_node, uint64_t thread)
     return expect(self, IN_BACKWARD);
 }
 
-/* given: the unit, its forward's first node and thread. */
+/* given: the unit, its forward's first node, thread and tensors. */
 static PyObject *
 enter_backward(PyObject *given, PyObject *Py_UNUSED(grad))
 {
     FSDPUnit *self = (FSDPUnit *)PyTuple_GET_ITEM(given, 0);
     const uint64_t first_node = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, 1));
     const uint64_t thread = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, 2));
-    return enter(self, first_node, thread) < 0 ? NULL : Py_NewRef(Py_None);
+    PyObject *tensors = PyTuple_GET_ITEM(given, 3);
+    return enter(self, first_node, thread, tensors) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyMethodDef enter_backward_def = {"enter_backward", enter_backward, METH_O,
                                          NULL};
 
 /* The hook of the outputs of a forward that began at node first_node: gathers the
- * parameters for the backward. */
+ * parameters for the backward. It has the tensors, which refer to the unit: their hooks
+ * would keep a unit that had them. */
 static PyObject *
-fsdp_output_hook(FSDPUnit *self, uint64_t first_node)
+fsdp_output_hook(FSDPUnit *self, uint64_t first_node, PyObject *tensors)
 {
-    PyObject *given = Py_BuildValue("OKK", self, (unsigned long long)first_node,
-                                    (unsigned long long)this_thread());
+    PyObject *given = Py_BuildValue("OKKO", self, (unsigned long long)first_node,
+                                    (unsigned long long)this_thread(), tensors);
     PyObject *hook = given == NULL ? NULL : PyCFunction_New(&enter_backward_def, given);
     Py_XDECREF(given);
     return hook;
@@ -852,7 +852,7 @@ keep_secondary(FSDPUnit *self)
  * checkpoint, they stay gathered: the gradients of this module come next. */
 static PyObject *
 run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwargs,
-    int in_backward)
+    PyObject *tensors, int in_backward)
 {
     PyObject *out = NULL;
     uint64_t first_node = FSDP_NO_SEQUENCE;
@@ -881,7 +881,7 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
         Py_CLEAR(out); /* no backward will find it */
     }
     if (out != NULL && grads &&
-        hook_tensors(self, out, fsdp_output_hook(self, first_node)) < 0) {
+        hook_tensors(self, out, fsdp_output_hook(self, first_node, tensors)) < 0) {
         Py_CLEAR(out);
     }
     return out;
@@ -925,7 +925,7 @@ end_forward(FSDPUnit *self, PyObject *out_steal)
 }
 
 static const char FSDPUnit_forward_doc[] =
-    "forward($self, fn, args, kwargs, tensors=(), /)\n--\n\n"
+    "forward($self, fn, args, kwargs, tensors, /)\n--\n\n"
     "Return fn(*args, **kwargs), run with the unit's parameters gathered.\n\n"
     "tensors: for each parameter that add_parameter() has named, and then for frozen\n"
     "ones, what optimizers have of it and itself. Where requires_grad of one of them\n"
@@ -938,16 +938,15 @@ static PyObject *
 FSDPUnit_forward(PyObject *op, PyObject *args)
 {
     FSDPUnit *self = (FSDPUnit *)op;
-    PyObject *fn, *inputs, *kwargs, *tensors = NULL;
-    if (!PyArg_ParseTuple(args, "OO!O!|O!:forward", &fn, &PyTuple_Type, &inputs,
+    PyObject *fn, *inputs, *kwargs, *tensors;
+    if (!PyArg_ParseTuple(args, "OO!O!O!:forward", &fn, &PyTuple_Type, &inputs,
                           &PyDict_Type, &kwargs, &PyTuple_Type, &tensors)) {
         return NULL;
     }
     PyObject *root = Py_NewRef((PyObject *)fsdp_root_borrow(self));
     const int in_backward = in_backward_of((FSDPUnit *)root);
     PyObject *out = NULL;
-    Py_XSETREF(self->tensors, Py_XNewRef(tensors));
-    const bool settled = in_backward != 0 || note_frozen(self) == 0;
+    const bool settled = in_backward != 0 || note_frozen(self, tensors) == 0;
     if (in_backward >= 0 && settled) {
         if (!in_backward && root == op) {
             release_old(self);
@@ -957,7 +956,7 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
         const int before = in_backward ? self->state : FSDP_IDLE;
         self->state = FSDP_FORWARD;
         self->core.label.call += !in_backward; /* shows other ranks a skipped batch */
-        out = run(self, (FSDPUnit *)root, fn, inputs, kwargs, in_backward);
+        out = run(self, (FSDPUnit *)root, fn, inputs, kwargs, tensors, in_backward);
         self->state = before;
         if (!in_backward && root == op) {
             drop_prefetches(self);

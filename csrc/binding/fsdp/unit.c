@@ -79,7 +79,6 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
     f((self)->forwards.now);                                                           \
     f((self)->backwards.before);                                                       \
     f((self)->backwards.now);                                                          \
-    f((self)->tensors);                                                                \
     f((self)->in_use);                                                                 \
     f((self)->ending)
 
@@ -105,7 +104,6 @@ FSDPUnit_clear(PyObject *op)
     Py_CLEAR(self->units);
     fsdp_order_forget(&self->forwards);
     fsdp_order_forget(&self->backwards);
-    Py_CLEAR(self->tensors);
     Py_CLEAR(self->in_use);
     return 0;
 }

@@ -47,10 +47,9 @@ typedef struct FSDPUnit {
     /* Of a root: the last unit of this forward and of the one before; compared only. */
     const void *last_inner, *last_before;
     fsdp_order forwards, backwards; /* of a root */
-    PyObject *tensors; /* that forward() was given, whose requires_grad is compared */
-    PyObject *in_use;  /* of a root: the units gathered for the backward, in order */
-    PyObject *ending;  /* of a root: a weak reference, alive until the backward ends */
-    size_t resident;   /* of a root: the process's memory when the backward began */
+    PyObject *in_use; /* of a root: the units gathered for the backward, in order */
+    PyObject *ending; /* of a root: a weak reference, alive until the backward ends */
+    size_t resident;  /* of a root: the process's memory when the backward began */
     fsdp_leaf *leaves;
     size_t n_leaves, leaves_room, n_seen, n_frozen;
     /* In a backward: the first node of the oldest forward whose outputs have gradients,
