@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import glob
 import logging
+import mmap
 import os
 import tempfile
 from collections import Counter
@@ -60,7 +61,7 @@ def choose(model: nn.Module, sharding: Sharding) -> set[int]:
     """The ids of the modules below `model` that become units.
 
     By the names of their classes, or by the number of their parameters. Never one that
-    shares a parameter with a module outside of it.
+    shares a parameter or a module with a module outside of it.
 
     Raises ValueError for the name of a class of which the model has no module.
     """
@@ -70,12 +71,13 @@ def choose(model: nn.Module, sharding: Sharding) -> set[int]:
         chosen = _by_size(model, sharding.min_num_params)
     else:
         chosen = _by_class(model, sharding.layers, sharding.unnamed_min_num_params)
-    places = _places(model)
+    places, children = _places(model), _children(model)
     return {
         id(module)
         for module in chosen
         if not isinstance(module, nn.ModuleList | nn.ModuleDict)
         and all(places[p] == n for p, n in _places(module).items())
+        and all(children[m] == n for m, n in _children(module).items())
     }
 
 
@@ -140,6 +142,17 @@ def _places(module: nn.Module) -> Counter[nn.Parameter]:
             *below.__dict__.get("_external_params", {}).values(),
         )
         if parameter is not None
+    )
+
+
+def _children(module: nn.Module) -> Counter[nn.Module]:
+    """Of how many modules each module is a child: PEFT's prompts have the base model's
+    embeddings as a child of their own."""
+    return Counter(
+        child
+        for below in module.modules()
+        for child in below._modules.values()
+        if child is not None
     )
 
 
@@ -229,13 +242,18 @@ def _copier(folder: str, nbytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     name."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".whole-") as file:
         os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
-        flat = torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
+        memory = mmap.mmap(file.fileno(), max(nbytes, 1))
     at = 0
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal at
         begin, at = at, at + _aligned(tensor.nbytes)
-        own = flat[begin : begin + tensor.nbytes].view(tensor.dtype)
+        if tensor.numel() == 0:
+            return torch.empty_like(tensor, device="cpu")
+        # A storage of its own: safetensors' save_model() takes no part of one.
+        own = torch.frombuffer(
+            memory, dtype=tensor.dtype, count=tensor.numel(), offset=begin
+        )
         return own.view(tensor.shape).copy_(tensor)
 
     return copy
@@ -455,6 +473,11 @@ def _same_units(model: Any, folder: str) -> bool:
 # A Trainer's model, sharded: which modules become units, and names as before.
 
 
+# Methods of transformers' and sentence-transformers' models that compute.
+_COLLECTIVE = ("generate", "encode", "encode_query", "encode_document", "predict",
+               "rank")  # fmt: skip
+
+
 class TrainedModel(FullyShardedDataParallel):
     """The outermost unit, with parameters and modules by their names before wrapping.
 
@@ -490,7 +513,7 @@ class TrainedModel(FullyShardedDataParallel):
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        if name == "generate":
+        if name in _COLLECTIVE:
             return self._with_all_values(found)
         return self._save_together if name == "save_pretrained" else found
 
@@ -535,6 +558,14 @@ def whole(model: TrainedModel, state: dict[str, torch.Tensor]) -> Iterator[Any]:
         for entry in full_params.entries_of(units)
     ]
     with full_params.shown(units, values), without_wrappers(model):
+        yield unwrapped(model)
+
+
+@contextlib.contextmanager
+def rewritten(model: TrainedModel) -> Iterator[Any]:
+    """The module as it was before it was sharded, with all values, on each rank; for
+    what loads it, and not to be called. What is written to them is kept. Collective."""
+    with model.summon_full_params(), without_wrappers(model):
         yield unwrapped(model)
 
 

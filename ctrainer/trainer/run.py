@@ -567,7 +567,7 @@ class TrainerRun(TrainerBase):
         self._together("saving the last checkpoint", self._wait_for_save)
         set_mode("eval", self.optimizer)  # a schedule-free one leaves its average
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            self._load_best_model()
+            shards.end_with_best(self)
         if not self._stopped:  # a run that is stopped resumes from its last
             checkpoint.leave_best(self, trial)
         self.control = self.callback_handler.on_train_end(

@@ -118,11 +118,21 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
 
 
 def check_optimizer(trainer: TrainerRun) -> None:
-    """Raise ValueError for an optimizer that needs whole parameters."""
+    """Raise ValueError for an optimizer that needs whole parameters, or has others than
+    the model's."""
     if trainer._shard_group is not None:
         from ctrainer.fsdp import trained_model
 
         trained_model.check_optimizer(trainer.optimizer)
+        own = {id(p) for p in trainer.model.parameters()}
+        for group in trainer.optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in own:
+                    raise ValueError(
+                        "fsdp: the optimizer has a parameter that is not the model's, "
+                        f"of shape {tuple(p.shape)}, such as a loss's; its gradients "
+                        "would differ between ranks. Make it a parameter of the model"
+                    )
 
 
 def offload_state(trainer: TrainerRun) -> None:
@@ -235,7 +245,7 @@ def load_from_checkpoint(
     if not _has_shards(folder) or model is not None:
         if not is_on_meta(target):
             trainer._adapter.checkpoints.load_model(target, folder)
-    elif trainer._sharding is None:
+    elif trainer._sharding is None or trainer._shard_group is not None:
         from ctrainer.fsdp import trained_model
 
         trained_model.load_into_whole(target, folder)
@@ -306,6 +316,21 @@ def load_weight_average(trainer: TrainerRun, checkpoint: str | None) -> None:
             average.load_state_dict(state)
 
 
+def end_with_best(trainer: TrainerRun) -> None:
+    """Call _load_best_model(); an override finds the model whole, as self.model."""
+    if trainer._shard_group is None or not is_overridden(trainer, "_load_best_model"):
+        trainer._load_best_model()
+        return
+    from ctrainer.fsdp import trained_model
+
+    sharded = trainer.model
+    with trained_model.rewritten(sharded) as trainer.model:
+        try:
+            trainer._load_best_model()
+        finally:
+            trainer.model = sharded
+
+
 def load_best_model(trainer: TrainerRun) -> None:
     """Load the weights of the best checkpoint. Hook."""
     best = trainer.state.best_model_checkpoint
@@ -313,8 +338,10 @@ def load_best_model(trainer: TrainerRun) -> None:
     messages.loading_best(best, trainer.state.best_metric)
     if trainer._shard_group is None:
         trainer._adapter.checkpoints.load_model(trainer.model, best)
-    else:
+    elif trainer.model is trainer.model_wrapped:
         load_sharded(trainer, best)
+    else:
+        load_from_checkpoint(trainer, best)
     if not trainer.args.save_only_model:
         trainer._load_weight_average(best)
 

@@ -1,13 +1,14 @@
 """Trainings of sentence-transformers, PEFT, adapters and setfit on our engine and on
 transformers': how far apart are what they log and the trained weights?
 
-    python -m programs.parity.sentence_trainings [--ranks N] [NAME ...]
+    python -m programs.parity.sentence_trainings [--ranks N] [--ours ARGUMENTS] [NAME]
 
 With N ranks each engine is started as torchrun would start it, and what the first rank
-finds is compared. Each is run whole, and again from its checkpoint in the middle. A
-NAME is one of RUNS, or the beginning of some; without one, all are run. Prints a line
-for each, and ends with 1 where one of ours fails, differs or enters the loop of
-transformers.
+finds is compared. ARGUMENTS, a dict in JSON, are ours alone: {"fsdp": "full_shard"}
+compares with whole models. Each is run whole, and again from its checkpoint in the
+middle. A NAME is one of RUNS, or the beginning of some; several may be given, and
+without one, all are run. Prints a line for each, and ends with 1 where one of ours
+fails, differs or enters the loop of transformers.
 """
 
 import argparse
@@ -128,7 +129,7 @@ def options(folder, **own):
         per_device_eval_batch_size=4 // RANKS, learning_rate=1e-2, report_to=[],
         adam_epsilon=1e-4,  # a gradient that is zero but for rounding moves nothing
     )  # fmt: skip
-    return shared | own
+    return shared | own | json.loads(os.environ.get("ARGUMENTS_OF_OURS", "{}"))
 
 
 EVALUATED = dict(eval_strategy="steps", eval_steps=2)
@@ -866,7 +867,8 @@ def observed(engine, make, folder, checkpoint=None):
         {name: value for name, value in log.items() if not name.endswith(MEASURED)}
         for log in trainer.state.log_history
     ]
-    weights = trainer.model.state_dict()
+    model = trainer.model
+    weights = getattr(model, "full_state_dict", model.state_dict)()
     if RANKS > 1:
         torch.distributed.barrier()
     saved = {
@@ -983,7 +985,9 @@ def verdict(ours, theirs, bound):
         if ours[part] != theirs[part]
     ]
     for folder, files in theirs["files"].items():
+        sharded = any("shard-" in name for name in ours["files"].get(folder, ()))
         missing = set(files) - set(ours["files"].get(folder, ()))
+        missing -= {"optimizer.pt"} if sharded else set()
         if missing:
             said.append(f"{folder} lacks {sorted(missing)}")
     numbers = []
@@ -995,7 +999,7 @@ def verdict(ours, theirs, bound):
     return "; ".join([" ".join(numbers), *said]), not said
 
 
-def main(chosen, ranks):
+def main(chosen, ranks, arguments):
     names = [n for n in RUNS if not chosen or n.startswith(tuple(chosen))]
     with tempfile.TemporaryDirectory() as root:
         engines = ("ours", "theirs")
@@ -1003,12 +1007,13 @@ def main(chosen, ranks):
         for engine in engines:
             os.mkdir(f"{root}/{engine}")
             command = [sys.executable, "-m", __spec__.name, engine, f"{root}/{engine}"]
+            given = {"ARGUMENTS_OF_OURS": arguments} if engine == "ours" else {}
             port = free_port()
             for rank in range(ranks):
                 of_rank = torchrun(rank, ranks, engine, port) if ranks > 1 else {}
                 name = f"{root}/{engine}/log{rank}"
                 started[name] = subprocess.Popen(
-                    [*command, *names], env=ENVIRONMENT | of_rank,
+                    [*command, *names], env=ENVIRONMENT | of_rank | given,
                     stdout=open(name, "w"), stderr=subprocess.STDOUT,
                 )  # fmt: skip
         for name, process in started.items():
@@ -1041,9 +1046,10 @@ ENVIRONMENT = os.environ | {
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ours", default="{}", metavar="ARGUMENTS")
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
     if given.names[:1] in (["ours"], ["theirs"]):
         serve(given.names[0], given.names[1], given.names[2:])
     else:
-        sys.exit(main(given.names, given.ranks))
+        sys.exit(main(given.names, given.ranks, given.ours))
