@@ -345,6 +345,8 @@ ct_rule_example(ct_rule rule, size_t variant)
     case CT_RULE_lars_momentum:
         return ct_settled_example(rule, ct_lars_example(variant, 0.9));
     case CT_RULE_muon:
+        return ct_muon_example(variant);
+    case CT_RULE_muon_normalize:
         return ct_settled_example(rule, ct_muon_example(variant));
     case CT_RULE_sgd:
         return ct_sgd_example(variant, 0.0);

@@ -144,7 +144,7 @@ check_settled(ct_rule rule, const ct_rule_coef &got, const ct_rule_coef &expecte
         check_near(got.lars.ratio, expected.lars.ratio, bound);
         CHECK(got.lars.decay == expected.lars.decay);
         break;
-    case CT_RULE_muon:
+    case CT_RULE_muon_normalize:
         check_near(got.muon.inv_norm, expected.muon.inv_norm, bound);
         break;
     default:

@@ -191,7 +191,7 @@ ct_status
 ct_disk_state_prepare(ct_disk_state *disk, const ct_rule_run *run, ct_error *err)
 {
     size_t buffer = 0;
-    if (ct_rule_is_measured(run->update.rule) || run->device != &ct_device_cpu) {
+    if (ct_rule_is_of_whole(run->update.rule) || run->device != &ct_device_cpu) {
         return ct_fail(
             err, CT_EINVAL,
             "state in a file is for parameters in the host's memory, and for "

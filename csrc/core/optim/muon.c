@@ -15,6 +15,12 @@ ct_orthogonal_bytes(const ct_orthogonal *o)
     return 2 * (o->rows * o->cols + side * side) * ct_dtype_size(o->dtype);
 }
 
+void *
+ct_orthogonal_waiting(const ct_orthogonal *o, void *memory)
+{
+    return (char *)memory + o->rows * o->cols * ct_dtype_size(o->dtype);
+}
+
 typedef struct matrices {
     ct_scratch *scratch;
     void *x, *next;    /* rows x cols */
@@ -108,7 +114,7 @@ ct_orthogonal_run(const ct_device *device, void *stream, ct_scratch *scratch,
     matrices m = {
         .scratch = scratch,
         .x = at,
-        .next = at + n * size,
+        .next = ct_orthogonal_waiting(o, memory),
         .gram = at + 2 * n * size,
         .poly = at + (2 * n + side * side) * size,
     };

@@ -22,6 +22,9 @@ typedef struct ct_orthogonal {
 /* Bytes of device memory for the run, the matrix at their beginning included. */
 size_t ct_orthogonal_bytes(const ct_orthogonal *o);
 
+/* Where in memory a matrix waits for its division by the norm. */
+void *ct_orthogonal_waiting(const ct_orthogonal *o, void *memory);
+
 /* Works on a matrix of norm <= 1, row major, at the beginning of memory. *result: the
  * address of the outcome, there or elsewhere in memory. */
 CT_NODISCARD ct_status ct_orthogonal_run(const ct_device *device, void *stream,

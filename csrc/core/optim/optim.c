@@ -369,7 +369,7 @@ ct_optim_arrays(const ct_optim_group *group, const ct_optim_param *param)
 bool
 ct_optim_group_is_whole(const ct_optim_group *group)
 {
-    return ct_rule_is_measured(ct_optim_kinds[group->kind].rule(group)) != 0;
+    return ct_rule_is_of_whole(ct_optim_kinds[group->kind].rule(group));
 }
 
 static const ct_optim_ops *
@@ -704,7 +704,7 @@ ct_optim_can_defer(const ct_optim *optim)
         const ct_optim_group *group = &optim->groups[g];
         const ct_optim_ops *ops = &ct_optim_kinds[group->kind];
         can = group->max_norm == 0.0 && !group->stochastic && ops->advance == NULL &&
-              ops->count == NULL && !ct_rule_is_measured(ops->rule(group));
+              ops->count == NULL && !ct_rule_is_of_whole(ops->rule(group));
     }
     return can;
 }

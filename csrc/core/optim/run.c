@@ -499,7 +499,7 @@ orthogonal_of(const ct_rule_run *run, size_t i)
     };
 }
 
-/* Writes the direction of spans[i], of norm 1 as a whole parameter, to `to`. */
+/* Brings the momentum of spans[i] up to date and writes the direction to `to`. */
 static ct_status
 muon_direction(const ct_rule_run *run, void *stream, size_t i, void *to, ct_error *err)
 {
@@ -514,16 +514,56 @@ muon_direction(const ct_rule_run *run, void *stream, size_t i, void *to, ct_erro
     return apply(run, stream, &update, err);
 }
 
-/* Makes the matrix of spans[i] at the beginning of buffers->matrices orthogonal;
- * *result is the place of the outcome in there. */
+/* Where the direction of spans[i] as a whole matrix has to be. */
+static void *
+muon_waiting(const ct_rule_run *run, size_t i)
+{
+    const ct_orthogonal o = orthogonal_of(run, i);
+    return ct_orthogonal_waiting(&o, run->buffers->matrices.data);
+}
+
+/* Divides it by its norm. The norm is that of the whole matrix as it is in memory here,
+ * not a sum over ranks: its bits do not depend on how the matrix was divided. */
+static ct_status
+muon_normalize(const ct_rule_run *run, void *stream, size_t i, ct_error *err)
+{
+    const ct_device *device = run->device;
+    ct_run_buffers *b = run->buffers;
+    ct_rule_coef *const settled = b->settled.data;
+    ct_update_span span = {
+        .n = ct_update_whole(&run->spans[i]),
+        .grad = muon_waiting(run, i),
+        .param = b->matrices.data,
+        .dtype = muon_dtype(&run->spans[i]),
+        .grad_dtype = muon_dtype(&run->spans[i]),
+        .coef = run->spans[i].coef,
+    };
+    const ct_update update = {
+        .rule = CT_RULE_muon_normalize,
+        .coefs = run->coefs,
+        .spans = &span,
+        .n_spans = 1,
+    };
+    ct_status status = device->measure(stream, &b->partial, &update, b->sums.data, err);
+    if (status == CT_OK) {
+        status = device->settle(stream, &update, b->sums.data, settled, err);
+    }
+    span.settled = settled;
+    return status == CT_OK ? apply(run, stream, &update, err) : status;
+}
+
+/* Makes the matrix of spans[i], whose direction waits, orthogonal; *result is the place
+ * of the outcome in buffers->matrices. */
 static ct_status
 muon_orthogonalize(const ct_rule_run *run, void *stream, size_t i, void **result,
                    ct_error *err)
 {
     ct_run_buffers *b = run->buffers;
     const ct_orthogonal o = orthogonal_of(run, i);
-    return ct_orthogonal_run(run->device, stream, &b->partial, &o, b->matrices.data,
-                             result, err);
+    ct_status status = muon_normalize(run, stream, i, err);
+    return status == CT_OK ? ct_orthogonal_run(run->device, stream, &b->partial, &o,
+                                               b->matrices.data, result, err)
+                           : status;
 }
 
 /* Steps spans[i] along its orthogonal direction. */
@@ -557,7 +597,7 @@ static ct_status
 muon_whole(const ct_rule_run *run, void *stream, size_t i, ct_error *err)
 {
     void *direction = NULL;
-    ct_status status = muon_direction(run, stream, i, run->buffers->matrices.data, err);
+    ct_status status = muon_direction(run, stream, i, muon_waiting(run, i), err);
     if (status == CT_OK) {
         status = muon_orthogonalize(run, stream, i, &direction, err);
     }
@@ -749,15 +789,14 @@ move(const distribution *d, size_t m, char *matrix, char *messages, bool togethe
 static ct_status
 orthogonalize_own(const distribution *d, ct_error *err)
 {
-    void *const matrix = d->run->buffers->matrices.data;
     ct_status status = CT_OK;
     for (size_t m = d->first + (size_t)d->comm->rank; status == CT_OK && m < d->end;
          m += ranks_of(d)) {
+        const size_t i = span_number(d, m);
         void *result = NULL;
-        status = move(d, m, matrix, received(d), true, err);
+        status = move(d, m, muon_waiting(d->run, i), received(d), true, err);
         if (status == CT_OK) {
-            status =
-                muon_orthogonalize(d->run, d->stream, span_number(d, m), &result, err);
+            status = muon_orthogonalize(d->run, d->stream, i, &result, err);
         }
         if (status == CT_OK) {
             status = move(d, m, result, sent(d), false, err);
@@ -825,7 +864,7 @@ muon_distributed(ct_rule_run *run, void *stream, ct_comm *comm, ct_error *err)
 static ct_status
 muon_run(ct_rule_run *run, void *stream, ct_error *err)
 {
-    ct_status status = measure(run, stream, err);
+    ct_status status = CT_OK;
     for (size_t i = 0; status == CT_OK && i < run->update.n_spans; i++) {
         ct_comm *comm = comm_borrow(run, i);
         if (comm != NULL && is_first(run, i)) {
@@ -884,7 +923,7 @@ ct_rule_run_prepare(const ct_rule_run *run, ct_error *err)
     }
     ct_status status =
         run->device->table_reserve(&run->buffers->tables[run->update.rule], n, err);
-    if (status != CT_OK || !ct_rule_is_measured(run->update.rule)) {
+    if (status != CT_OK || !ct_rule_is_of_whole(run->update.rule)) {
         return status;
     }
     status = reserve(run, err);

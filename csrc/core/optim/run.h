@@ -37,6 +37,14 @@ typedef struct ct_rule_run {
     ct_update update; /* of these spans by these constants */
 } ct_rule_run;
 
+/* Whether a parameter is updated as a whole: by a measured rule, or by Muon's, whose
+ * direction alone is made element by element. */
+static inline bool
+ct_rule_is_of_whole(ct_rule rule)
+{
+    return rule == CT_RULE_muon || ct_rule_is_measured(rule) != 0;
+}
+
 void ct_run_buffers_fini(const ct_device *device, ct_run_buffers *buffers);
 
 /* Releases the device's memory alone; the next run takes it anew. */

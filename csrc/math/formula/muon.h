@@ -1,6 +1,6 @@
-/* Muon's momentum for one element of type ct_real: a measured rule
- * (math/measured.def); the parameter becomes the momentum's direction, divided by the
- * norm. Newton-Schulz follows (core/optim/muon.h).
+/* Muon's momentum for one element of type ct_real: the parameter becomes the momentum's
+ * direction. A second, measured rule (math/measured.def) divides a whole matrix, given
+ * as the gradient, by its norm. Newton-Schulz follows (core/optim/muon.h).
  *
  * Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
  * 2024, in the form of torch.optim.Muon. */
@@ -49,20 +49,28 @@ CT_REAL(ct_muon_direction)(const CT_REAL(ct_muon_coef) * c, ct_real grad,
                        : average;
 }
 
-/* The new momentum buffer; the sum is of the direction. */
-CT_HD static inline void
-CT_REAL(ct_muon_measure)(const CT_REAL(ct_muon_coef) * c, ct_real grad, ct_real param,
-                         ct_real *state, ct_real *terms)
-{
-    (void)param;
-    state[0] = CT_REAL(ct_muon_blend)(c, grad * c->grad_scale, state[0]);
-    terms[0] = CT_REAL(ct_muon_direction)(c, grad, state[0]);
-    terms[1] = 0;
-}
-
+/* The new momentum buffer, and the direction. */
 CT_HD static inline void
 CT_REAL(ct_muon_apply)(const CT_REAL(ct_muon_coef) * c, ct_real grad, ct_real *param,
                        ct_real *state)
 {
-    *param = c->inv_norm * CT_REAL(ct_muon_direction)(c, grad, state[0]);
+    state[0] = CT_REAL(ct_muon_blend)(c, grad * c->grad_scale, state[0]);
+    *param = CT_REAL(ct_muon_direction)(c, grad, state[0]);
+}
+
+CT_HD static inline void
+CT_REAL(ct_muon_normalize_measure)(const CT_REAL(ct_muon_coef) * c, ct_real grad,
+                                   ct_real param, ct_real *state, ct_real *terms)
+{
+    (void)c, (void)param, (void)state;
+    terms[0] = grad;
+    terms[1] = 0;
+}
+
+CT_HD static inline void
+CT_REAL(ct_muon_normalize_apply)(const CT_REAL(ct_muon_coef) * c, ct_real grad,
+                                 ct_real *param, ct_real *state)
+{
+    (void)state;
+    *param = c->inv_norm * grad;
 }

@@ -146,8 +146,8 @@ check_settled(const problem *p, size_t i, const double *sums)
     const size_t first = p->rule == CT_RULE_lamb ? 0
                          : p->rule == CT_RULE_lars || p->rule == CT_RULE_lars_momentum
                              ? 1
-                         : p->rule == CT_RULE_muon ? 6
-                                                   : 3;
+                         : p->rule == CT_RULE_muon_normalize ? 6
+                                                             : 3;
     const size_t counts[] = {1, 2, 0, 3, 0, 0, 1};
     for (size_t k = first; k < first + counts[first]; k++) {
         CHECK(fabs(pairs[k][0] - pairs[k][1]) <= bound * fabs(pairs[k][1]));
