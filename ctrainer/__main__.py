@@ -18,6 +18,10 @@ COMMANDS = {
         "ctrainer.commands.demo",
         "fine-tune a small model that searches code, and ask it",
     ),
+    "ds-to-universal": (
+        "ctrainer.compat.deepspeed.ds_to_universal",
+        "write a checkpoint of DeepSpeed as a universal one",
+    ),
     "env": (
         "ctrainer.commands.environment",
         "print the versions and settings that a report of a bug needs",

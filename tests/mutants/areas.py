@@ -534,6 +534,7 @@ AREAS = {
             "ctrainer/compat/deepspeed/_engine.py ctrainer/compat/deepspeed/zero.py":
                 "python/compat/test_deepspeed_engine.py",
             "ctrainer/compat/deepspeed/_files.py ctrainer/compat/deepspeed/_saving.py "
+            "ctrainer/compat/deepspeed/ds_to_universal.py "
             "ctrainer/compat/deepspeed/zero_to_fp32.py":
                 "python/compat/test_deepspeed_checkpoints.py",
             "ctrainer/fsdp/full_params.py ctrainer/fsdp/module.py "

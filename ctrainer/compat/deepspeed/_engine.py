@@ -28,7 +28,7 @@ from ctrainer.comm.processes import join_run
 from ctrainer.comm.run import place
 from ctrainer.compat.deepspeed import _saving
 from ctrainer.compat.deepspeed._config import DeepSpeedConfig
-from ctrainer.compat.deepspeed._files import folder_of, save
+from ctrainer.compat.deepspeed._files import folder_of, save, write_latest
 from ctrainer.fsdp import trained_model
 from ctrainer.runtime.torch_process import choose_device
 
@@ -497,7 +497,7 @@ class DeepSpeedEngine(ModuleShown):
         if self.global_rank == 0:
             _saving.write_script(save_dir)
             if save_latest:
-                _saving.write_latest(save_dir, name)
+                write_latest(save_dir, name)
         self.communicator.barrier()
         return True
 

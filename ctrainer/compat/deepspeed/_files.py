@@ -122,6 +122,23 @@ def _by_rank(folder: str, pattern: str) -> list[str]:
     return sorted(found, key=lambda path: [int(n) for n in numbers.findall(path)])
 
 
+def scalars_of(state: State) -> State:
+    """What an optimizer's state has beside tensors of elements."""
+    return {
+        key: value
+        for key, value in state.items()
+        if not isinstance(value, torch.Tensor) or value.dim() == 0
+    }
+
+
+def write_latest(folder: str, tag: str, name: str = "latest") -> None:
+    """Name the newest checkpoint, at once."""
+    path = os.path.join(folder, name)
+    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        file.write(tag)
+    os.replace(f"{path}.tmp", path)
+
+
 class Lazy(Mapping[str, Any]):
     """A mapping whose values are made when they are asked for."""
 
@@ -156,6 +173,7 @@ class Checkpoint:
     """A checkpoint of any of ZeRO's stages, or a universal one.
 
     stage: 0 where the optimizer is torch's own. names: of the parameters of each group.
+    parameters: the shapes of those that the optimizer has.
 
     Raises FileNotFoundError for missing files, ValueError for what is not supported.
     """
@@ -170,6 +188,7 @@ class Checkpoint:
             raise ValueError(
                 f"{extra[0]} is of tensor parallelism: layers are not split over ranks"
             )
+        self.model_paths = models
         self.models = [load(path) for path in models]
         self.model: State = self.models[0]
         self.universal = os.path.isdir(os.path.join(folder, "zero"))
@@ -183,7 +202,7 @@ class Checkpoint:
         shapes = self.model.get("param_shapes") or []
         shapes = [shapes] if isinstance(shapes, Mapping) else shapes
         self.names = [list(group) for group in shapes]
-        self._shapes = {n: s for group in shapes for n, s in group.items()}
+        self.parameters = {n: s for group in shapes for n, s in group.items()}
         self._group = {n: g for g, names in enumerate(self.names) for n in names}
         self._flat = {} if self.universal or not self.ranks else self._places(shapes)
 
@@ -261,7 +280,7 @@ class Checkpoint:
         for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
             if frozen:
                 make[name] = partial(self._frozen, name, torch.Size(shape))
-        for name in self._shapes:
+        for name in self.parameters:
             make[name] = partial(self.value, name, "fp32")
         for name, first in (self.model.get("shared_params") or {}).items():
             if first in make:
@@ -285,7 +304,7 @@ class Checkpoint:
             found = load(path)
             found = found["param"] if isinstance(found, dict) else found
             if isinstance(found, torch.Tensor) and found.dim() > 0:  # flat, of stage 3
-                found = found.view(self._shapes[name])
+                found = found.view(self.parameters[name])
             return found
         flat = self._flat[name]
         if key == "fp32":
@@ -302,8 +321,10 @@ class Checkpoint:
         ctrainer.fsdp has it; None where there is none."""
         if self.stage == 0:
             return None
-        groups = self._param_groups()
-        state = {name: partial(self._state_of, name, groups) for name in self._shapes}
+        groups = self.param_groups()
+        state = {
+            name: partial(self._state_of, name, groups) for name in self.parameters
+        }
         return {
             "state": Lazy(state),
             "param_groups": [
@@ -313,7 +334,8 @@ class Checkpoint:
             ],
         }
 
-    def _param_groups(self) -> list[State]:
+    def param_groups(self) -> list[State]:
+        """The optimizer's groups, whose params are the numbers of flat groups."""
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         base = self.common.get(key)
         if "param_groups" in self.common:
@@ -329,7 +351,7 @@ class Checkpoint:
         return [name for flat in flats for name in self.names[flat]]
 
     def _state_of(self, name: str, groups: list[State]) -> State:
-        keys = self._keys(name)
+        keys = self.keys_of(name)
         found = {key: self.value(name, key) for key in keys}
         for place, group in enumerate(groups):
             counts = group.get("step") or self.common.get("base_optimizer_state_step")
@@ -339,7 +361,8 @@ class Checkpoint:
             found["step"] = torch.tensor(float(found["step"]), device="cpu")
         return found
 
-    def _keys(self, name: str) -> list[str]:
+    def keys_of(self, name: str) -> list[str]:
+        """What the optimizer has of a parameter."""
         keys = list(self._states(0).get(self._group[name], {}))
         if self.universal:
             pattern = os.path.join(glob.escape(self.folder), "zero", name, "*.pt")

@@ -84,14 +84,6 @@ def write_script(folder: str) -> None:
     os.chmod(path, os.stat(path).st_mode | stat.S_IXUSR)
 
 
-def write_latest(folder: str, tag: str) -> None:
-    """Name the newest checkpoint, at once."""
-    path = os.path.join(folder, "latest")
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        file.write(tag)
-    os.replace(f"{path}.tmp", path)
-
-
 class Parts:
     """What this rank's files have of whole parameters, a unit at a time. Collective.
 

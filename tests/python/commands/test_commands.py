@@ -16,8 +16,8 @@ from ctrainer.runtime.command_line import with_default
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = (
-    *("consolidate", "demo", "env", "fairseq-preprocess", "fairseq-train"),
-    *("original", "plan", "replay", "zero-to-fp32"),
+    *("consolidate", "demo", "ds-to-universal", "env", "fairseq-preprocess"),
+    *("fairseq-train", "original", "plan", "replay", "zero-to-fp32"),
 )
 
 

@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from ctrainer.__main__ import main
-from ctrainer.compat.deepspeed import _files, zero_to_fp32
+from ctrainer.compat import deepspeed
+from ctrainer.compat.deepspeed import _files, ds_to_universal, zero_to_fp32
 
 THEIRS = ["0 fp32", "1 fp16", "2 bf16", "2 fp32", "3 fp32", "3 fp32 groups"]
 UNIVERSAL = ["2_fp32", "3_fp32"]
@@ -204,6 +205,101 @@ def test_weights_in_the_dtype_of_layers_are_written(found: Any, folder: Path) ->
     del found  # the last engine was of 2 fp32 groups, in stage 0
     state = torch.load(folder / "low" / "pytorch_model.bin")
     assert set(state) == set(runs.Model().state_dict())
+
+
+# ---- universal checkpoints
+
+
+@pytest.fixture(scope="module")
+def universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the kept checkpoints, whose folders `own` are of our command."""
+    place = tmp_path_factory.mktemp("universal")
+    for name in ("1_fp16", "2_bf16", "2_fp32", "3_fp32", "3_fp32_groups"):
+        shutil.copytree(runs.KEPT / name, place / name)
+        of, to = place / name / "global_step4", place / name / "own"
+        arguments = ["--input_folder", str(of), "--output_folder", f"{to}/"]
+        assert main(["ds-to-universal", *arguments]) == 0
+        assert (place / name / "latest_universal").read_text() == "own"
+    return place
+
+
+def _files_in(folder: Path) -> dict[str, Path]:
+    return {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("name", UNIVERSAL)
+def test_universal_files_are_those_of_deepspeeds_tool(
+    universal: Path, name: str
+) -> None:
+    ours = _files_in(universal / name / "own")
+    theirs = _files_in(runs.KEPT / name / "universal")
+    assert set(ours) == set(theirs)
+    for file, path in theirs.items():
+        wanted = _files.load(str(path))
+        if file == "zero/optimizer_state.pt" and name == "3_fp32":
+            del wanted["fp32_flat_groups"]  # rank 0's shards, which are no common state
+            state = wanted["optimizer_state_dict"]["state"]
+            state[0] = {"step": state[0]["step"]}
+        _assert_same(_files.load(str(ours[file])), wanted, {"rtol": 0, "atol": 0})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["1_fp16", "2_bf16", "2_fp32", "3_fp32", "3_fp32_groups"]
+)
+def test_a_universal_checkpoint_of_two_ranks_trains_on_on_one(
+    universal: Path, name: str, stage: int
+) -> None:
+    _, dtype, in_groups = runs.CASES[name.replace("_", " ")]
+    model = runs.Model()
+    for param in model.parameters():
+        param.data.fill_(0.5)
+    config = runs.configuration(stage, dtype) | {
+        "gradient_accumulation_steps": 4, "checkpoint": {"load_universal": True}
+    }  # fmt: skip
+    engine = deepspeed.initialize(
+        model=model, model_parameters=runs.parameters(model, in_groups), config=config
+    )[0]
+    path, state = engine.load_checkpoint(str(universal / name))
+    assert (path, state) == (str(universal / name / "own"), {"epoch": 3})
+    losses = []
+    for batch in runs.batches(dtype)[2 * runs.SAVED_AT :]:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    # Of every two batches the first is that of rank 0, of which the losses are kept.
+    kept = runs.kept(name.replace("_", " "))[runs.SAVED_AT :]
+    near = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 3e-3}[dtype]
+    assert losses[::2] == pytest.approx([log["loss"] for log in kept], rel=near)
+    last = kept[-1]
+    assert engine.get_lr() == pytest.approx(last["lr"], rel=1e-12)
+    assert engine.optimizer.cur_scale == last["scale"]
+    assert (engine.global_steps, engine.skipped_steps) == (
+        last["steps"], last["skipped"]
+    )  # fmt: skip
+
+
+def test_what_is_no_checkpoint_of_zero_makes_no_universal_one(
+    universal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert = ds_to_universal.convert_zero_checkpoint_to_universal
+    with pytest.raises(ValueError, match="universal checkpoint already"):
+        convert(str(universal / "2_fp32" / "own"), str(tmp_path / "a"))
+    with pytest.raises(FileNotFoundError, match=r"can't find \*_optim_states.pt"):
+        convert(str(runs.KEPT / "0_fp32" / "global_step4"), str(tmp_path / "a"))
+    of = shutil.copytree(runs.KEPT / "2_fp32" / "global_step4", tmp_path / "of")
+    with pytest.raises(ValueError, match="name another one"):
+        convert(str(of), f"{of}/")
+    path = str(of / "mp_rank_00_model_states.pt")
+    state = _files.load(path)
+    state["param_shapes"][0]["../b"] = state["param_shapes"][0].pop("head.bias")
+    _files.save(state, path)
+    with pytest.raises(SystemExit):
+        main(["ds-to-universal", "--input_folder", str(of), "--output_folder",
+              str(tmp_path / "a")])  # fmt: skip
+    assert "'../b' is no name of a folder" in capsys.readouterr().err
+    assert not (tmp_path / "latest_universal").exists()
 
 
 # ---- what cannot be read
