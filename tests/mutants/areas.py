@@ -95,6 +95,10 @@ AREAS = {
             binding("optim/groups") + " csrc/binding/optim/engine.h "
             "ctrainer/optim/_wrapper.py":
                 "binding/optim/test_optimizer.py",
+            binding("optim/step"):
+                "binding/optim/test_update_parameters.py "
+                "binding/engine/test_clipping.py "
+                "python/compat/test_deepspeed_engine.py",
             binding("optim/state"):
                 "binding/optim/test_optimizer.py binding/optim/test_eight_bit.py "
                 "binding/optim/test_compact.py "

@@ -89,9 +89,11 @@ def parameters(model: nn.Module, in_groups: bool) -> list[Any]:
     ]
 
 
-def train(engine: Any, dtype: str, first: int, last: int) -> list[dict[str, Any]]:
+def train(
+    engine: Any, dtype: str, first: int, last: int, of_all: Any = None
+) -> list[dict[str, Any]]:
     """The passes [first, last) of this rank, and what the engine says after each."""
-    of_all, log = batches(dtype), []
+    of_all, log = of_all or batches(dtype), []
     for number in range(first, last):
         loss = engine(*of_all[2 * number + engine.global_rank])
         engine.backward(loss)
@@ -111,8 +113,8 @@ def train(engine: Any, dtype: str, first: int, last: int) -> list[dict[str, Any]
     return log
 
 
-def kept(name: str) -> Any:
-    return json.loads((KEPT / "trainings.json").read_text())[name]
+def kept(name: str, file: str = "trainings") -> Any:
+    return json.loads((KEPT / f"{file}.json").read_text())[name]
 
 
 # By stage, dtype, and whether the parameters are in groups: what DeepSpeed has trained.
@@ -124,3 +126,47 @@ CASES = {
         (3, "fp32", True),
     ]
 }
+
+
+# ---- updates whose gradients are not finite
+
+# By stage and dtype: plain, without bf16's check_grad_overflow, and with an optimizer
+# and a scheduler of the caller.
+SKIPPING = [
+    *[f"{stage} {dtype}" for dtype in DTYPES for stage in range(4)],
+    *[f"{stage} bf16 unchecked" for stage in range(4)],
+    *("0 fp32 client", "1 fp16 client", "2 fp32 client", "3 bf16 client"),
+]
+
+
+def spoiled(dtype: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches, of which drawn ones of each rank have an Inf."""
+    draws = torch.Generator().manual_seed(4)
+    found = batches(dtype)
+    for rank in range(2):
+        for number in torch.randperm(MICRO_STEPS, generator=draws)[:2].tolist():
+            found[2 * number + rank][0][0, 0] = math.inf
+    return found
+
+
+def skipping(initialize: Any, name: str) -> list[dict[str, Any]]:
+    """What the engine that initialize() makes says of a training on these."""
+    stage, dtype, *words = name.split()
+    config = configuration(int(stage), dtype)
+    if dtype == "fp16":  # DeepSpeed's stage 0 begins with another dynamic scale
+        config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 2}
+        config["fp16"] |= {"loss_scale": 64.0} if stage == "0" else {}
+    if words == ["unchecked"]:
+        config["bf16"]["check_grad_overflow"] = False
+    model, given = Model(), {}
+    trained = parameters(model, in_groups=False)
+    if words == ["client"]:
+        del config["optimizer"], config["scheduler"]
+        given["optimizer"] = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        given["lr_scheduler"] = lambda of: torch.optim.lr_scheduler.LambdaLR(
+            of, lambda update: 0.5**update
+        )
+    engine = initialize(model=model, model_parameters=trained, config=config, **given)[
+        0
+    ]
+    return train(engine, dtype, 0, MICRO_STEPS, spoiled(dtype))

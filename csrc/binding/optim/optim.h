@@ -67,6 +67,41 @@ int ctpy_grads_measure(ctpy_grads *grads, const ct_clip *clip, double loss_scale
                        double *norm);
 int ctpy_grads_clip(ctpy_grads *grads, const ct_clip *clip, double loss_scale);
 
+/* One update of any optimizer. */
+typedef struct ctpy_step {
+    PyObject *optimizer;
+    PyObject
+        *engine; /* of one of our optimizers whose step() nobody replaced, or NULL */
+    PyObject *adapter; /* measures and clips where there are no kernels */
+    PyObject *shards;  /* the Communicator of the ranks that each have a shard of every
+                          parameter, or NULL */
+    double loss_scale;
+    bool overridden;  /* somebody else clips by norm */
+    ctpy_grads grads; /* those clipped in place */
+    ct_step_config config;
+    ct_step_result result;
+} ctpy_step;
+
+static inline void
+ctpy_step_release(ctpy_step *step)
+{
+    ctpy_grads_close(&step->grads);
+    Py_CLEAR(step->shards);
+    Py_CLEAR(step->adapter);
+    Py_CLEAR(step->engine);
+    Py_CLEAR(step->optimizer);
+}
+
+/* Has norms be of all ranks. 0, or -1 with an exception, as of all functions of a step.
+ */
+int ctpy_step_shard(ctpy_state *state, ctpy_step *step, PyObject *shards);
+
+/* Opens the gradients and fills in the result and the factors of clipping. */
+int ctpy_step_measure_in_place(ctpy_state *state, ctpy_step *step, const ct_clip *clip);
+
+/* Divides the gradients by the loss scale and clips them, after the measurement. */
+int ctpy_step_clip_in_place(ctpy_state *state, ctpy_step *step, const ct_clip *clip);
+
 /* An option called name as a C value: a policy, and a number > 0, for which None leaves
  * *value as it is. 0, or -1 with an exception that names the option. */
 int ctpy_parse_nonfinite(PyObject *arg, const char *name, ct_nonfinite *policy);

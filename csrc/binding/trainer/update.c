@@ -13,30 +13,19 @@
 #include "binding/runtime/buffer.h"
 #include "binding/schedule/scheduler.h"
 
-#include "math/norm.h"
-
 /* One update, between the functions that make it. */
 typedef struct ctpy_update {
-    PyObject *optimizer;
-    PyObject
-        *engine; /* of one of our optimizers whose step() nobody replaced, or NULL */
+    ctpy_step s;       /* `overridden`: by somebody else's _clip_grad_norm */
     PyObject *scaler;  /* the loss scaler, or NULL */
     PyObject *average; /* of the weights, or NULL */
     PyObject *blocks;  /* a BMUF, for local steps, or NULL */
-    PyObject *shards;  /* the Communicator of the ranks that each have a shard of every
-                          parameter, or NULL */
     bool average_due;
-    double loss_scale;
     bool logs_layers; /* the norms of layers, too */
-    bool overridden;  /* somebody else's _clip_grad_norm clips by norm */
     bool begun;       /* on_pre_optimizer_step has been called */
     bool
         reports_norm; /* somebody else's _get_grad_norm has the last word on the norm */
     double spike_sigmas; /* of norms that are skipped, or 0 */
-    bool clip_first;  /* somebody looks at the gradients between clipping and update */
-    ctpy_grads grads; /* those clipped in place */
-    ct_step_config config;
-    ct_step_result result;
+    bool clip_first; /* somebody looks at the gradients between clipping and update */
 } ctpy_update;
 
 static void
@@ -46,12 +35,9 @@ update_release(ctpy_update *u)
         ctpy_average_drop(u->average);
         Py_CLEAR(u->average);
     }
-    ctpy_grads_close(&u->grads);
-    Py_CLEAR(u->shards);
+    ctpy_step_release(&u->s);
     Py_CLEAR(u->blocks);
     Py_CLEAR(u->scaler);
-    Py_CLEAR(u->engine);
-    Py_CLEAR(u->optimizer);
 }
 
 /* ---- the settings of an update --------------------------------------------------- */
@@ -88,7 +74,7 @@ static int
 open_config(PyObject *op, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    ct_clip *clip = &u->config.clip;
+    ct_clip *clip = &u->s.config.clip;
     PyObject *args = PyObject_GetAttr(op, names->str_args);
     if (args == NULL) {
         return -1;
@@ -101,12 +87,12 @@ open_config(PyObject *op, ctpy_update *u)
         read_limit(args, names->str_skip_grad_norm_sigmas, &u->spike_sigmas) < 0 ||
         ctpy_get_flag(args, names->str_clip_by_group, &clip->by_group) < 0 ||
         ctpy_get_flag(args, names->str_log_layer_grad_norms, &u->logs_layers) < 0 ||
-        read_policy(args, names, &u->config.nonfinite) < 0;
+        read_policy(args, names, &u->s.config.nonfinite) < 0;
     clip->max_norm = clip->max_norm > 0.0 ? clip->max_norm : 0.0;
     Py_DECREF(args);
     const int clips = failed ? -1 : ctpy_is_default(op, names->str__clip_grad_norm);
     const int reports = clips < 0 ? -1 : ctpy_is_default(op, names->str__get_grad_norm);
-    u->overridden = clips == 0 && clip->max_norm > 0.0;
+    u->s.overridden = clips == 0 && clip->max_norm > 0.0;
     u->reports_norm = reports == 0;
     return reports < 0 ? -1 : 0;
 }
@@ -115,12 +101,14 @@ static int
 open_scaler(PyObject *op, ctpy_update *u)
 {
     u->scaler = ctpy_field(((Trainer *)op)->loss_scaler);
-    u->loss_scale = 1.0;
+    u->s.loss_scale = 1.0;
     if (u->scaler == NULL) {
         return 0;
     }
-    u->config.nonfinite = CT_NONFINITE_SKIP; /* an overflow is the scaler's business */
-    return ctpy_get_double(u->scaler, ctpy_state_borrow(op)->str_scale, &u->loss_scale);
+    /* An overflow is the scaler's business. */
+    u->s.config.nonfinite = CT_NONFINITE_SKIP;
+    return ctpy_get_double(u->scaler, ctpy_state_borrow(op)->str_scale,
+                           &u->s.loss_scale);
 }
 
 static int
@@ -141,22 +129,20 @@ open_average(PyObject *op, ctpy_update *u)
             "weight_average must be None, a ctrainer.EMA or a ctrainer.SWA");
         return -1;
     }
-    u->average_due = ctpy_average_due(u->average, &u->config.ema_decay);
+    u->average_due = ctpy_average_due(u->average, &u->s.config.ema_decay);
     return 0;
 }
 
-/* Reads over which ranks parameters are sharded, if they are. */
+/* Reads over which ranks parameters are sharded, if they are, and whose tools work on
+ * gradients without kernels. */
 static int
 open_shards(PyObject *op, ctpy_update *u)
 {
-    ctpy_state *names = ctpy_state_borrow(op);
-    u->shards = ctpy_field(((Trainer *)op)->shard_group);
-    if (u->shards == NULL) {
-        return 0;
-    }
-    u->config.comm = ctpy_comm_borrow(names, u->shards);
-    u->config.global_norm = true;
-    return u->config.comm == NULL ? -1 : 0;
+    const Trainer *self = (Trainer *)op;
+    u->s.adapter = Py_NewRef(self->adapter == NULL ? Py_None : self->adapter);
+    return self->shard_group == NULL || self->shard_group == Py_None
+               ? 0
+               : ctpy_step_shard(ctpy_state_borrow(op), &u->s, self->shard_group);
 }
 
 static int
@@ -166,7 +152,7 @@ update_open(PyObject *op, ctpy_update *u)
     u->blocks = ctpy_field(((Trainer *)op)->blocks);
     if (open_config(op, u) < 0 || open_scaler(op, u) < 0 || open_average(op, u) < 0 ||
         open_shards(op, u) < 0 ||
-        (u->optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL) {
+        (u->s.optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL) {
         return -1;
     }
     PyObject *handler = PyObject_GetAttr(op, names->str_callback_handler);
@@ -175,100 +161,21 @@ update_open(PyObject *op, ctpy_update *u)
             ? -1
             : ctpy_callbacks_listens(names, handler, names->str_on_pre_optimizer_step);
     Py_XDECREF(handler);
-    u->clip_first = u->overridden || u->reports_norm || listened > 0;
-    return listened < 0 || ctpy_optimizer_engine(names, u->optimizer, &u->engine) < 0
+    u->clip_first = u->s.overridden || u->reports_norm || listened > 0;
+    return listened < 0 ||
+                   ctpy_optimizer_engine(names, u->s.optimizer, &u->s.engine) < 0
                ? -1
                : 0;
 }
 
-/* ---- the norm and clipping --------------------------------------------------------
- *
- * Our optimizers clip in their update. The gradients of any other optimizer, or those
- * that an override or a callback sees before the update, are clipped in place: by our
- * kernels where there are some for their memory, else by the framework. */
-
-/* Reads the adapter's norms, one for each group or one of all, into the list's sums and
- * their total. */
-static int
-take_norms(PyObject *norms, double p, ct_grads *list, bool by_group)
-{
-    const ct_norm_kind kind = ct_norm_kind_of(p);
-    const Py_ssize_t n = by_group ? (Py_ssize_t)list->n_groups : 1;
-    double total = 0.0, *sums = by_group ? list->sums : ct_grads_total(list);
-    PyObject *items = PySequence_Tuple(norms);
-    if (items != NULL && PyTuple_GET_SIZE(items) != n) {
-        PyErr_Format(PyExc_ValueError, "the adapter gave %zd norms, not %zd",
-                     PyTuple_GET_SIZE(items), n);
-    }
-    for (Py_ssize_t i = 0; items != NULL && !PyErr_Occurred() && i < n; i++) {
-        const double norm = PyFloat_AsDouble(PyTuple_GET_ITEM(items, i));
-        sums[i] = ct_norm_add(kind, p, 0.0, norm);
-        total = ct_norm_merge(kind, total, sums[i]);
-    }
-    *ct_grads_total(list) = total;
-    Py_XDECREF(items);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static int
-sum_by_adapter(PyObject *op, ctpy_update *u, const ct_clip *clip, bool by_group)
-{
-    PyObject *p = PyFloat_FromDouble(clip->norm_type), *norms = NULL;
-    if (p != NULL) {
-        PyObject *stack[] = {u->optimizer, p, by_group ? Py_True : Py_False};
-        norms = ctpy_ask_adapter(op, ctpy_state_borrow(op)->str_grad_norms, stack, 3);
-        Py_DECREF(p);
-    }
-    const int result =
-        norms == NULL ? -1
-                      : take_norms(norms, clip->norm_type, u->grads.list, by_group);
-    Py_XDECREF(norms);
-    return result;
-}
-
-/* Adds the sums up over the ranks with shards. Without groups there is the total alone.
- */
-static int
-reduce_sums(PyObject *op, ctpy_update *u, const ct_clip *clip, bool by_group)
-{
-    const ct_grads *list = u->grads.list;
-    const bool largest = ct_norm_kind_of(clip->norm_type) == CT_NORM_MAX;
-    return u->shards == NULL
-               ? 0
-               : ctpy_comm_reduce_numbers(ctpy_state_borrow(op), u->shards, NULL,
-                                          by_group ? list->sums : ct_grads_total(list),
-                                          by_group ? list->n_groups + 1 : 1,
-                                          largest ? CT_REDUCE_MAX : CT_REDUCE_SUM);
-}
-
-/* Opens the gradients and fills in the norm of all and the factors of clipping. */
-static int
-open_and_measure(PyObject *op, ctpy_update *u, const ct_clip *clip)
-{
-    ctpy_grads_close(&u->grads);
-    if (ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, &u->grads) < 0) {
-        return -1;
-    }
-    ct_grads *list = u->grads.list;
-    for (size_t g = 0; u->overridden && g < list->n_groups; g++) {
-        list->groups[g].max_norm = 0.0; /* clipping by norm is not ours */
-    }
-    const bool by_group = ct_clip_by_group(clip, list);
-    if ((u->grads.elsewhere ? sum_by_adapter(op, u, clip, by_group)
-                            : ctpy_grads_sum(&u->grads, clip)) < 0 ||
-        reduce_sums(op, u, clip, by_group) < 0) {
-        return -1;
-    }
-    u->result.grad_norm = ct_clip_decide(clip, list, u->loss_scale);
-    return 0;
-}
+/* ---- the norm and clipping ------------------------------------------------------- */
 
 /* Before an override of _clip_grad_norm nothing is clipped. */
 static ct_clip
 clip_before(const ctpy_update *u)
 {
-    return u->overridden ? (ct_clip){.norm_type = u->config.clip.norm_type}
-                         : u->config.clip;
+    return u->s.overridden ? (ct_clip){.norm_type = u->s.config.clip.norm_type}
+                           : u->s.config.clip;
 }
 
 /* Measures the gradients of an update: by the engine, or to be clipped in place. */
@@ -276,50 +183,11 @@ static int
 measure(PyObject *op, ctpy_update *u)
 {
     const ct_clip clip = clip_before(u);
-    if (u->engine != NULL && !u->clip_first) {
-        return ctpy_engine_measure(u->engine, u->optimizer, &u->config, u->loss_scale,
-                                   &u->result);
+    if (u->s.engine != NULL && !u->clip_first) {
+        return ctpy_engine_measure(u->s.engine, u->s.optimizer, &u->s.config,
+                                   u->s.loss_scale, &u->s.result);
     }
-    if (open_and_measure(op, u, &clip) < 0) {
-        return -1;
-    }
-    u->result.finite = isfinite(u->result.grad_norm);
-    u->result.clip_coef = ct_clip_least(u->grads.list);
-    return 0;
-}
-
-static int
-clip_by_adapter(PyObject *op, ctpy_update *u, const ct_clip *clip)
-{
-    const ct_grads *list = u->grads.list;
-    PyObject *limit =
-        ct_clip_by_value(clip) ? PyFloat_FromDouble(clip->value) : Py_NewRef(Py_None);
-    PyObject *factors = PyList_New((Py_ssize_t)list->n_groups);
-    for (size_t g = 0; factors != NULL && g < list->n_groups; g++) {
-        PyObject *factor = PyFloat_FromDouble(list->groups[g].coef / u->loss_scale);
-        if (factor == NULL) {
-            Py_CLEAR(factors);
-        }
-        else {
-            PyList_SET_ITEM(factors, (Py_ssize_t)g, factor);
-        }
-    }
-    PyObject *stack[] = {u->optimizer, factors, limit};
-    PyObject *answer =
-        factors == NULL || limit == NULL
-            ? NULL
-            : ctpy_ask_adapter(op, ctpy_state_borrow(op)->str_clip_grads, stack, 3);
-    Py_XDECREF(factors);
-    Py_XDECREF(limit);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
-}
-
-static int
-clip_in_place(PyObject *op, ctpy_update *u, const ct_clip *clip)
-{
-    return u->grads.elsewhere ? clip_by_adapter(op, u, clip)
-                              : ctpy_grads_clip(&u->grads, clip, u->loss_scale);
+    return ctpy_step_measure_in_place(ctpy_state_borrow(op), &u->s, &clip);
 }
 
 /* The norm that an override returns; None leaves the measured one. */
@@ -329,12 +197,13 @@ take_norm_steal(ctpy_update *u, PyObject *norm)
     if (norm == NULL) {
         return -1;
     }
-    const double value = Py_IsNone(norm) ? u->result.grad_norm : PyFloat_AsDouble(norm);
+    const double value =
+        Py_IsNone(norm) ? u->s.result.grad_norm : PyFloat_AsDouble(norm);
     Py_DECREF(norm);
     if (value == -1.0 && PyErr_Occurred()) {
         return -1;
     }
-    u->result.grad_norm = value;
+    u->s.result.grad_norm = value;
     return 0;
 }
 
@@ -352,7 +221,7 @@ static int
 report_norm(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    PyObject *norm = u->reports_norm ? PyFloat_FromDouble(u->result.grad_norm) : NULL;
+    PyObject *norm = u->reports_norm ? PyFloat_FromDouble(u->s.result.grad_norm) : NULL;
     if (norm == NULL) {
         return u->reports_norm ? -1 : 0;
     }
@@ -367,14 +236,14 @@ report_norm(PyObject *op, ctpy_run *run, ctpy_update *u)
 static int
 clip_by_value(PyObject *op, ctpy_update *u)
 {
-    const ct_clip clip = {.value = u->config.clip.value};
-    ctpy_grads_close(&u->grads);
+    const ct_clip clip = {.value = u->s.config.clip.value};
+    ctpy_grads_close(&u->s.grads);
     if (!ct_clip_by_value(&clip)) {
         return 0;
     }
-    return ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, &u->grads) < 0
+    return ctpy_grads_open(ctpy_state_borrow(op), u->s.optimizer, &u->s.grads) < 0
                ? -1
-               : clip_in_place(op, u, &clip);
+               : ctpy_step_clip_in_place(ctpy_state_borrow(op), &u->s, &clip);
 }
 
 /* Unscales and clips in place, unless the engine will, in its update. */
@@ -382,20 +251,20 @@ static int
 clip_update(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     const ct_clip clip = clip_before(u);
-    if (u->engine != NULL && !u->clip_first) {
+    if (u->s.engine != NULL && !u->clip_first) {
         return 0;
     }
-    if (clip_in_place(op, u, &clip) < 0) {
+    if (ctpy_step_clip_in_place(ctpy_state_borrow(op), &u->s, &clip) < 0) {
         return -1;
     }
-    u->loss_scale = 1.0;
+    u->s.loss_scale = 1.0;
     ((Trainer *)op)->grads_scaled = false;
-    if (u->overridden &&
+    if (u->s.overridden &&
         (clip_by_override(op, run, u) < 0 || clip_by_value(op, u) < 0)) {
         return -1;
     }
-    u->result.clip_coef = 1.0;
-    u->config.clip = (ct_clip){0};
+    u->s.result.clip_coef = 1.0;
+    u->s.config.clip = (ct_clip){0};
     return 0;
 }
 
@@ -410,15 +279,15 @@ static PyObject *
 Trainer__clip_grad_norm(PyObject *op, PyObject *Py_UNUSED(model))
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    ctpy_update u = {.loss_scale = 1.0};
+    ctpy_update u = {.s.loss_scale = 1.0};
     bool failed = open_config(op, &u) < 0 || open_shards(op, &u) < 0 ||
-                  (u.optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL;
-    u.overridden = false; /* an override may call this one */
-    u.config.clip.value = 0.0;
-    failed = failed || open_and_measure(op, &u, &u.config.clip) < 0 ||
-             clip_in_place(op, &u, &u.config.clip) < 0;
+                  (u.s.optimizer = PyObject_GetAttr(op, names->str_optimizer)) == NULL;
+    u.s.overridden = false; /* an override may call this one */
+    u.s.config.clip.value = 0.0;
+    failed = failed || ctpy_step_measure_in_place(names, &u.s, &u.s.config.clip) < 0 ||
+             ctpy_step_clip_in_place(names, &u.s, &u.s.config.clip) < 0;
     update_release(&u);
-    return failed ? NULL : PyFloat_FromDouble(u.result.grad_norm);
+    return failed ? NULL : PyFloat_FromDouble(u.s.result.grad_norm);
 }
 
 /* Measures the norms of layers for a log that follows this update: between measuring
@@ -433,7 +302,7 @@ measure_layers(PyObject *op, const ctpy_run *run, const ctpy_update *u)
         return 0;
     }
     PyObject *ends = run->micro_step >= run->steps_in_epoch ? Py_True : Py_False;
-    PyObject *scale = PyFloat_FromDouble(u->loss_scale), *answer = NULL;
+    PyObject *scale = PyFloat_FromDouble(u->s.loss_scale), *answer = NULL;
     if (scale != NULL) {
         answer = ctpy_call_hook(op, names->str__take_layer_norms,
                                 (PyObject *const[]){ends, scale}, 2);
@@ -482,7 +351,7 @@ average_grads(PyObject *op, ctpy_update *u)
     if (done != 0) {
         return done < 0 ? -1 : 0;
     }
-    if (ctpy_grads_open(ctpy_state_borrow(op), u->optimizer, &grads) < 0) {
+    if (ctpy_grads_open(ctpy_state_borrow(op), u->s.optimizer, &grads) < 0) {
         return -1;
     }
     const ct_device *device = grads.target.device;
@@ -518,11 +387,11 @@ finish_average(ctpy_update *u)
     if (u->average == NULL) {
         return 0;
     }
-    if (!u->result.updated) {
+    if (!u->s.result.updated) {
         ctpy_average_drop(u->average);
         return 0;
     }
-    return ctpy_average_finish(u->average, u->average_due, u->config.ema_decay);
+    return ctpy_average_finish(u->average, u->average_due, u->s.config.ema_decay);
 }
 
 static int
@@ -531,8 +400,8 @@ scaler_update(ctpy_update *u, ctpy_state *names)
     if (u->scaler == NULL) {
         return 0;
     }
-    PyObject *answer = PyObject_CallMethodOneArg(u->scaler, names->str_update,
-                                                 u->result.finite ? Py_False : Py_True);
+    PyObject *answer = PyObject_CallMethodOneArg(
+        u->scaler, names->str_update, u->s.result.finite ? Py_False : Py_True);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : 0;
 }
@@ -557,7 +426,7 @@ report_if_nonfinite(PyObject *op, const ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     int64_t step;
-    if (u->result.finite || u->scaler != NULL) {
+    if (u->s.result.finite || u->scaler != NULL) {
         return 0;
     }
     return ctpy_field_int64(op, names->str_state, names->str_global_step, &step) < 0
@@ -616,9 +485,9 @@ report_spike(PyObject *op, const ctpy_update *u)
     return ctpy_field_int64(op, ctpy_state_borrow(op)->str_state,
                             ctpy_state_borrow(op)->str_global_step, &step) < 0
                ? -1
-               : ctpy_drop_steal(
-                     ctpy_call_function("ctrainer.trainer.run", "report_spike", "(OLd)",
-                                        op, (long long)step + 1, u->result.grad_norm));
+               : ctpy_drop_steal(ctpy_call_function(
+                     "ctrainer.trainer.run", "report_spike", "(OLd)", op,
+                     (long long)step + 1, u->s.result.grad_norm));
 }
 
 /* Decides whether the update is skipped as a spike: on all ranks if on a single rank,
@@ -627,20 +496,20 @@ static int
 judge_norm(PyObject *op, ctpy_update *u)
 {
     Trainer *self = (Trainer *)op;
-    if (!(u->spike_sigmas > 0.0) || !u->result.finite) {
+    if (!(u->spike_sigmas > 0.0) || !u->s.result.finite) {
         return 0;
     }
     double norms[CT_SPIKE_WINDOW] = {0};
     const size_t n = read_norms(self, norms);
     double spike =
-        ct_step_is_spike(norms, n, u->result.grad_norm, u->spike_sigmas) ? 1.0 : 0.0;
+        ct_step_is_spike(norms, n, u->s.result.grad_norm, u->spike_sigmas) ? 1.0 : 0.0;
     if (PyErr_Occurred() ||
         (u->blocks == NULL && ctpy_trainer_reduce(op, &spike, 1, CT_REDUCE_MAX) < 0)) {
         return -1;
     }
-    u->result.spike = spike > 0.0;
-    return (u->result.spike && report_spike(op, u) < 0) ||
-                   keep_norms(self, norms, n, u->result.grad_norm) < 0
+    u->s.result.spike = spike > 0.0;
+    return (u->s.result.spike && report_spike(op, u) < 0) ||
+                   keep_norms(self, norms, n, u->s.result.grad_norm) < 0
                ? -1
                : 0;
 }
@@ -652,29 +521,29 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
     ctpy_state *names = ctpy_state_borrow(op);
     const bool local_steps = u->blocks != NULL;
     if ((!local_steps && average_grads(op, u) < 0) || measure(op, u) < 0 ||
-        (!local_steps && agree_finite(op, &u->result.finite) < 0) ||
+        (!local_steps && agree_finite(op, &u->s.result.finite) < 0) ||
         measure_layers(op, run, u) < 0 || report_if_nonfinite(op, u) < 0 ||
-        judge_norm(op, u) < 0 || (u->result.finite && clip_update(op, run, u) < 0) ||
+        judge_norm(op, u) < 0 || (u->s.result.finite && clip_update(op, run, u) < 0) ||
         report_norm(op, run, u) < 0) {
         return -1;
     }
-    ((Trainer *)op)->last_grad_norm = u->result.grad_norm;
+    ((Trainer *)op)->last_grad_norm = u->s.result.grad_norm;
     if (!u->begun && ctpy_trainer_fire(op, names->str_on_pre_optimizer_step) < 0) {
         return -1;
     }
-    if (u->engine == NULL) {
-        u->result.updated =
-            !u->result.spike &&
-            (u->result.finite || u->config.nonfinite == CT_NONFINITE_KEEP);
-        if (u->result.updated && call(u->optimizer, names->str_step) < 0) {
+    if (u->s.engine == NULL) {
+        u->s.result.updated =
+            !u->s.result.spike &&
+            (u->s.result.finite || u->s.config.nonfinite == CT_NONFINITE_KEEP);
+        if (u->s.result.updated && call(u->s.optimizer, names->str_step) < 0) {
             return -1;
         }
     }
-    else if (ctpy_engine_apply(u->engine, u->optimizer, &u->config, u->loss_scale,
-                               &u->result) < 0) {
+    else if (ctpy_engine_apply(u->s.engine, u->s.optimizer, &u->s.config,
+                               u->s.loss_scale, &u->s.result) < 0) {
         return -1;
     }
-    ((Trainer *)op)->skipped_update = !u->result.updated;
+    ((Trainer *)op)->skipped_update = !u->s.result.updated;
     /* Ranks with local steps count every update, made or not, and synchronize where
      * due. */
     return finish_average(u) < 0 || scaler_update(u, names) < 0 ||
@@ -730,19 +599,19 @@ leave_pending(PyObject *op, ctpy_update *u)
 {
     Trainer *self = (Trainer *)op;
     if (u->average_due && ctpy_average_has_rest(u->average)) {
-        if (ctpy_engine_await(u->engine, &u->result) < 0) {
+        if (ctpy_engine_await(u->s.engine, &u->s.result) < 0) {
             return -1;
         }
-        self->last_grad_norm = u->result.grad_norm;
-        self->skipped_update = !u->result.updated;
+        self->last_grad_norm = u->s.result.grad_norm;
+        self->skipped_update = !u->s.result.updated;
         return scaler_update(u, ctpy_state_borrow(op)) < 0 ? -1
                                                            : report_if_nonfinite(op, u);
     }
-    u->result.finite = u->result.updated = true;
+    u->s.result.finite = u->s.result.updated = true;
     self->enqueued_due = u->average_due;
     Py_XSETREF(self->enqueued_scaler, Py_XNewRef(u->scaler));
     Py_XSETREF(self->enqueued_average, Py_XNewRef(u->average));
-    Py_XSETREF(self->enqueued_engine, Py_XNewRef(u->engine));
+    Py_XSETREF(self->enqueued_engine, Py_XNewRef(u->s.engine));
     return 0;
 }
 
@@ -751,8 +620,8 @@ static ct_comm *
 gpu_group(PyObject *op, const ctpy_update *u)
 {
     const PyObject *group = ((Trainer *)op)->rank_group;
-    if (u->shards != NULL) { /* groups of shards that are replicas decide alike */
-        return u->config.comm->ops->takes_device_memory ? u->config.comm : NULL;
+    if (u->s.shards != NULL) { /* groups of shards that are replicas decide alike */
+        return u->s.config.comm->ops->takes_device_memory ? u->s.config.comm : NULL;
     }
     return ctpy_trainer_is_alone(op) ? NULL
                                      : ((const Communicator *)group)->comm->on_gpu;
@@ -765,7 +634,7 @@ foresee_scale(PyObject *op, const ctpy_update *u, ct_step_scale *scale)
 {
     Trainer *self = (Trainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
-    *scale = (ct_step_scale){.now = u->loss_scale};
+    *scale = (ct_step_scale){.now = u->s.loss_scale};
     if (u->scaler == NULL) {
         return 1;
     }
@@ -790,17 +659,17 @@ static int
 can_enqueue(PyObject *op, const ctpy_update *u, ct_step_config *config,
             ct_step_scale *scale)
 {
-    const bool alone = u->shards == NULL && ctpy_trainer_is_alone(op);
-    int can = u->engine != NULL && !u->clip_first && !u->logs_layers &&
+    const bool alone = u->s.shards == NULL && ctpy_trainer_is_alone(op);
+    int can = u->s.engine != NULL && !u->clip_first && !u->logs_layers &&
               u->spike_sigmas == 0.0; /* the host compares norms */
-    *config = u->config;
+    *config = u->s.config;
     config->comm = gpu_group(op, u);
-    if (can > 0 && !alone && u->shards == NULL) {
+    if (can > 0 && !alone && u->s.shards == NULL) {
         can = averages_itself(op);
     }
     if (can > 0) {
         can = (alone || config->comm != NULL) &&
-              ctpy_engine_can_enqueue(u->engine, config);
+              ctpy_engine_can_enqueue(u->s.engine, config);
     }
     if (can > 0) {
         can = steps_back(op);
@@ -842,7 +711,7 @@ update_enqueue(PyObject *op, ctpy_update *u)
     PyObject *next =
         u->scaler == NULL ? NULL : Py_NewRef(((Trainer *)op)->device_scale);
     const int done =
-        ctpy_engine_enqueue(u->engine, u->optimizer, &config, &scale, next);
+        ctpy_engine_enqueue(u->s.engine, u->s.optimizer, &config, &scale, next);
     Py_XDECREF(next);
     if (done <= 0) {
         return done;
@@ -882,9 +751,9 @@ ctpy_await_update(PyObject *op)
     Py_CLEAR(self->enqueued_engine);
     Py_CLEAR(self->enqueued_scaler);
     const int failed =
-        ctpy_engine_await(engine, &u.result) < 0 || scaler_update(&u, names) < 0;
+        ctpy_engine_await(engine, &u.s.result) < 0 || scaler_update(&u, names) < 0;
     const bool scaled = u.scaler != NULL;
-    const ct_step_result result = u.result;
+    const ct_step_result result = u.s.result;
     Py_DECREF(engine);
     Py_XDECREF(u.scaler);
     if (failed) {
@@ -924,7 +793,7 @@ drop_gradients(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     if (!((Trainer *)op)->stray_parameters) {
-        return ctpy_grads_drop(names, u->optimizer);
+        return ctpy_grads_drop(names, u->s.optimizer);
     }
     return call(run->model, names->str_zero_grad);
 }
@@ -954,7 +823,7 @@ static int
 update_make(PyObject *op, ctpy_run *run, ctpy_update *u)
 {
     PyObject *average = u->average_due ? u->average : NULL;
-    if (u->engine != NULL && ctpy_engine_attach(u->engine, average) < 0) {
+    if (u->s.engine != NULL && ctpy_engine_attach(u->s.engine, average) < 0) {
         return -1;
     }
     const int enqueued = update_enqueue(op, u);
@@ -971,7 +840,7 @@ ctpy_finish_update(PyObject *op, ctpy_run *run, PyObject **learning_rate)
         update_make(op, run, &u) == 0 &&
         (*learning_rate =
              PyObject_CallMethodNoArgs(op, names->str__get_learning_rate)) != NULL &&
-        (!u.result.updated || step_schedule(op) == 0) &&
+        (!u.s.result.updated || step_schedule(op) == 0) &&
         drop_gradients(op, run, &u) == 0 && advance_counters(op, run) == 0) {
         ((Trainer *)op)->in_update = false;
         result = ctpy_trainer_fire(op, names->str_on_step_end);

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ctrainer import adapters, deepspeed_schedules
+from ctrainer import _C, adapters, deepspeed_schedules
 from ctrainer.arguments.deepspeed import loss_scaler_of, optimizer_of
 from ctrainer.arguments.fsdp import of_zero
 from ctrainer.arguments.loss_scaler import make_loss_scaler
@@ -213,15 +213,8 @@ class DeepSpeedEngine(ModuleShown):
         self.lr_scheduler = self._make_scheduler(lr_scheduler)
         fp16 = config.float16_config.enabled
         self._scaler = make_loss_scaler(loss_scaler_of(config.hf)) if fp16 else None
-        self._checks = fp16 or (
-            config.bfloat16_enabled and config.bfloat16_config.check_grad_overflow
-        )
-        if self._is_sharded:
-            unit: Any = self.module
-            self._divide_factors = (
-                unit.gradient_predivide_factor,
-                unit.gradient_postdivide_factor,
-            )
+        self._skips = self._skips_nonfinite()
+        self._strays = self._has_strays()
         self._publish(overflow=False)
 
     # ---- construction
@@ -246,6 +239,22 @@ class DeepSpeedEngine(ModuleShown):
             as_of_a_run,
             self.communicator,
         )
+
+    def _skips_nonfinite(self) -> bool:
+        """Whether updates are skipped whose gradients are not finite: in DeepSpeed in
+        float32 of stage 0 none, and bf16's check_grad_overflow is of the stages 1 and
+        2."""
+        config, stage = self._config, self._config.zero_config.stage
+        if config.bfloat16_enabled and stage in (1, 2):
+            return bool(config.bfloat16_config.check_grad_overflow)
+        return bool(config.fp16_enabled or config.bfloat16_enabled or stage)
+
+    def _has_strays(self) -> bool:
+        """Whether parameters train that the optimizer has not."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        own = {id(param) for group in groups for param in group["params"]}
+        params = self.module.parameters()
+        return any(p.requires_grad and id(p) not in own for p in params)
 
     def _part(self, param: Any) -> Any:
         """What this rank updates of a parameter."""
@@ -356,8 +365,8 @@ class DeepSpeedEngine(ModuleShown):
         """Count a pass; at the last one of an update clip, update, zero the gradients
         and step the schedule.
 
-        An update whose gradients are not finite is skipped with fp16, or with bf16 and
-        its check_grad_overflow.
+        An update whose gradients are not finite is skipped, but in stage 0 in float32,
+        and with bf16 in the stages 1 and 2 where check_grad_overflow is False.
 
         Args:
             lr_kwargs (dict | None, default None): Of the scheduler's step().
@@ -374,37 +383,29 @@ class DeepSpeedEngine(ModuleShown):
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
-        self._norm = self._clip()
-        overflow = self._checks and not math.isfinite(self._norm)
-        if not overflow:
-            self.optimizer.step()
-        self.zero_grad()
-        if self._scaler is not None:
-            self._scaler.update(overflow)
-        self._publish(overflow)
-        if overflow:
+        unit: Any = self.module
+        norm, updated = _C.update_parameters(
+            self.optimizer,
+            adapters.for_model(unit),
+            self.gradient_clipping(),
+            self._skips,
+            scaler=self._scaler,
+            shards=unit.communicator if self._is_sharded else None,
+        )
+        self._norm, self._applied = norm if updated else math.inf, updated
+        if self._strays:
+            self.zero_grad()
+        self._publish(overflow=not updated)
+        if not updated:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        self._applied = not overflow
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
 
-    def _clip(self) -> float:
-        """Clip the gradients, which have no loss scale; return their norm before."""
-        limit = self._config.gradient_clipping or math.inf
-        if self._is_sharded:
-            unit: Any = self.module
-            return float(unit.clip_grad_norm_(limit))
-        return float(nn.utils.clip_grad_norm_(self.module.parameters(), limit))
-
     def _publish(self, overflow: bool) -> None:
-        """Show the loss scale; gradients are divided by it when they are reduced."""
+        """Show the loss scale, and whether the last update was skipped."""
         scale = 1.0 if self._scaler is None else self._scaler.scale
-        if self._scaler is not None:
-            before, after = self._divide_factors
-            unit: Any = self.module
-            unit.set_gradient_divide_factors(before, after * scale, recursive=True)
         if self.optimizer is not None:
             self.optimizer.overflow = overflow
             self.optimizer.cur_scale = self.optimizer.loss_scale = scale
@@ -592,8 +593,8 @@ class DeepSpeedEngine(ModuleShown):
     # ---- what it knows
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of all gradients of the last update before clipping; None
-        before the first."""
+        """Return the norm of all gradients of the last update before clipping, inf of
+        one that was skipped; None before the first."""
         return self._norm
 
     def get_lr(self) -> list[float]:

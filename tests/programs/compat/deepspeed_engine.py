@@ -40,7 +40,8 @@ def message(call: Any, *arguments: Any, **options: Any) -> str:
 results: dict[str, Any] = {}
 for name, case in runs.CASES.items():
     results[name] = runs.train(made(*case), case[1], 0, runs.MICRO_STEPS)
-
+for name in runs.SKIPPING:
+    results[f"skipping {name}"] = runs.skipping(deepspeed.initialize, name)
 
 # ---- accumulation in no_sync(), and boundaries that the caller sets
 
