@@ -183,18 +183,24 @@ class TrainingArguments(Setters):
         if accelerator.config_of(self.accelerator_config).use_configured_state:
             return integrations.configured_state().device  # type: ignore[no-any-return]
         if "_device" not in vars(self):
-            from ctrainer.comm.processes import join_run
             from ctrainer.runtime.torch_process import choose_device
 
             self._device = choose_device(
                 self.use_cpu, self.tf32, self.local_process_index, self.world_size
             )
-            backend = "gloo" if self._device.type == "cpu" else "nccl"
-            join_run(self.ddp_backend, backend, self.ddp_timeout)
+            self.join_torch()
             affinity = "ACCELERATE_CPU_AFFINITY"  # of accelerate launch
             if read(os.environ.get(affinity) or "no", bool, affinity):
                 _ = self.distributed_state  # accelerate binds the process to cores
         return self._device
+
+    def join_torch(self) -> None:
+        """Join the run's ranks as torch.distributed's default group, as `device` does,
+        which calls it."""
+        from ctrainer.comm.processes import join_run
+
+        backend = "gloo" if self.device.type == "cpu" else "nccl"
+        join_run(self.ddp_backend, backend, self.ddp_timeout)
 
     # What transformers' Trainer reads: WandbCallback makes one of our arguments.
     fsdp_plugin_args = None

@@ -299,7 +299,11 @@ def validate(args: TrainingArguments) -> None:
             "dataloader_prefetch_factor needs dataloader_num_workers above 0: only "
             "workers prefetch"
         )
-    way_of(args)
+    if way_of(args) is not None and args.min_world_size is not None:
+        raise ValueError(
+            "min_world_size does not go with local steps, whose ranks differ: "
+            "BMUF.regroup() lets ranks leave and join"
+        )
     sharding_of(args)
     unknown = set(args.include_for_metrics) - {"inputs", "loss"}
     if unknown:

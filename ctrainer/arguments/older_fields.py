@@ -392,6 +392,12 @@ class OwnFields(OlderFields):
     save_on_signal: bool = arg(
         True, "On SIGTERM or Ctrl-C save a checkpoint before the end."
     )
+    min_world_size: Count | None = arg(
+        None,
+        "When ranks die, let the others go on if so many are left: from the last whole "
+        "update, or, of a model in shards, from the last checkpoint. None: the run "
+        "ends.",
+    )
     eval_loss_by_token: bool = arg(
         False,
         "Also report eval_loss_by_token, the mean over targets; eval_loss is the mean "

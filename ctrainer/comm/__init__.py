@@ -2,5 +2,6 @@
 
 from ctrainer.comm.environment import from_environment
 from ctrainer.comm.run import world
+from ctrainer.runtime.errors import RankFailure
 
-__all__ = ["from_environment", "world"]
+__all__ = ["RankFailure", "from_environment", "world"]

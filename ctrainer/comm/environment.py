@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -18,7 +19,7 @@ from ctrainer import _C
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
-_MPI = ("Open MPI", "MPICH")
+MPI = ("Open MPI", "MPICH")
 _LOCAL_ADDRESSES = ("localhost", "127.0.0.1", "::1")
 # How many groups of the same ranks this process has joined: alike on all of them.
 _joined: Counter[tuple[int, ...]] = Counter()
@@ -132,6 +133,34 @@ def _is_local(launcher: _Launcher, environ: Mapping[str, str], world_size: int) 
         nodes = "SLURM_STEP_NUM_NODES"
         return _number(environ, nodes if nodes in environ else "SLURM_NNODES") == 1
     return environ.get("MASTER_ADDR", "") in _LOCAL_ADDRESSES
+
+
+def take_place(
+    rank: int, machines: Sequence[str], job: str, address: str, port: int
+) -> None:
+    """Set torchrun's variables, which come before those of other launchers, to this
+    place in a new group of ranks, whose machines these are."""
+    here = [r for r, machine in enumerate(machines) if machine == machines[rank]]
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(len(machines)),
+        LOCAL_RANK=str(here.index(rank)),
+        LOCAL_WORLD_SIZE=str(len(here)),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID=job,
+    )
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # it may be gone
+    _joined.clear()
+
+
+def reached_by(place: Place, environ: Mapping[str, str]) -> str:
+    """The address by which other ranks of the run reach this machine."""
+    if place.on_one_machine:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((environ["MASTER_ADDR"], int(environ["MASTER_PORT"])))
+        return str(probe.getsockname()[0])
 
 
 def set_local_rendezvous(environ: MutableMapping[str, str]) -> None:
@@ -280,7 +309,7 @@ def _across_machines(place: Place, timeout_seconds: float) -> _C.Communicator:
 
 def _engine(place: Place, timeout_seconds: float) -> _C.Communicator:
     """MPI where its launcher has started us and mpi4py is there; else torch."""
-    if place.launcher in _MPI and importlib.util.find_spec("mpi4py") is not None:
+    if place.launcher in MPI and importlib.util.find_spec("mpi4py") is not None:
         from ctrainer.comm import mpi
 
         return mpi.communicator(timeout_seconds=timeout_seconds)

@@ -10,15 +10,20 @@ from ctrainer import _C
 from ctrainer.comm import environment
 from ctrainer.comm.environment import (
     DEFAULT_TIMEOUT_SECONDS,
+    MPI,
     Place,
     from_environment,
     place_of,
+    reached_by,
+    take_place,
     torch_place,
 )
+from ctrainer.comm.survivors import Standby
 from ctrainer.runtime.fork import keep_torch_groups
 
 _joined: list[_C.Communicator] = []  # the group of the run, or nothing
 _seconds = [DEFAULT_TIMEOUT_SECONDS]  # how long its ranks wait for each other
+_standby: list[Standby] = []  # from stand_by() on
 _is_child: list[int] = []  # this process, if it was forked off one that had joined
 
 
@@ -69,6 +74,51 @@ def leave() -> None:
             group.close()
 
 
+def stand_by() -> None:
+    """Let this rank be found by the others when some have died, for regroup(). All
+    ranks call it.
+
+    Raises:
+        ValueError: there is no launcher, or it is mpirun, which ends all ranks.
+    """
+    own = place_of(os.environ)
+    if own is None or own.launcher in MPI:
+        raise ValueError(
+            "ranks outlive others only under a launcher that lets them, such as "
+            f"torchrun on each machine; here it is {own.launcher if own else 'none'}"
+        )
+    if not _standby:
+        group = world()
+        _standby.append(Standby(group, reached_by(own, os.environ)))
+
+
+def stands_by() -> bool:
+    """Whether stand_by() has been called."""
+    return bool(_standby)
+
+
+def regroup(progress: int) -> int:
+    """Leave the group of the run, in which ranks have failed, and take a place among
+    those that are left; the next world() joins them. Return how many they are.
+
+    Every rank that is left calls it, after stand_by() while all were there. The rank
+    with the most progress becomes the first; RANK, WORLD_SIZE and the launcher's other
+    variables become those of the new group.
+
+    Args:
+        progress (int): How far this rank is, such as its updates.
+
+    Raises:
+        RankFailure: a rank that is there does not come within the time-out.
+    """
+    leave()
+    (standby,) = _standby
+    met = standby.meet(progress, timeout_seconds())
+    rank, machines = met.members.index(standby.rank), standby.machines_of(met.members)
+    take_place(rank, machines, met.job, met.address, met.port)
+    return len(met.members)
+
+
 def unpickled(message: bytes, rank: int) -> Any:
     """The object in a message of rank `rank`, which pickle has made.
 
@@ -112,6 +162,7 @@ def is_open(group: _C.Communicator) -> bool:
 
 def _after_fork() -> None:
     keep_torch_groups()
+    _standby.clear()
     was_rank = any(is_open(group) and group.world_size > 1 for group in _joined)
     _joined.clear()
     if was_rank or _is_child or environment.has_joined():

@@ -159,6 +159,12 @@ def initializer(root: nn.Module) -> Init:
     return lambda module: _initialize(module, around.get(module))
 
 
+@torch.no_grad()
+def zeros(module: nn.Module) -> None:
+    """Zeros, for values that are loaded afterwards."""
+    materialize(module, torch.Tensor.zero_)
+
+
 def _initialize(module: nn.Module, outer: Any) -> None:
     """Raises ValueError where some of the module's own values are not set."""
     materialize(module, _mark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import glob
@@ -590,14 +591,40 @@ def without_wrappers(model: TrainedModel) -> Iterator[None]:
             module._modules[name] = child
 
 
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy whose parameters are on the meta device."""
+    empty = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        for p in model.parameters()
+    }
+    return copy.deepcopy(model, dict[int, Any](empty))
+
+
+def close_groups(model: TrainedModel) -> None:
+    """Leave the groups of all units, so that no rank waits for this one."""
+    groups = (
+        group
+        for unit in model.units()
+        for group in (unit.communicator, unit.replicas)
+        if group is not None
+    )
+    for group in {id(group): group for group in groups}.values():
+        group.close()
+
+
 def shard(
-    model: nn.Module, sharding: Sharding, args: Any, group: _C.Communicator
+    model: nn.Module,
+    sharding: Sharding,
+    args: Any,
+    group: _C.Communicator,
+    refilled: bool = False,
 ) -> TrainedModel:
     """`model` in units over the ranks of `group`, computing as args.bf16 and args.fp16
     say. Collective.
 
     All ranks take rank 0's values, a unit at a time, unless sharding.synchronizes is
-    False. A model on the meta device that gets no values so begins with new ones.
+    False. A model on the meta device that gets no values so begins with new ones, or
+    with zeros where it is refilled: the caller loads all values.
 
     Raises ValueError for a model that cannot be sharded as it is, and for names of
     layers that it has not.
@@ -610,7 +637,9 @@ def shard(
     names = [name for name, _ in model.named_parameters()]
     options = _options(_within_limit(sharding, model, chosen), args) | {
         "process_group": groups,
-        "param_init_fn": initial_values.initializer(model),
+        "param_init_fn": initial_values.zeros
+        if refilled
+        else initial_values.initializer(model),
         "sync_module_states": sharding.synchronizes,
     }
 

@@ -265,7 +265,7 @@ def save_trainer_state(trainer: TrainerRun, output_dir: str) -> None:
         trainer.state.save_to_json(os.path.join(output_dir, STATE))
     content = {
         "version": 1,
-        "world_size": trainer.args.world_size,
+        "world_size": trainer._ranks_of_state or trainer.args.world_size,
         "loss": trainer._loss_state(),
         "resume": to_json(where(trainer)),
     }

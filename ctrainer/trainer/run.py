@@ -29,7 +29,7 @@ from ctrainer import (
 from ctrainer.arguments import accelerator, deepspeed
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.arguments.settings import reject_keywords
-from ctrainer.comm import world
+from ctrainer.comm.run import stand_by, world
 from ctrainer.display.terminal import release
 from ctrainer.runtime import messages
 from ctrainer.runtime.hooks import check_optimizer_made
@@ -44,6 +44,7 @@ from ctrainer.trainer import (
     search,
     shards,
     step,
+    survivors,
 )
 from ctrainer.trainer.base import TrainerBase
 from ctrainer.trainer.checkpoint import set_mode
@@ -69,8 +70,12 @@ class TrainerRun(TrainerBase):
 
     def _join_ranks(self) -> _C.Communicator:
         """The group of the run's ranks, which C keeps as _communicator."""
-        alone = self.args.world_size == 1
-        return _C.Communicator() if alone else world(self.args.ddp_timeout)
+        if self.args.world_size == 1:
+            return _C.Communicator()
+        group = world(self.args.ddp_timeout)
+        if survivors.least(self) is not None:
+            stand_by()
+        return group
 
     def _ranks_differ(self, what: str, own: str) -> None:
         """Raise on every rank what all of them have, unless that may differ: where
@@ -121,26 +126,33 @@ class TrainerRun(TrainerBase):
         if "model_path" in kwargs:  # of transformers 4
             resume_from_checkpoint = kwargs.pop("model_path")
         reject_keywords("train", TrainerRun.train, kwargs)
-        try:
-            folder = self._begin_train(resume_from_checkpoint, trial)
-            output, number = self._call_loop(
-                lambda: self._inner_training_loop(
-                    batch_size=self._train_batch_size,
-                    args=self.args,
-                    resume_from_checkpoint=folder,
-                    trial=trial,
-                    ignore_keys_for_eval=ignore_keys_for_eval,
-                )
-            )
-        except BaseException:
-            with contextlib.suppress(BaseException):
-                self._leave_run()
-            raise
+        resume = resume_from_checkpoint
+        while True:
+            try:
+                output, number = self._train_once(resume, trial, ignore_keys_for_eval)
+                break
+            except BaseException as error:
+                resume = survivors.go_on(self, error, resume)
         self._end_train(True)
         if number:
             said = logger if self.is_world_process_zero() else None
             end_by(number, said, checkpoint.how_to_resume(self, trial))
         return output
+
+    def _train_once(
+        self, resume: str | bool | None, trial: Any, ignore_keys: list[str] | None
+    ) -> tuple[Any, int]:
+        """Run the loop; its output, and the signal that has stopped it or 0."""
+        folder = self._begin_train(resume, trial)
+        return self._call_loop(
+            lambda: self._inner_training_loop(
+                batch_size=self._train_batch_size,
+                args=self.args,
+                resume_from_checkpoint=folder,
+                trial=trial,
+                ignore_keys_for_eval=ignore_keys,
+            )
+        )
 
     def _leave_run(self) -> None:
         """After a failure: close the group, so that no rank waits for this one."""
@@ -199,6 +211,11 @@ class TrainerRun(TrainerBase):
         run.epoch, run.micro_step = self._init_training_state(
             run.max_steps, run.updates_in_epoch, run.epochs, run.checkpoint, run.trial
         )
+        if run.args.max_steps > 0:  # the epochs before may have had other lengths
+            left = run.max_steps - self.state.global_step
+            left += run.micro_step // run.args.gradient_accumulation_steps
+            more = math.ceil(left / run.updates_in_epoch)
+            run.epochs = max(run.epochs, run.epoch + more)
         run.model, run.loader = self._prepare_for_training(
             run.max_steps, run.loader, run.checkpoint
         )

@@ -17,6 +17,7 @@ from ctrainer.arguments.fsdp import sharding_of
 from ctrainer.checkpoint.files import naming
 from ctrainer.runtime import messages
 from ctrainer.trainer import checkpoint as files
+from ctrainer.trainer import survivors
 from ctrainer.trainer.checkpoint import (
     add_file,
     add_object,
@@ -107,9 +108,11 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
         trainer._set_signature_columns_if_needed()
         trainer._flos_per_token = trainer._adapter.flos_per_token(trainer.model)
         group = trainer._communicator
+        refilled = trainer.model is trainer._before_shards
+        survivors.keep_unsharded(trainer)
         anew = trained_model.begins_anew(trainer.model, trainer._sharding, group)
         trainer.model = trained_model.shard(
-            trainer.model, trainer._sharding, trainer.args, group
+            trainer.model, trainer._sharding, trainer.args, group, refilled
         )
         trainer.model_wrapped = trainer.model
         trainer._shard_group = trainer.model.communicator

@@ -28,9 +28,10 @@ exception_borrow(ct_status code)
     case CT_EIO:
         return PyExc_OSError;
     case CT_EDEVICE:
-    case CT_ECOMM:
         return PyExc_RuntimeError;
-    /* CT_ENOMEM is raised by the caller; the others are no errors of a call. */
+    /* CT_ECOMM and CT_ENOMEM are raised by the caller; the others are no errors of a
+     * call. */
+    case CT_ECOMM:
     case CT_OK:
     case CT_ENOMEM:
     case CT_EHOST:
@@ -58,6 +59,20 @@ set_error(PyObject *type, int os_error, const char *message)
     }
 }
 
+/* A class of Python's, by which callers tell a lost rank from other RuntimeErrors. */
+static void
+set_rank_failure(const char *message)
+{
+    PyObject *module = PyImport_ImportModule("ctrainer.runtime.errors");
+    PyObject *type =
+        module == NULL ? NULL : PyObject_GetAttrString(module, "RankFailure");
+    if (type != NULL) {
+        set_error(type, 0, message);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(module);
+}
+
 PyObject *
 ctpy_raise(const ct_error *err)
 {
@@ -67,6 +82,10 @@ ctpy_raise(const ct_error *err)
     }
     if (err->code == CT_ENOMEM) {
         return PyErr_NoMemory();
+    }
+    if (err->code == CT_ECOMM) {
+        set_rank_failure(err->message);
+        return NULL;
     }
     set_error(exception_borrow(err->code), err->code == CT_EIO ? err->os_error : 0,
               err->message);

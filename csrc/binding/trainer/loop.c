@@ -637,6 +637,22 @@ record_crash(PyObject *op, const ctpy_run *run, PyObject *batches, PyObject *gen
     ctpy_set_exception_steal(error);
 }
 
+/* Keeps in run->before what drop_update() of Python puts back. */
+static int
+note_before(PyObject *op, ctpy_run *run)
+{
+    const Trainer *self = (const Trainer *)op;
+    PyObject *device_loss = self->device_loss == NULL ? Py_None : self->device_loss;
+    PyObject *before =
+        Py_BuildValue("(LdLdO)", (long long)run->micro_step, self->window_loss,
+                      (long long)self->window_bad, self->counted_tokens, device_loss);
+    if (before == NULL) {
+        return -1;
+    }
+    Py_XSETREF(run->before, before);
+    return 0;
+}
+
 /* The micro-batches of one update, and the update. 1 when an update was made or
  * skipped, 0 when a callback ended the epoch before, -1 with an exception. */
 static int
@@ -660,7 +676,8 @@ ctpy_run_update(PyObject *op, ctpy_run *run, PyObject *batches, PyObject *count)
     }
     ((Trainer *)op)->in_update = true;
     ((Trainer *)op)->grads_scaled = true;
-    if (ctpy_set_int64(op, names->str_current_gradient_accumulation_steps,
+    if (note_before(op, run) == 0 &&
+        ctpy_set_int64(op, names->str_current_gradient_accumulation_steps,
                        (int64_t)n) == 0 &&
         ctpy_batch_shares(op, run, batches, shares) == 0 &&
         note_batch(op, run, 0, n == 1) == 0 &&

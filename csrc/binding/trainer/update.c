@@ -843,6 +843,7 @@ ctpy_finish_update(PyObject *op, ctpy_run *run, PyObject **learning_rate)
         (!u.s.result.updated || step_schedule(op) == 0) &&
         drop_gradients(op, run, &u) == 0 && advance_counters(op, run) == 0) {
         ((Trainer *)op)->in_update = false;
+        Py_CLEAR(run->before);
         result = ctpy_trainer_fire(op, names->str_on_step_end);
     }
     update_release(&u);

@@ -1,0 +1,195 @@
+"""The ranks that are left when others have died: how they find each other again.
+
+Each rank listens at an address that all know from the beginning. After a failure the
+first rank that lives leads: the others connect to it and say how far they are, and it
+waits for every rank that is still there. A process that dies loses its connections at
+once, a machine within seconds, and a rank that computes keeps its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from ctrainer import _C
+from ctrainer.comm import machines
+from ctrainer.runtime.errors import RankFailure
+from ctrainer.runtime.fork import close_in_children
+
+_CONNECT_SECONDS = 3.0
+_ROUND_SECONDS = 0.2
+_WAITING = 4096  # connections that nobody has accepted yet
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The ranks that go on, in their new order, by the numbers that they began with."""
+
+    job: str
+    members: list[int]
+    address: str  # of the first
+    port: int  # free there
+
+
+class Standby:
+    """A rank that can be found after a failure. Its numbers of ranks are those of the
+    group that made it, and stay.
+
+    group: every rank of it makes a Standby. reached_by: the address by which others
+    reach this machine.
+    """
+
+    def __init__(self, group: _C.Communicator, reached_by: str) -> None:
+        self.rank = group.rank
+        self._listener = socket.create_server((reached_by, 0), backlog=_WAITING)
+        close_in_children(self._listener)
+        own = [*self._listener.getsockname()[:2], machines._this_machine()]
+        answers = group.gather_bytes(json.dumps(own).encode())
+        self._peers: list[tuple[str, int, str]] = [json.loads(text) for text in answers]
+
+    def machines_of(self, members: list[int]) -> list[str]:
+        return [self._peers[rank][2] for rank in members]
+
+    def meet(self, progress: int, timeout_seconds: float) -> Meeting:
+        """Find the ranks that are left, those with the most progress first; as in any
+        group those of a machine stay together.
+
+        Raises RankFailure for a rank that lives and does not come in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        hello = {"rank": self.rank, "progress": progress, "port": self._free_port()}
+        for leader in range(self.rank):
+            answer = self._follow(leader, hello, deadline)
+            if answer is not None:
+                return Meeting(**answer)
+        return self._lead(hello, deadline)
+
+    def _free_port(self) -> int:
+        with socket.create_server((self._peers[self.rank][0], 0)) as probe:
+            return int(probe.getsockname()[1])
+
+    def _connect(self, rank: int) -> socket.socket | None:
+        try:
+            made = socket.create_connection(self._peers[rank][:2], _CONNECT_SECONDS)
+        except OSError:
+            return None
+        for option, value in (
+            (socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_KEEPCNT, 3),
+        ):  # fmt: skip
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return made
+
+    def _follow(
+        self, leader: int, hello: dict[str, int], deadline: float
+    ) -> dict[str, Any] | None:
+        """What the leader answers; None where it is not there any more."""
+        connection = self._connect(leader)
+        if connection is None:
+            return None
+        with connection, contextlib.suppress(ConnectionError):
+            connection.sendall(json.dumps(hello).encode() + b"\n")
+            connection.settimeout(max(deadline - time.monotonic(), _ROUND_SECONDS))
+            try:
+                line = connection.makefile("rb").readline()
+            except TimeoutError:
+                raise self._late([leader]) from None
+            return json.loads(line) if line.endswith(b"\n") else None
+        return None
+
+    def _late(self, ranks: list[int]) -> RankFailure:
+        named = ", ".join(f"rank {rank}" for rank in ranks)
+        return RankFailure(
+            f"rank {self.rank} waits for {named} of those that are left after a "
+            "failure, and gives up"
+        )
+
+    def _lead(self, hello: dict[str, int], deadline: float) -> Meeting:
+        with contextlib.ExitStack() as stack:
+            return _Leader(self, stack).collect(hello, deadline)
+
+
+class _Leader:
+    """The first rank that is left, while it waits for the others."""
+
+    def __init__(self, standby: Standby, stack: contextlib.ExitStack) -> None:
+        self._standby, self._stack = standby, stack
+        self._selector = stack.enter_context(selectors.DefaultSelector())
+        standby._listener.setblocking(False)
+        self._selector.register(standby._listener, selectors.EVENT_READ, None)
+        self._awaited: set[int] = set()  # that live and have not come
+        self._came: dict[int, tuple[dict[str, int], socket.socket]] = {}
+        for rank in range(standby.rank + 1, len(standby._peers)):
+            connection = standby._connect(rank)
+            if connection is not None:
+                self._awaited.add(rank)
+                self._watch(connection, rank)
+
+    def _watch(self, connection: socket.socket, rank: int | None) -> None:
+        self._stack.enter_context(connection)
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, [rank, b""])
+
+    def collect(self, own: dict[str, int], deadline: float) -> Meeting:
+        while self._awaited:
+            if time.monotonic() > deadline:
+                raise self._standby._late(sorted(self._awaited))
+            for key, _ in self._selector.select(_ROUND_SECONDS):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._read(key.fileobj, key.data)
+        made = self._meeting([own, *(said for said, _ in self._came.values())])
+        text = json.dumps(vars(made)).encode() + b"\n"
+        for _, connection in self._came.values():
+            with contextlib.suppress(OSError):  # it has died since
+                connection.setblocking(True)
+                connection.sendall(text)
+        return made
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            self._watch(self._standby._listener.accept()[0], None)
+
+    def _read(self, connection: Any, known: list[Any]) -> None:
+        """known: the rank that the connection leads to, and what it has said."""
+        try:
+            data = connection.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        known[1] += data
+        if not data:  # the process has ended
+            self._selector.unregister(connection)
+            self._awaited.discard(known[0])
+            self._came.pop(known[0], None)
+        elif known[1].endswith(b"\n"):
+            said = json.loads(known[1])
+            known[:] = said["rank"], b""
+            self._awaited.discard(said["rank"])
+            self._came[said["rank"]] = said, connection
+
+    def _meeting(self, said: list[dict[str, int]]) -> Meeting:
+        """The ranks in order: the furthest first, with its machine's."""
+        peers = self._standby._peers
+        most: dict[str, int] = {}
+        for each in said:
+            machine = peers[each["rank"]][2]
+            most[machine] = max(most.get(machine, -1), each["progress"])
+
+        def place(each: dict[str, int]) -> tuple[int, str, int, int]:
+            machine = peers[each["rank"]][2]
+            return -most[machine], machine, -each["progress"], each["rank"]
+
+        order = sorted(said, key=place)
+        first = order[0]
+        members = [each["rank"] for each in order]
+        return Meeting(uuid.uuid4().hex, members, peers[members[0]][0], first["port"])

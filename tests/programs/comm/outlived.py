@@ -1,0 +1,38 @@
+"""Ranks that are killed, and those that are left, which form a group anew."""
+
+import os
+import signal
+import time
+
+import numpy as np
+from programs.run import options, rank, tell
+
+from ctrainer.comm import RankFailure, run
+
+group = run.world(60.0)
+run.stand_by()
+told = []
+for victims in options["victims"]:  # of each failure, by the first numbers
+    if rank in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            group.all_reduce(np.ones(3))
+    except RankFailure as failure:
+        said = str(failure)
+    if rank == options.get("busy"):
+        time.sleep(1.0)  # it computes, and comes all the same
+    began = time.monotonic()
+    n = run.regroup(options["progress"][rank])
+    group = run.world(60.0)
+    ones = np.ones(1)
+    group.all_reduce(ones)
+    place = run.place()
+    told.append(
+        {
+            "said": said, "n": n, "sum": ones[0], "rank": group.rank,
+            "place": [place.rank, place.world_size, place.local_rank],
+            "seconds": time.monotonic() - began,
+        }
+    )  # fmt: skip
+    tell(told)

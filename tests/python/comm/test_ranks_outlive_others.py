@@ -1,0 +1,49 @@
+"""The ranks that are left when others are killed find each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+
+def outlived(folder: Path, world: int, **options: Any) -> list[Any]:
+    """What each rank that is left told, by its first number."""
+    dead = {rank for victims in options["victims"] for rank in victims}
+    done = ranks.run(folder, "comm.outlived", world, **options)
+    for rank, found in enumerate(done):
+        assert found.code == (-9 if rank in dead else 0), found.output
+    return [None if rank in dead else one.told for rank, one in enumerate(done)]
+
+
+@pytest.mark.parametrize("victims", [[0], [2, 3], [0, 1, 3]])
+def test_those_that_are_left_are_a_group_in_their_order(
+    victims: list[int], tmp_path: Path
+) -> None:
+    told = outlived(tmp_path, 4, victims=[victims], progress=[7] * 4)
+    left = [rank for rank in range(4) if rank not in victims]
+    for number, rank in enumerate(left):
+        (found,) = told[rank]
+        assert f"all_reduce on rank {rank} of 4: rank " in found["said"]
+        assert found["n"] == found["sum"] == len(left)
+        assert found["rank"] == number
+        assert found["place"] == [number, len(left), number]
+        assert found["seconds"] < 30
+
+
+def test_the_furthest_is_the_first_and_one_that_is_busy_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    told = outlived(tmp_path, 4, victims=[[1]], progress=[4, 0, 4, 5], busy=2)
+    assert [told[rank][0]["rank"] for rank in (3, 0, 2)] == [0, 1, 2]
+
+
+def test_another_may_die_later(tmp_path: Path) -> None:
+    told = outlived(tmp_path, 4, victims=[[0], [2]], progress=[1, 1, 1, 1])
+    assert [[each["rank"] for each in told[rank]] for rank in (1, 3)] == [
+        [0, 0],
+        [2, 1],
+    ]
+    assert [each["n"] for each in told[1]] == [3, 2]
