@@ -28,8 +28,8 @@ _WAITING = 4096  # connections that nobody has accepted yet
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The ranks that go on, in their new order, by the numbers that they began with."""
+class Rendezvous:
+    """The ranks of the new group, in their new order, by the numbers that they began with."""
 
     job: str
     members: list[int]
@@ -56,7 +56,7 @@ class Standby:
     def machines_of(self, members: list[int]) -> list[str]:
         return [self._peers[rank][2] for rank in members]
 
-    def meet(self, progress: int, timeout_seconds: float) -> Meeting:
+    def meet(self, progress: int, timeout_seconds: float) -> Rendezvous:
         """Find the ranks that are left, those with the most progress first; as in any
         group those of a machine stay together.
 
@@ -67,7 +67,7 @@ class Standby:
         for leader in range(self.rank):
             answer = self._follow(leader, hello, deadline)
             if answer is not None:
-                return Meeting(**answer)
+                return Rendezvous(**answer)
         return self._lead(hello, deadline)
 
     def _free_port(self) -> int:
@@ -111,7 +111,7 @@ class Standby:
             "failure, and gives up"
         )
 
-    def _lead(self, hello: dict[str, int], deadline: float) -> Meeting:
+    def _lead(self, hello: dict[str, int], deadline: float) -> Rendezvous:
         with contextlib.ExitStack() as stack:
             return _Leader(self, stack).collect(hello, deadline)
 
@@ -137,7 +137,7 @@ class _Leader:
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, [rank, b""])
 
-    def collect(self, own: dict[str, int], deadline: float) -> Meeting:
+    def collect(self, own: dict[str, int], deadline: float) -> Rendezvous:
         while self._awaited:
             if time.monotonic() > deadline:
                 raise self._standby._late(sorted(self._awaited))
@@ -146,7 +146,7 @@ class _Leader:
                     self._accept()
                 else:
                     self._read(key.fileobj, key.data)
-        made = self._meeting([own, *(said for said, _ in self._came.values())])
+        made = self._rendezvous([own, *(said for said, _ in self._came.values())])
         text = json.dumps(vars(made)).encode() + b"\n"
         for _, connection in self._came.values():
             with contextlib.suppress(OSError):  # it has died since
@@ -177,7 +177,7 @@ class _Leader:
             self._awaited.discard(said["rank"])
             self._came[said["rank"]] = said, connection
 
-    def _meeting(self, said: list[dict[str, int]]) -> Meeting:
+    def _rendezvous(self, said: list[dict[str, int]]) -> Rendezvous:
         """The ranks in order: the furthest first, with its machine's."""
         peers = self._standby._peers
         most: dict[str, int] = {}
@@ -192,4 +192,6 @@ class _Leader:
         order = sorted(said, key=place)
         first = order[0]
         members = [each["rank"] for each in order]
-        return Meeting(uuid.uuid4().hex, members, peers[members[0]][0], first["port"])
+        return Rendezvous(
+            uuid.uuid4().hex, members, peers[members[0]][0], first["port"]
+        )

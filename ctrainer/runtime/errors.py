@@ -1,4 +1,4 @@
-"""Exceptions that callers tell from others of their kind."""
+"""Exceptions that callers distinguish from others of their kind."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class TrainerRun(TrainerBase):
                 output, number = self._train_once(resume, trial, ignore_keys_for_eval)
                 break
             except BaseException as error:
-                resume = survivors.go_on(self, error, resume)
+                resume = survivors.resume_after(self, error, resume)
         self._end_train(True)
         if number:
             said = logger if self.is_world_process_zero() else None

@@ -1,4 +1,4 @@
-"""Trainer: how the ranks that are left go on after others have died.
+"""Trainer: how the ranks that are left continue when others have died.
 
 They form a new group, which takes the state of the rank that is furthest: in a run
 whose ranks all have the whole model it saves a checkpoint of the last whole update.
@@ -25,16 +25,16 @@ logger = logging.getLogger("ctrainer.trainer")
 
 
 def least(trainer: TrainerRun) -> int | None:
-    """How many ranks go on after a failure; None: it ends the run."""
+    """How many ranks have to be left for a run to continue; None: it ends."""
     return getattr(trainer.args, "min_world_size", None)
 
 
-def go_on(
+def resume_after(
     trainer: TrainerRun, error: BaseException, resume: str | bool | None
 ) -> str | bool | None:
     """After a train() that has failed: form the group of the ranks that are left, and
     return what train() resumes from: what it was to resume from, where it had not begun
-    yet. Raises `error` where they do not go on."""
+    yet. Raises `error` where they do not continue."""
     lost = least(trainer) is not None and isinstance(error, RankFailure)
     lost &= ranks.stands_by()
     run, where = trainer._run, None
@@ -69,7 +69,7 @@ def regroup(trainer: TrainerRun, error: BaseException) -> None:
     if joined:
         trainer.args.join_torch()
     logger.warning(
-        "%s. Going on with %d of %d ranks, found in %.2g seconds.", error, n, before,
+        "%s. Continuing with %d of %d ranks, found in %.2g seconds.", error, n, before,
         time.monotonic() - began,
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def regroup(trainer: TrainerRun, error: BaseException) -> None:
 def state_of(
     trainer: TrainerRun, where: dict[str, Any], before: int, resume: str | bool | None
 ) -> str | bool | None:
-    """What the run goes on from."""
+    """What the run resumes from."""
     if trainer._shard_group is not None:
         return last_shards(trainer)
     if trainer.state.global_step == 0:
@@ -110,7 +110,7 @@ def place_before(trainer: TrainerRun, run: _C.Run) -> dict[str, Any]:
     data = where.get("data")
     if data is not None:
         data["place"] = run.micro_step
-        for name in ("last", "states"):  # of batches that are read ahead
+        for name in ("last", "states"):  # of batches that are prefetched
             data.pop(name, None)
     return where
 
@@ -135,7 +135,7 @@ def last_shards(trainer: TrainerRun) -> str:
     if not found:
         raise RuntimeError(
             "shards of the model are lost with the ranks that died, and there is no "
-            "checkpoint yet from which the others could go on"
+            "checkpoint yet from which the others could resume"
         )
     trainer.optimizer = trainer.lr_scheduler = trainer._shard_group = None
     if trainer.model_init is None:

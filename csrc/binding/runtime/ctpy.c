@@ -59,7 +59,8 @@ set_error(PyObject *type, int os_error, const char *message)
     }
 }
 
-/* A class of Python's, by which callers tell a lost rank from other RuntimeErrors. */
+/* A class of Python's, by which callers distinguish a lost rank from other
+ * RuntimeErrors. */
 static void
 set_rank_failure(const char *message)
 {

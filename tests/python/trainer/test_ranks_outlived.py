@@ -1,4 +1,4 @@
-"""A run goes on with the ranks that are left, as one that was started with so many."""
+"""A run continues with the ranks that are left, as one that was started with so many."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def compare(
         assert found["place"] == found["torch"] == [number, len(left)]
         print(f"{found['seconds']:.2f} seconds to the first update of rank {number}")
         assert found["seconds"] < 30
-    assert "Going on with" in left[0].output
+    assert "Continuing with" in left[0].output
 
 
-def test_the_last_whole_update_is_where_it_goes_on(tmp_path: Path) -> None:
+def test_it_resumes_from_the_last_whole_update(tmp_path: Path) -> None:
     compare(tmp_path, [0, 1], 4, "forward", {})
 
 
