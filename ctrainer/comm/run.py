@@ -24,6 +24,7 @@ from ctrainer.runtime.fork import keep_torch_groups
 _joined: list[_C.Communicator] = []  # the group of the run, or nothing
 _seconds = [DEFAULT_TIMEOUT_SECONDS]  # how long its ranks wait for each other
 _standby: list[Standby] = []  # from stand_by() on
+_members: list[int] = []  # of the run's group, by the numbers that they began with
 _is_child: list[int] = []  # this process, if it was forked off one that had joined
 
 
@@ -76,7 +77,7 @@ def leave() -> None:
 
 def stand_by() -> None:
     """Let this rank be found by the others when some have died, for regroup(). All
-    ranks call it.
+    ranks call it, before each part of the run in which some may die.
 
     Raises:
         ValueError: there is no launcher, or it is mpirun, which ends all ranks.
@@ -89,17 +90,25 @@ def stand_by() -> None:
         )
     if not _standby:
         group = world()
+        _members[:] = range(group.world_size)
         _standby.append(Standby(group, reached_by(own, os.environ)))
 
 
 def stands_by() -> bool:
-    """Whether stand_by() has been called."""
+    """Whether stand_by() has been called, and end_standby() not since."""
     return bool(_standby)
 
 
-def regroup(progress: int) -> int:
+def end_standby() -> None:
+    """Undo stand_by(): regroup() of the others does not wait for this rank."""
+    while _standby:
+        _standby.pop().close()
+
+
+def regroup(progress: int) -> list[int]:
     """Leave the group of the run, in which ranks have failed, and take a place among
-    those that are left; the next world() joins them. Return how many they are.
+    those that are left; the next world() joins them. Return the ranks that are lost, by
+    their numbers in the group that is left.
 
     Every rank that is left calls it, after stand_by() while all were there. The rank
     with the most progress becomes the first; RANK, WORLD_SIZE and the launcher's other
@@ -116,7 +125,9 @@ def regroup(progress: int) -> int:
     met = standby.meet(progress, timeout_seconds())
     rank, machines = met.members.index(standby.rank), standby.machines_of(met.members)
     take_place(rank, machines, met.job, met.address, met.port)
-    return len(met.members)
+    lost = [old for old, began in enumerate(_members) if began not in met.members]
+    _members[:] = met.members
+    return lost
 
 
 def unpickled(message: bytes, rank: int) -> Any:

@@ -29,7 +29,7 @@ _WAITING = 4096  # connections that nobody has accepted yet
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The ranks of the new group, in their new order, by the numbers that they began with."""
+    """The ranks of the new group in its order, by the numbers that they began with."""
 
     job: str
     members: list[int]
@@ -52,6 +52,10 @@ class Standby:
         own = [*self._listener.getsockname()[:2], machines._this_machine()]
         answers = group.gather_bytes(json.dumps(own).encode())
         self._peers: list[tuple[str, int, str]] = [json.loads(text) for text in answers]
+
+    def close(self) -> None:
+        """Count as gone for the others."""
+        self._listener.close()
 
     def machines_of(self, members: list[int]) -> list[str]:
         return [self._peers[rank][2] for rank in members]

@@ -29,7 +29,7 @@ from ctrainer import (
 from ctrainer.arguments import accelerator, deepspeed
 from ctrainer.arguments.loss_scaler import make_loss_scaler
 from ctrainer.arguments.settings import reject_keywords
-from ctrainer.comm.run import stand_by, world
+from ctrainer.comm.run import end_standby, world
 from ctrainer.display.terminal import release
 from ctrainer.runtime import messages
 from ctrainer.runtime.hooks import check_optimizer_made
@@ -70,12 +70,8 @@ class TrainerRun(TrainerBase):
 
     def _join_ranks(self) -> _C.Communicator:
         """The group of the run's ranks, which C keeps as _communicator."""
-        if self.args.world_size == 1:
-            return _C.Communicator()
-        group = world(self.args.ddp_timeout)
-        if survivors.least(self) is not None:
-            stand_by()
-        return group
+        alone = self.args.world_size == 1
+        return _C.Communicator() if alone else world(self.args.ddp_timeout)
 
     def _ranks_differ(self, what: str, own: str) -> None:
         """Raise on every rank what all of them have, unless that may differ: where
@@ -133,6 +129,7 @@ class TrainerRun(TrainerBase):
                 break
             except BaseException as error:
                 resume = survivors.resume_after(self, error, resume)
+        end_standby()
         self._end_train(True)
         if number:
             said = logger if self.is_world_process_zero() else None
@@ -289,6 +286,7 @@ class TrainerRun(TrainerBase):
         if self._inputs_stay and getattr(args, "malloc_tuning", True):
             _C.malloc_tune(True)
         self._hp_search_setup(trial)
+        survivors.stand_by(self)
         if self.model_init is not None:
             self._seed()
             self.model = self.model_wrapped = self.call_model_init(trial)

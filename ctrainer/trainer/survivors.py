@@ -29,6 +29,12 @@ def least(trainer: TrainerRun) -> int | None:
     return getattr(trainer.args, "min_world_size", None)
 
 
+def stand_by(trainer: TrainerRun) -> None:
+    """Let the others find this rank while train() runs. Collective."""
+    if least(trainer) is not None and trainer._communicator.world_size > 1:
+        ranks.stand_by()
+
+
 def resume_after(
     trainer: TrainerRun, error: BaseException, resume: str | bool | None
 ) -> str | bool | None:
@@ -50,6 +56,7 @@ def resume_after(
         except RankFailure as another:
             lost, error = another is not error, another
             trainer._leave_ranks()
+    ranks.end_standby()
     raise error
 
 
@@ -61,7 +68,8 @@ def regroup(trainer: TrainerRun, error: BaseException) -> None:
 
         trained_model.close_groups(trainer.model)
     joined = leave_torch()
-    n = ranks.regroup(trainer.state.global_step)
+    lost = ranks.regroup(trainer.state.global_step)
+    n = trainer.args.world_size
     assert enough is not None
     if n < enough:
         error.add_note(f"{n} ranks are left, and min_world_size is {enough}")
@@ -69,8 +77,8 @@ def regroup(trainer: TrainerRun, error: BaseException) -> None:
     if joined:
         trainer.args.join_torch()
     logger.warning(
-        "%s. Continuing with %d of %d ranks, found in %.2g seconds.", error, n, before,
-        time.monotonic() - began,
+        "%s. Continuing without rank %s, with %d of %d ranks, found in %.2g seconds.",
+        error, ", ".join(map(str, lost)), n, before, time.monotonic() - began,
     )  # fmt: skip
 
 

@@ -23,14 +23,14 @@ for victims in options["victims"]:  # of each failure, by the first numbers
     if rank == options.get("busy"):
         time.sleep(1.0)  # it computes, and comes all the same
     began = time.monotonic()
-    n = run.regroup(options["progress"][rank])
+    lost = run.regroup(options["progress"][rank])
     group = run.world(60.0)
     ones = np.ones(1)
     group.all_reduce(ones)
     place = run.place()
     told.append(
         {
-            "said": said, "n": n, "sum": ones[0], "rank": group.rank,
+            "said": said, "lost": lost, "sum": ones[0], "rank": group.rank,
             "place": [place.rank, place.world_size, place.local_rank],
             "seconds": time.monotonic() - began,
         }

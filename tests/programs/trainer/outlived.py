@@ -38,8 +38,13 @@ def dies(place: str) -> bool:
 
 
 def die() -> None:
+    """By SIGKILL, or by an error of the rank's own."""
     with open(f"{folder}/killed{rank}", "w") as file:
         file.write(str(time.time()))
+    if options.get("raises"):
+        raise ValueError("of this rank alone")
+    if options.get("agents"):  # torchrun's, which starts the ranks of a machine
+        os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

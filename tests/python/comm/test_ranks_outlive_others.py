@@ -27,7 +27,8 @@ def test_those_that_are_left_are_a_group_in_their_order(
     for number, rank in enumerate(left):
         (found,) = told[rank]
         assert f"all_reduce on rank {rank} of 4: rank " in found["said"]
-        assert found["n"] == found["sum"] == len(left)
+        assert found["lost"] == victims
+        assert found["sum"] == len(left)
         assert found["rank"] == number
         assert found["place"] == [number, len(left), number]
         assert found["seconds"] < 30
@@ -46,4 +47,5 @@ def test_another_may_die_later(tmp_path: Path) -> None:
         [0, 0],
         [2, 1],
     ]
-    assert [each["n"] for each in told[1]] == [3, 2]
+    assert [each["lost"] for each in told[1]] == [[0], [1]]
+    assert [each["sum"] for each in told[1]] == [3, 2]

@@ -1,10 +1,13 @@
-"""A run continues with the ranks that are left, as one that was started with so many."""
+"""A run continues with the ranks that are left, as if started with so many."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
+import networks
 import pytest
 import ranks
 
@@ -29,18 +32,23 @@ def losses(told: Any, place: str) -> dict[str, float]:
 
 
 def compare(
-    folder: Path, killed: list[int], at: int, place: str, arguments: dict[str, Any]
+    folder: Path,
+    killed: list[int],
+    at: int,
+    place: str,
+    arguments: dict[str, Any],
+    **options: Any,
 ) -> None:
     """A run whose ranks are killed, and one that was started with the others from a
     checkpoint of the same step, which an undisturbed run has saved."""
     world = 4
     done = run(
         folder / "run", world, killed=killed, at=at, where=place,
-        arguments={**arguments, "min_world_size": 1},
+        arguments={**arguments, "min_world_size": 1}, **options,
     )  # fmt: skip
     left = [found for rank, found in enumerate(done) if rank not in killed]
     for rank in killed:
-        assert done[rank].code == -9
+        assert done[rank].code == (1 if options else -9)
     told = ranks.told(left)
     resumed = told[0]["resumed"]
     step = int(resumed.rsplit("-", 1)[1])
@@ -65,6 +73,11 @@ def test_it_resumes_from_the_last_whole_update(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_rank_that_raises_an_error_of_its_own_is_lost(tmp_path: Path) -> None:
+    compare(tmp_path, [1], 4, "forward", {}, raises=True)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("killed", "at", "place", "arguments"),
     [
@@ -80,3 +93,52 @@ def test_wherever_ranks_are_killed(
     killed: list[int], at: int, place: str, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     compare(tmp_path, killed, at, place, arguments)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("arguments", [{}, SHARDED])
+def test_a_machine_is_lost(
+    first: bool, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also the one with the store of torch.distributed's group."""
+    networks.need()
+    killed = [0, 1] if first else [2, 3]
+    options = {
+        "of": 4, "killed": killed, "at": 4,
+        "arguments": {**arguments, "save_steps": 3, "min_world_size": 2},
+    }  # fmt: skip
+    program = "programs.trainer.outlived_apart"
+    networks.run(tmp_path, 1000, ["-m", program, str(tmp_path), json.dumps(options)])
+    left = [rank for rank in range(4) if rank not in killed]
+    for number, rank in enumerate(left):
+        told = json.loads((tmp_path / f"told{rank}.json").read_text())
+        assert told["place"] == told["torch"] == [number, 2]
+        assert max(map(int, told["losses"])) == 8
+        print(f"{told['seconds']:.2f} seconds to the first update of rank {number}")
+        assert told["seconds"] < 30
+
+
+@pytest.mark.exhaustive
+def test_torchrun_on_each_machine_lets_the_others_continue(tmp_path: Path) -> None:
+    """The first machine's has the store by which all have found each other."""
+    options = {
+        "of": 2, "killed": [0], "at": 4, "agents": True,
+        "arguments": {"save_steps": 3, "min_world_size": 1},
+    }  # fmt: skip
+    shared = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    shared += ["--master-addr=127.0.0.1", f"--master-port={ranks.free_port()}"]
+    program = ["-m", "programs.trainer.outlived", str(tmp_path), json.dumps(options)]
+    with contextlib.ExitStack() as stack:
+        agents = [
+            stack.enter_context(
+                ranks.started([*shared, f"--node-rank={node}", *program], [{}])
+            )[0]
+            for node in range(2)
+        ]
+        assert [agent.wait(ranks.LIMIT_SECONDS) for agent in agents] == [-9, 0]
+    told = json.loads((tmp_path / "told1.json").read_text())
+    assert told["place"] == told["torch"] == [0, 1]
+    assert max(map(int, told["losses"])) == 8
+    print(f"{told['seconds']:.2f} seconds to the first update")
+    assert told["seconds"] < 30
