@@ -96,3 +96,9 @@ def initial_seed() -> int:
 def visible_gpus() -> int:
     """How many CUDA devices torch sees."""
     return torch.cuda.device_count()
+
+
+def import_compiler() -> None:
+    """Import what a state_dict() or load_state_dict() of torch's optimizers imports the
+    first time, which takes seconds."""
+    import torch._dynamo  # noqa: F401

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,13 @@ def least(trainer: TrainerRun) -> int | None:
 
 def stand_by(trainer: TrainerRun) -> None:
     """Let the others find this rank while train() runs. Collective."""
-    if least(trainer) is not None and trainer._communicator.world_size > 1:
-        ranks.stand_by()
+    if least(trainer) is None or trainer._communicator.world_size == 1:
+        return
+    if "torch" in sys.modules:  # now, rather than after a failure
+        from ctrainer.runtime.torch_process import import_compiler
+
+        import_compiler()
+    ranks.stand_by()
 
 
 def resume_after(
