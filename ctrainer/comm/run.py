@@ -82,16 +82,17 @@ def stand_by() -> None:
     Raises:
         ValueError: there is no launcher, or it is mpirun, which ends all ranks.
     """
+    if _standby or place().world_size == 1:
+        return
     own = place_of(os.environ)
     if own is None or own.launcher in MPI:
         raise ValueError(
             "ranks outlive others only under a launcher that lets them, such as "
             f"torchrun on each machine; here it is {own.launcher if own else 'none'}"
         )
-    if not _standby:
-        group = world()
-        _members[:] = range(group.world_size)
-        _standby.append(Standby(group, reached_by(own, os.environ)))
+    group = world()
+    _members[:] = range(group.world_size)
+    _standby.append(Standby(group, reached_by(own, os.environ)))
 
 
 def stands_by() -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import ranks
 
+from ctrainer.comm import run
+
 
 def outlived(folder: Path, world: int, **options: Any) -> list[Any]:
     """What each rank that is left told, by its first number."""
@@ -49,3 +51,12 @@ def test_another_may_die_later(tmp_path: Path) -> None:
     ]
     assert [each["lost"] for each in told[1]] == [[0], [1]]
     assert [each["sum"] for each in told[1]] == [3, 2]
+
+
+def test_mpirun_ends_all_ranks_and_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="here it is Open MPI"):
+        run.stand_by()

@@ -11,6 +11,8 @@ import networks
 import pytest
 import ranks
 
+from ctrainer import TrainingArguments
+
 pytest.importorskip("torch")
 
 SHARDED = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 20}}
@@ -70,6 +72,11 @@ def compare(
 
 def test_it_resumes_from_the_last_whole_update(tmp_path: Path) -> None:
     compare(tmp_path, [0, 1], 4, "forward", {})
+
+
+def test_local_steps_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="min_world_size does not go with local steps"):
+        TrainingArguments(tmp_path, use_bmuf=True, min_world_size=1)
 
 
 @pytest.mark.exhaustive
