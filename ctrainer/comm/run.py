@@ -174,7 +174,7 @@ def is_open(group: _C.Communicator) -> bool:
 
 def _after_fork() -> None:
     keep_torch_groups()
-    _standby.clear()
+    _standby.clear()  # which closes its socket: the child's may outlive this rank
     was_rank = any(is_open(group) and group.world_size > 1 for group in _joined)
     _joined.clear()
     if was_rank or _is_child or environment.has_joined():

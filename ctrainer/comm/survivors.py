@@ -20,7 +20,6 @@ from typing import Any
 from ctrainer import _C
 from ctrainer.comm import machines
 from ctrainer.runtime.errors import RankFailure
-from ctrainer.runtime.fork import close_in_children
 
 _CONNECT_SECONDS = 3.0
 _ROUND_SECONDS = 0.2
@@ -48,7 +47,6 @@ class Standby:
     def __init__(self, group: _C.Communicator, reached_by: str) -> None:
         self.rank = group.rank
         self._listener = socket.create_server((reached_by, 0), backlog=_WAITING)
-        close_in_children(self._listener)
         own = [*self._listener.getsockname()[:2], machines._this_machine()]
         answers = group.gather_bytes(json.dumps(own).encode())
         self._peers: list[tuple[str, int, str]] = [json.loads(text) for text in answers]

@@ -11,10 +11,8 @@ import contextlib
 import functools
 import os
 import shutil
-import socket
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator
 
 
@@ -29,23 +27,6 @@ def by_parent_alone(function: Callable[..., object]) -> Callable[..., None]:
             function(*args)
 
     return run
-
-
-_kept_from_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def close_in_children(listener: socket.socket) -> None:
-    """Close a socket in forked children, which else keep it open when this process has
-    ended."""
-    _kept_from_children.add(listener)
-
-
-def _close_kept() -> None:
-    for each in list(_kept_from_children):
-        each.close()
-
-
-os.register_at_fork(after_in_child=_close_kept)
 
 
 def keep_torch_groups() -> None:

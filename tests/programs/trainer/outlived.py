@@ -48,6 +48,14 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Trainer(ctrainer.Trainer):
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if dies("backward"):
+            die()
+        return loss
+
+
 class Watch(ctrainer.TrainerCallback):
     def on_optimizer_step(self, args, state, control, **kwargs):
         if dies("update"):
@@ -66,10 +74,20 @@ class Watch(ctrainer.TrainerCallback):
 
 rank_checkpoints.Net = Net
 trainer = rank_checkpoints.make(
-    options.get("output", folder), max_steps=8, logging_steps=1, **options["arguments"]
+    options.get("output", folder),
+    Trainer,
+    max_steps=8,
+    logging_steps=1,
+    **options["arguments"],
 )
 trainer.add_callback(Watch())
-trainer.train(resume_from_checkpoint=resume)
+try:
+    trainer.train(resume_from_checkpoint=resume)
+except ValueError:  # its process stays a while, and nobody waits for it
+    end = time.monotonic() + 60
+    while not os.path.exists(f"{folder}/told0.json") and time.monotonic() < end:
+        time.sleep(0.1)
+    raise
 died = [
     float(open(f"{folder}/killed{number}").read())
     for number in killed

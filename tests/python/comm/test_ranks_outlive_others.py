@@ -43,6 +43,11 @@ def test_the_furthest_is_the_first_and_one_that_is_busy_is_waited_for(
     assert [told[rank][0]["rank"] for rank in (3, 0, 2)] == [0, 1, 2]
 
 
+def test_children_of_the_dead_are_not_waited_for(tmp_path: Path) -> None:
+    told = outlived(tmp_path, 3, victims=[[0]], progress=[1] * 3, forks=True)
+    assert told[1][0]["seconds"] < 30
+
+
 def test_another_may_die_later(tmp_path: Path) -> None:
     told = outlived(tmp_path, 4, victims=[[0], [2]], progress=[1, 1, 1, 1])
     assert [[each["rank"] for each in told[rank]] for rank in (1, 3)] == [

@@ -67,7 +67,9 @@ def compare(
         assert found["place"] == found["torch"] == [number, len(left)]
         print(f"{found['seconds']:.2f} seconds to the first update of rank {number}")
         assert found["seconds"] < 30
-    assert "Continuing with" in left[0].output
+    without = ", ".join(map(str, killed))
+    assert f"Continuing without rank {without}, with {len(left)} of 4" in left[0].output
+    assert f"was saved by 4 rank(s) and {len(left)} resume from it" in left[0].output
 
 
 def test_it_resumes_from_the_last_whole_update(tmp_path: Path) -> None:
@@ -91,6 +93,7 @@ def test_a_rank_that_raises_an_error_of_its_own_is_lost(tmp_path: Path) -> None:
         ([2, 3], 4, "forward", {}),
         ([3], 4, "update", PARTS),
         ([2], 4, "log", {}),
+        ([3], 4, "backward", PARTS),
         ([1, 2, 3], 4, "forward", {}),
         ([2, 3], 4, "forward", SHARDED),
         ([0], 4, "forward", SHARDED),
