@@ -17,6 +17,7 @@
 #   make tsan      the tests that run threads under TSan
 #   make step-files   count the .c files that an update enters, in a build with coverage
 #   make mutants   put 100 faults into a copy of the tree and see that tests fail: an hour
+#   make fuzz      mutate configurations for SECONDS of CPU time, a minute
 #   make cuda      build the CUDA plugin with nvcc and test it, its kernels on the CPU
 #   make cuda-emul, cuda-check   the CUDA kernels on the CPU; on a GPU
 #   make gpu       on a machine with a GPU: build, test and measure there, in ten minutes
@@ -52,7 +53,7 @@ FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c benchmarks/
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
 .PHONY: install install-test demo test test-all test-python test-engine test-device test-sharding gpu bench lint format ext check-core asan asan-core asan-ext tsan clean
-.PHONY: dist wheels docs bench-kernels mutants step-files
+.PHONY: dist wheels docs bench-kernels mutants fuzz step-files
 install: $(INSTALLED)
 install-test: $(TESTABLE)
 
@@ -106,6 +107,11 @@ test-device: ext $(TESTABLE) test-engine
 
 test-all:
 	CTRAINER_EXHAUSTIVE=1 PYTEST_TIMEOUT=7200 $(MAKE) test ON_DEVICE='$(ALL_ON_DEVICE)'
+
+SECONDS ?= 60
+SEED ?= 0
+fuzz: ext $(TESTABLE)
+	PYTHONPATH=tests:tests/support $(PY) -m programs.compat.mutated_configurations $(SECONDS) $(SEED)
 
 # Takes what PYTHON has: its torch has to see the GPU. OPTIONS are benchmarks/gpu.py's.
 gpu:

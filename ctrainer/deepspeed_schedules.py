@@ -354,11 +354,11 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        _warn_of_length(total_num_steps, warmup_num_steps)
         if warmup_max_lr is None:
             warmup_max_lr = _own_lrs(optimizer)
         self.total_num_steps = total_num_steps
         _Scheduler.__init__(self, **_given(locals()))
+        _warn_of_length(total_num_steps, warmup_num_steps)
 
 
 class WarmupCosineLR(_AfterWarmup):
@@ -397,8 +397,8 @@ class WarmupCosineLR(_AfterWarmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        _warn_of_length(total_num_steps, warmup_num_steps)
         super().__init__(lr=_own_lrs(optimizer), **_given(locals()))
+        _warn_of_length(total_num_steps, warmup_num_steps)
 
 
 def _warn_of_length(total: int, warmup: int) -> None:
@@ -421,7 +421,7 @@ def from_config(section: Mapping[str, Any], optimizer: Any) -> Any:
         optimizer: Has param_groups with "lr".
 
     Raises:
-        ValueError: another type, or a parameter that the schedule has not.
+        ValueError: another type, or parameters that the schedule does not take.
     """
     name = section.get("type")
     if name not in SCHEDULES:
@@ -429,4 +429,7 @@ def from_config(section: Mapping[str, Any], optimizer: Any) -> Any:
             f"DeepSpeed does not recognize LR scheduler {name}: scheduler.type may be "
             f"{', '.join(SCHEDULES)}; leave the section out, and set lr_scheduler_type"
         )
-    return SCHEDULES[name](optimizer, **section.get("params") or {})
+    try:
+        return SCHEDULES[name](optimizer, **section.get("params") or {})
+    except TypeError as error:  # one that is missing, or not a number
+        raise ValueError(f"deepspeed: scheduler.params: {error}") from None

@@ -4,16 +4,14 @@ for a run of ctrainer, without DeepSpeed."""
 from __future__ import annotations
 
 import base64
-import binascii
 import copy
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ctrainer.arguments import deepspeed_keys
-from ctrainer.arguments.settings import nearest, parse_json, read
+from ctrainer.arguments.settings import json_value, nearest, parse_json, read
 
 logger = logging.getLogger("ctrainer.arguments")
 
@@ -293,7 +291,7 @@ class HfTrainerDeepSpeedConfig(HfDeepSpeedConfig):
                 f"Do not include {steps} entries in the ds config file, as they will "
                 f"be set via --{steps} or its default"
             )
-        if "gradient_clipping" in self.config:
+        if self.config.get("gradient_clipping", "auto") != "auto":
             args.max_grad_norm = float(self.config["gradient_clipping"])
         if self.get_value("fp16.enabled") is True:
             args.fp16 = True
@@ -357,10 +355,10 @@ def _hidden_size(config: Any) -> int | None:
 def _load(given: Any) -> dict[str, Any]:
     """The configuration as a dict of its own."""
     if isinstance(given, Mapping):
-        return copy.deepcopy(dict(given))
+        return dict(json_value(given, "deepspeed"))
     if not isinstance(given, str | os.PathLike):
         raise ValueError(_EXPECTED + repr(given))
-    text = os.fspath(given)
+    text = str(given)
     if os.path.exists(text):
         try:
             with open(text, encoding="utf-8") as file:
@@ -382,12 +380,15 @@ _EXPECTED = (
 
 
 def _decoded(text: str) -> Any:
-    if text.lstrip().startswith("{"):
-        return parse_json(text, "deepspeed")
-    try:
-        return json.loads(base64.urlsafe_b64decode(text).decode("utf-8"))
-    except (binascii.Error, ValueError):
-        raise ValueError(_EXPECTED + text) from None
+    found = text
+    if not text.lstrip().startswith("{"):
+        try:
+            found = base64.urlsafe_b64decode(text).decode("utf-8")
+        except ValueError:
+            found = ""
+    if not found.lstrip().startswith("{"):
+        raise ValueError(_EXPECTED + text)
+    return parse_json(found, "deepspeed")
 
 
 # ---- what it means for a run
@@ -424,6 +425,8 @@ def given_to(args: Any) -> Any:
     """The argument `deepspeed`, or what accelerate launch --use_deepspeed means: its
     file, or its flags. Source: accelerate 1.15, DeepSpeedPlugin."""
     given, name = getattr(args, "deepspeed", None), "ACCELERATE_USE_DEEPSPEED"
+    if not isinstance(given, Mapping | str | os.PathLike | bool | None):
+        raise ValueError(_EXPECTED + repr(given))
     if given or not read(os.environ.get(name) or "no", bool, name):
         return given
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ctrainer.arguments import deepspeed
 from ctrainer.arguments.settings import (
     Natural,
+    json_value,
     nearest,
     parse_json,
     read,
@@ -175,10 +176,7 @@ _FAIRSCALE = ("simple", "zero_dp_2", "zero_dp_3", "auto_wrap", "offload")
 
 def _fairscale_words(given: Any) -> list[str]:
     """The words of sharded_ddp: True is simple, and cpu_offload is offload."""
-    if given is True:
-        return ["simple"]
-    words = given.split() if isinstance(given, str) else list(given or ())
-    words = [str(getattr(word, "value", word)).lower() for word in words]
+    words = _listed(given, "sharded_ddp")
     if words in (["true"], ["false"]):
         return ["simple"] if words == ["true"] else []
     words = ["offload" if word == "cpu_offload" else word for word in words]
@@ -293,13 +291,8 @@ def describe_keys() -> str:
 
 def _words(fsdp: Any) -> list[str] | None:
     """The words of `fsdp`, [] for True; None where nothing is sharded."""
-    if fsdp is True:
-        return []
-    if not fsdp:
-        return None
-    given = fsdp.split() if isinstance(fsdp, str) else read(fsdp, list[Any], "fsdp")
-    words = [str(getattr(word, "value", word)).lower() for word in given]
-    if words in (["true"], ["false"]):
+    words = _listed(fsdp, "fsdp")
+    if words in (["true"], ["false"], []):
         return [] if words == ["true"] else None
     known = (*_STRATEGIES, "auto_wrap", "offload")
     for word in words:
@@ -309,6 +302,14 @@ def _words(fsdp: Any) -> list[str] | None:
                 f"{nearest(word, known)}"
             )
     return words
+
+
+def _listed(given: Any, name: str) -> list[str]:
+    """The words of a text or a list in lower case; of a truth value, true or none."""
+    if given is None or isinstance(given, bool):
+        return ["true"] if given else []
+    words = given.split() if isinstance(given, str) else read(given, list[Any], name)
+    return [str(getattr(word, "value", word)).lower() for word in words]
 
 
 def _config(given: Any) -> dict[str, Any]:
@@ -321,12 +322,13 @@ def _config(given: Any) -> dict[str, Any]:
             f"{given!r}"
         )
     config: dict[str, Any] = {}
-    for key, value in (given or {}).items():
+    for key, value in json_value(given or {}, "fsdp_config").items():
         name = str(key).removeprefix("fsdp_")
-        if config.setdefault(name, value) != value:
+        if name in config and config[name] != value:
             raise ValueError(
                 f"fsdp_config has {name}={config[name]!r} and {key}={value!r}; set one"
             )
+        config[name] = value
     return config
 
 

@@ -128,13 +128,35 @@ def reject_unknown(where: str, given: Iterable[Any], known: Iterable[str]) -> No
             raise ValueError(f"{where} has no {name!r}; {nearest(name, known)}")
 
 
+DEEPEST = 100  # levels of a configuration
+
+
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text. Raises ValueError naming `where` for invalid JSON, and
-    for a name that an object has twice, where json would keep the last."""
+    """The value of a JSON text. Raises ValueError naming `where` for invalid JSON, for
+    a name that an object has twice, where json would keep the last, and for a value of
+    more than DEEPEST levels."""
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        found = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from None
+    return json_value(found, where)
+
+
+def json_value(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy of a value of JSON's kinds, its mappings as dicts. Raises ValueError
+    naming `where` for another kind, and for more than DEEPEST levels."""
+    if depth > DEEPEST:
+        raise ValueError(f"{where} is nested more than {DEEPEST} deep")
+    if isinstance(value, Mapping):
+        inner = {k: f"{where}.{k}" if depth < 3 else where for k in value}
+        return {k: json_value(v, inner[k], depth + 1) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        items = (json_value(item, where, depth + 1) for item in value)
+        return list(items) if isinstance(value, list) else tuple(items)
+    value = plain(value)
+    if value is None or isinstance(value, str | Real | os.PathLike):
+        return value
+    raise ValueError(f"{where}={value!r} ({type(value).__name__}) is no value of JSON")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
