@@ -37,6 +37,9 @@ class UnitSize:
         frozen (tuple[int, ...], default ()): Of each group of frozen parameters.
         kept (bool, default False): It stays gathered from the forward to the backward
             pass, as the root does.
+        item_bytes (tuple[int, ...], default ()): Of an element of each group's shards,
+            those of trainable groups first: 4 of float32, 2 of bfloat16 and float16, 1
+            of quantized values, which are gathered as they are; (): 4 for each.
 
     Example:
         >>> from ctrainer.fsdp import UnitSize
@@ -47,6 +50,7 @@ class UnitSize:
     trainable: tuple[int, ...]
     frozen: tuple[int, ...] = ()
     kept: bool = False
+    item_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,8 @@ class MemoryPlan:
         world_size (int): Ranks of the run.
         group_size (int): Ranks of a sharding group; there are world_size / group_size
             replicas.
-        parameters (int): The shards, float32.
-        gradients (int): Of the shards, float32.
+        parameters (int): The shards.
+        gradients (int): Of the trainable shards, in their dtype.
         optimizer (int): The optimizer's state.
         feedback (int): Error-feedback residuals of gradients, float32, of all ranks'
             shards.
@@ -72,6 +76,7 @@ class MemoryPlan:
         machine_traffic (int): Of it all, what leaves a machine, all its ranks together.
         host (int, default 0): Of the shards, in host memory rather than the GPU's.
         disk (int, default 0): Of the shards, in a file.
+        secondary (int, default 0): Secondary shards, from the forward to the backward.
 
     Example:
         >>> from ctrainer.fsdp import UnitSize, memory_plan
@@ -82,8 +87,8 @@ class MemoryPlan:
 
     world_size: int
     group_size: int  # ranks of a sharding group
-    parameters: int  # the shards, float32
-    gradients: int  # of the shards, float32
+    parameters: int  # the shards
+    gradients: int  # of the trainable shards
     optimizer: int
     feedback: int  # error-feedback residuals, float32, of all ranks' shards
     gathered: int  # the root and the largest other unit
@@ -96,6 +101,7 @@ class MemoryPlan:
     machine_traffic: int  # bytes that leave a machine, of all its ranks together
     host: int = 0  # shards that are offloaded, and pieces of state on disk
     disk: int = 0
+    secondary: int = 0  # shards of a machine's ranks, of the units that are released
 
     @property
     def sharded(self) -> int:
@@ -106,7 +112,7 @@ class MemoryPlan:
     def transient(self) -> int:
         """The peak of the engine's ledger, whatever the ranks; the ledger does not
         count quantized values."""
-        return self.gathered + self.prefetched + self.full_gradients
+        return self.gathered + self.prefetched + self.full_gradients + self.secondary
 
     @property
     def total(self) -> int:
@@ -137,7 +143,7 @@ def memory_plan(
     *,
     compute_dtype: str = "float32",
     reduce_dtype: str | None = None,
-    optimizer_bytes: int = 8,
+    optimizer_bytes: float = 8,
     prefetch: int = 0,
     reshard_after_forward: bool = True,
     shard_size_multiple: int = 128,
@@ -147,6 +153,7 @@ def memory_plan(
     group_size: int | None = None,
     machine_size: int = 8,
     offload: str | None = None,
+    secondary_shards: int | None = None,
 ) -> MemoryPlan:
     """Return the bytes that a step of one micro-batch takes and sends.
 
@@ -161,8 +168,9 @@ def memory_plan(
             "bfloat16" or "float16".
         reduce_dtype (str | None, default None): Of gradients until they are reduced;
             None: compute_dtype.
-        optimizer_bytes (int, default 8): Of state for each trainable element (Adam's
-            float32 moments: 8; SGD's: 0 or 4).
+        optimizer_bytes (float, default 8): Of state for each trainable element: Adam's
+            moments have 8 where shards are float32 and 4 where they are bfloat16, in 8
+            bits, with a scale for each 256, 2.03125; SGD's 4, or 0 without momentum.
         prefetch (int, default 0): Units that are prefetched; none where parameters are
             quantized.
         reshard_after_forward (bool, default True): False keeps every unit gathered
@@ -181,6 +189,8 @@ def memory_plan(
         offload (str | None, default None): "cpu": shards, their gradients and the
             optimizer's state are in host memory; "nvme": the state is in a file, of
             which host memory has 4 pieces of 2**20 elements; None: all on the GPU.
+        secondary_shards (int | None, default None): Ranks of a machine, which keep
+            parameters for the backward; None, or all ranks: they do not.
 
     Raises:
         ValueError: a size below 1, ranks that groups and machines do not divide, an
@@ -206,16 +216,19 @@ def memory_plan(
               _bits("reduce_bits", reduce_bits)),
         reshard_after_forward,
         keeps_residual=error_feedback and reduce_bits is not None,
+        secondary=_machine(secondary_shards, group),
     )  # fmt: skip
-    elements = sum(size.both for size in step.units) // group
+    shards = sum(size.shards for size in step.units) // group
+    gradients = sum(size.gradients for size in step.units) // group
     trainable = sum(size.trainable for size in step.units) // group
-    state = trainable * optimizer_bytes
-    host, disk = _offloaded(offload, (elements + trainable) * 4, state, optimizer_bytes)
+    state = math.ceil(trainable * optimizer_bytes)
+    pieces = math.ceil(_PIECES * optimizer_bytes)
+    host, disk = _offloaded(offload, shards + gradients, state, pieces)
     return MemoryPlan(
         world_size=world_size,
         group_size=group,
-        parameters=elements * 4,
-        gradients=trainable * 4,
+        parameters=shards,
+        gradients=gradients,
         optimizer=state,
         feedback=trainable * group * 4 if step.keeps_residual else 0,
         gathered=step.gathered(),
@@ -228,17 +241,30 @@ def memory_plan(
         machine_traffic=step.machine_traffic(world_size, machine_size),
         host=host,
         disk=disk,
+        secondary=step.secondary_bytes(),
     )
 
 
+def _machine(secondary_shards: int | None, group: int) -> int | None:
+    """The ranks of a machine, where its secondary shards are not those of the group."""
+    if secondary_shards is None or secondary_shards == group:
+        return None
+    if secondary_shards < 1 or group % secondary_shards:
+        raise ValueError(
+            f"secondary_shards {secondary_shards} must be 1 or more, and divide the "
+            f"{group} ranks of a sharding group"
+        )
+    return secondary_shards
+
+
 def _offloaded(
-    offload: str | None, shards: int, state: int, item: int
+    offload: str | None, shards: int, state: int, pieces: int
 ) -> tuple[int, int]:
     """Bytes in host memory and on disk."""
     if offload not in (None, "cpu", "nvme"):
         raise ValueError(f"offload must be 'cpu', 'nvme' or None, not {offload!r}")
     if offload == "nvme":
-        return shards + min(state, _PIECES * item), state
+        return shards + min(state, pieces), state
     return (shards + state if offload else 0), 0
 
 
@@ -249,10 +275,28 @@ class _Padded:
         def padded(n: int) -> int:
             return math.ceil(n / (ranks * multiple)) * ranks * multiple
 
-        self.of_trainable = [padded(n) for n in unit.trainable]
-        self.of_all = self.of_trainable + [padded(n) for n in unit.frozen]
-        self.trainable, self.both = sum(self.of_trainable), sum(self.of_all)
+        sizes = [*unit.trainable, *unit.frozen]
+        items = unit.item_bytes or (4,) * len(sizes)
+        if len(items) != len(sizes):
+            raise ValueError(
+                f"item_bytes has {len(items)} entries, and the unit {len(sizes)} groups"
+            )
+        #: (elements, bytes of one in a shard) of each group.
+        self.of_all = [(padded(n), b) for n, b in zip(sizes, items, strict=True)]
+        self.of_trainable = self.of_all[: len(unit.trainable)]
+        self.trainable = sum(n for n, _ in self.of_trainable)
+        self.shards = sum(n * item for n, item in self.of_all)
+        self.gradients = sum(n * item for n, item in self.of_trainable)
         self.kept = unit.kept
+
+    def full(self, item: int) -> int:
+        """Bytes of the gathered groups, whose floats have `item` bytes."""
+        return sum(n * _gathered_item(own, item) for n, own in self.of_all)
+
+
+def _gathered_item(own: int, item: int) -> int:
+    """Bytes of a gathered element; quantized values are gathered as they are."""
+    return own if own == 1 else item
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,26 +307,26 @@ class _Sent:
     item: int
     bits: int | None
 
-    def part(self, n: int) -> int:
-        """Bytes of the message with a rank's part of a group of n elements."""
-        n //= self.ranks
-        if self.bits is None:
-            return n * self.item
+    def part(self, group: tuple[int, int]) -> int:
+        """Bytes of the message with a rank's part of a group."""
+        n, own = group[0] // self.ranks, group[1]
+        if self.bits is None or own == 1:
+            return n * _gathered_item(own, self.item)
         message = math.ceil(n / _BLOCK) * 4 + math.ceil(n * self.bits / 8)
         return math.ceil(message / _ALIGN) * _ALIGN
 
-    def parts(self, groups: Iterable[int]) -> int:
+    def parts(self, groups: Iterable[tuple[int, int]]) -> int:
         return sum(map(self.part, groups))
 
-    def buffers(self, groups: Iterable[int], sent: int, blank: bool) -> int:
+    def buffers(self, groups: Iterable[tuple[int, int]], sent: int, blank: bool) -> int:
         """The largest buffer of a group: `sent` parts, the parts of all ranks, and with
         `blank` a float32 for each element of a part."""
         if self.bits is None:
-            return 0
+            return sum(of_machine) // self.secondary if self.secondary else 0
         floats = 4 if blank else 0
         return max(
-            (self.part(n) * (sent + self.ranks) + n // self.ranks * floats
-             for n in groups),
+            (self.part(group) * (sent + self.ranks) + group[0] // self.ranks * floats
+             for group in groups if group[1] > 1),
             default=0,
         )  # fmt: skip
 
@@ -296,6 +340,7 @@ class _Step:
     reduce: _Sent
     reshards: bool
     keeps_residual: bool
+    secondary: int | None  # ranks of a machine
 
     @property
     def _roots(self) -> list[_Padded]:
@@ -309,21 +354,25 @@ class _Step:
     @property
     def _fullest(self) -> _Padded:
         def size(unit: _Padded) -> int:
-            return unit.both * self.gather.item + unit.trainable * self.reduce.item
+            return unit.full(self.gather.item) + unit.trainable * self.reduce.item
 
         inner = [unit for unit in self.units if not unit.kept]
         return max(inner, key=size, default=_Padded(UnitSize(()), 1, 1))
 
     def gathered(self) -> int:
         staying = self._roots if self.reshards else self.units
-        fullest = self._fullest.both if self._again else 0
-        return (sum(unit.both for unit in staying) + fullest) * self.gather.item
+        at_once = [*staying, self._fullest] if self._again else staying
+        return sum(unit.full(self.gather.item) for unit in at_once)
+
+    def secondary_bytes(self) -> int:
+        of_machine = (unit.full(self.gather.item) for unit in self._again)
+        return sum(of_machine) // self.secondary if self.secondary else 0
 
     def prefetched(self, prefetch: int) -> int:
         if self.gather.bits is not None or not self._again:
-            return 0
+            return sum(of_machine) // self.secondary if self.secondary else 0
         count = min(prefetch, len(self._again) - 1)
-        return count * max(unit.both for unit in self._again) * self.gather.item
+        return count * max(unit.full(self.gather.item) for unit in self._again)
 
     def full_gradients(self) -> int:
         grads = sum(unit.trainable for unit in self._roots) + self._fullest.trainable
@@ -333,9 +382,9 @@ class _Step:
         """Buffers exist where other memory is free: a unit's before its gradients or
         after its parameters, the root's outside of all units."""
         unit, roots = self._fullest, self._roots
-        unit_full = unit.both * self.gather.item
+        unit_full = unit.full(self.gather.item)
         unit_grads = unit.trainable * self.reduce.item
-        root_full = sum(root.both for root in roots) * self.gather.item
+        root_full = sum(root.full(self.gather.item) for root in roots)
         root_grads = sum(root.trainable for root in roots) * self.reduce.item
         inner = [u for u in self.units if not u.kept]
         return max(
@@ -347,24 +396,26 @@ class _Step:
         )
 
     def _gather_buffers(self, units: list[_Padded]) -> int:
-        groups = [n for unit in units for n in unit.of_all]
+        groups = [group for unit in units for group in unit.of_all]
         return self.gather.buffers(groups, 1, blank=True)
 
     def _reduce_buffers(self, units: list[_Padded]) -> int:
-        groups = [n for unit in units for n in unit.of_trainable]
+        groups = [group for unit in units for group in unit.of_trainable]
         return self.reduce.buffers(
             groups, self.reduce.ranks, blank=not self.keeps_residual
         )
 
     def _gathered_parts(self) -> int:
-        units = self.units + self._again
+        """Of the gathers over the whole group."""
+        units = self.units + ([] if self.secondary else self._again)
         return sum(self.gather.parts(unit.of_all) for unit in units)
 
     def _reduced_parts(self) -> int:
         return sum(self.reduce.parts(unit.of_trainable) for unit in self.units)
 
     def gather_traffic(self) -> int:
-        return self._gathered_parts() * (self.gather.ranks - 1)
+        within = self.secondary_bytes() * ((self.secondary or 1) - 1)
+        return self._gathered_parts() * (self.gather.ranks - 1) + within
 
     def reduce_traffic(self) -> int:
         return self._reduced_parts() * (self.reduce.ranks - 1)
@@ -437,13 +488,17 @@ def units_of(module: Any) -> list[UnitSize]:
         >>> import torch
         >>> from ctrainer.fsdp import FullyShardedDataParallel, units_of
         >>> units_of(FullyShardedDataParallel(torch.nn.Linear(4, 2, bias=False)))
-        [UnitSize(trainable=(8,), frozen=(), kept=True)]
+        [UnitSize(trainable=(8,), frozen=(), kept=True, item_bytes=(4,))]
     """
     return [
         UnitSize(
             tuple(g.orig_size.numel() for g in unit._groups if g.requires_grad),
             tuple(g.orig_size.numel() for g in unit._groups if not g.requires_grad),
             kept=unit is module,
+            item_bytes=tuple(
+                g.dtype.itemsize
+                for g in sorted(unit._groups, key=lambda g: not g.requires_grad)
+            ),
         )
         for unit in module.units()
     ]
@@ -480,11 +535,10 @@ class Decoder:
     def parameters(self) -> int:
         return self.layers * self.block + self.root
 
-    def units(self) -> list[UnitSize]:
-        """With flatten_parameters."""
-        return [UnitSize((self.root,), kept=True)] + [UnitSize((self.block,))] * (
-            self.layers
-        )
+    def units(self, item: int = 4) -> list[UnitSize]:
+        """With flatten_parameters; item: bytes of a shard's element."""
+        block = UnitSize((self.block,), item_bytes=(item,))
+        return [UnitSize((self.root,), (), True, (item,))] + [block] * self.layers
 
 
 # Source: config.json of Llama 3.2 1B, Llama 3.1 8B and 70B.
@@ -498,7 +552,7 @@ WORLD_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 _COLUMNS = (
     "parameters", "gradients", "optimizer", "feedback", "gathered", "prefetched",
     "full_gradients", "quantized", "total", "gather_traffic", "reduce_traffic",
-    "replica_traffic", "machine_traffic", "host", "disk",
+    "replica_traffic", "machine_traffic", "secondary", "host", "disk",
 )  # fmt: skip
 
 
@@ -543,15 +597,21 @@ def _parser() -> argparse.ArgumentParser:
         help="Dtype of the gathered parameters.",
     )
     add(
+        "--param_dtype",
+        choices=dtypes,
+        default="float32",
+        help="Dtype of the shards and their gradients.",
+    )
+    add(
         "--reduce_dtype",
         choices=dtypes,
         help="Dtype of the reduced gradients; unset, that of --compute_dtype.",
     )
     add(
         "--optimizer_bytes",
-        type=int,
+        type=float,
         default=8,
-        help="Bytes of optimizer state for each parameter.",
+        help="Bytes of optimizer state for each parameter; 2.03125 with 8-bit AdamW.",
     )
     add("--prefetch", type=int, default=0, help="Units to prefetch.")
     add(
@@ -595,6 +655,12 @@ def _parser() -> argparse.ArgumentParser:
         help="GPUs of a sharding group, for hybrid sharding; unset, all of them.",
     )
     add("--machine_size", type=int, default=8, help="GPUs of a machine.")
+    add(
+        "--secondary_shards",
+        type=int,
+        help="GPUs of a machine, which keep parameters for the backward pass "
+        "(zero_hpz_partition_size); unset, they do not.",
+    )
     return parser
 
 
@@ -608,8 +674,9 @@ def main(arguments: list[str]) -> int:
         parser.error("--zero 3 reshards; leave --no_reshard_after_forward out")
     given["reshard_after_forward"] = not keeps and stage in (None, 3)
     given["error_feedback"] = not given.pop("no_error_feedback")
+    units = model.units(DTYPE_BYTES[given.pop("param_dtype")])
     try:
-        plans = [memory_plan(model.units(), size, **given) for size in sizes]
+        plans = [memory_plan(units, size, **given) for size in sizes]
     except ValueError as error:
         parser.error(str(error))
     print(f"{in_gb(model.parameters)} G parameters, GB on each GPU")

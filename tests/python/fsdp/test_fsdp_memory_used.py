@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from draws import draws
 from fsdp_scenarios import wrap
 from rank_threads import on_ranks, seeded
 from torch import nn
 
 from ctrainer import _C, optim
-from ctrainer.fsdp import UnitSize, memory_plan
+from ctrainer.fsdp import UnitSize, memory_plan, units_of
+from ctrainer.optim import _disk
 
 WIDTH, DEPTH, ENDS = 192, 6, 8
 PREFETCH: dict[str, Any] = {
@@ -74,6 +78,124 @@ def test_the_engine_holds_what_the_plan_says(world: int, prefetch: int) -> None:
         assert model._unit.peak_bytes == pytest.approx(transient, rel=0.05)
 
     on_ranks(world, measure)
+
+
+class Eighths(nn.Module):
+    """A frozen linear layer of 8-bit weights, with a scale and a trained bias."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight = torch.randint(-9, 9, (width, width), dtype=torch.int8)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(1, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(width, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to(x.dtype) * self.scale.to(x.dtype)
+        return nn.functional.linear(x, weight, self.bias)
+
+
+# And bytes of an element's state: of moments of the shard's dtype, as float32.
+OPTIMIZERS: dict[str, tuple[Any, float]] = {
+    "AdamW": (optim.AdamW, 8),
+    "AdamW8bit": (partial(optim.AdamW8bit, min_8bit_size=1), 2 + 2 * 4 / 256),
+    "SGD": (partial(optim.SGD, momentum=0.9), 4),
+    "AdamW on disk": (optim.AdamW, 8),
+}
+
+
+def drawn_model(draw: random.Random, wrapped: Any, width: int) -> Any:
+    """Layers that train, that are frozen, and that are quantized, in units of their
+    own between two layers of the root."""
+    dtype = draw.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    compute = draw.choice([dtype, torch.bfloat16, torch.float32])
+    options: dict[str, Any] = {"compute_dtype": compute}
+    options["fp32_reduce_scatter"] = draw.random() < 0.5
+    kinds = [draw.choice(["trained", "frozen", "quantized"]) for _ in "abc"]
+    kinds.append("trained")  # the fullest unit is the first of the backward pass
+    with seeded(0):
+        layers: list[nn.Module] = [
+            Eighths(width, dtype) if kind == "quantized"
+            else nn.Linear(width, width, dtype=dtype)
+            for kind in kinds
+        ]  # fmt: skip
+        ends = [nn.Linear(*sizes, dtype=dtype) for sizes in ((ENDS, width), (width, 2))]
+    for kind, layer in zip(kinds, layers, strict=True):
+        if kind == "frozen":
+            layer.requires_grad_(False)
+    inner = [wrapped(layer, **options) for layer in layers]
+    return wrapped(nn.Sequential(ends[0], *inner, ends[1]), **options)
+
+
+@pytest.mark.parametrize("number", range(draws(8, 200)))
+def test_the_plan_of_any_model_is_what_the_engine_counts(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any dtypes, frozen and quantized layers, state of any kind, and with secondary
+    shards: shards, gradients and state to the byte; gathered parameters, gradients to
+    reduce and secondary shards within 3 %, as lines and pages are filled up."""
+    monkeypatch.setattr(_disk, "_LEAST", 1)  # bytes, for small models
+    draw = random.Random(number)
+    world, width = (1, 2, 4)[number % 3], draw.choice([128, 192])
+    reshards = world == 4 or draw.random() < 0.5
+    name = draw.choice(sorted(OPTIMIZERS))
+    make, item = OPTIMIZERS[name]
+    local = 2 if world == 4 else None
+    prefetch = {} if draw.random() < 0.5 else PREFETCH
+    seed = draw.random()
+
+    def measure(group: _C.Communicator) -> None:
+        of_units = {**prefetch, "secondary_shards": local}
+        of_units["reshard_after_forward"] = reshards
+        whole = group if local is None else in_machines(group, local)
+        model = drawn_model(
+            random.Random(seed),
+            lambda m, **o: wrap(whole, m, _shard_size_multiple=256, **of_units, **o),
+            width,
+        )
+        full, wide = model.compute_dtype, model.fp32_reduce_scatter
+        moment = next(p for p in model.parameters() if p.requires_grad).dtype.itemsize
+        of_state = item if "8bit" in name else item * moment / 4
+        plan = memory_plan(
+            units_of(model), world, secondary_shards=local, optimizer_bytes=of_state,
+            compute_dtype=str(full)[6:], prefetch=len(prefetch) // 2,
+            reduce_dtype="float32" if wide else None, shard_size_multiple=256,
+            offload="nvme" if "disk" in name else None, reshard_after_forward=reshards,
+        )  # fmt: skip
+        optimizer = make(p for p in model.parameters() if p.requires_grad)
+        if "disk" in name:
+            optimizer.offload_state(str(tmp_path))
+        for step in range(2):
+            model._unit.peak_bytes = 0
+            loss = model(torch.ones(2, ENDS, dtype=full)).float().square().sum()
+            loss.backward()
+            if step == 0:
+                optimizer.step()
+        params = list(model.parameters())
+        assert bytes_of(params) == plan.parameters
+        assert bytes_of(p.grad for p in params if p.grad is not None) == plan.gradients
+        kept = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
+        kept += ("absmax1", "absmax2")
+        states = [state[k] for state in optimizer.state.values() for k in kept
+                  if k in state]  # fmt: skip
+        assert bytes_of(states) == plan.optimizer
+        if "disk" in name:
+            padding = optimizer._disk_state.memory.nbytes - plan.disk
+            assert 0 <= padding < 4096 * len(states)  # each begins on a page
+        peak = model._unit.peak_bytes
+        assert peak <= plan.transient * 1.03
+        assert peak >= (plan.transient - plan.prefetched) * 0.97
+
+    on_ranks(world, measure)
+
+
+def in_machines(group: _C.Communicator, local: int) -> _C.Communicator:
+    within, between = group.split(group.rank // local), group.split(group.rank % local)
+    whole = group.split(0)
+    assert within is not None
+    assert between is not None
+    assert whole is not None
+    return _C.hierarchical_communicator(within, between, whole)
 
 
 class Alone:
