@@ -322,7 +322,7 @@ class _Sent:
         """The largest buffer of a group: `sent` parts, the parts of all ranks, and with
         `blank` a float32 for each element of a part."""
         if self.bits is None:
-            return sum(of_machine) // self.secondary if self.secondary else 0
+            return 0
         floats = 4 if blank else 0
         return max(
             (self.part(group) * (sent + self.ranks) + group[0] // self.ranks * floats
@@ -370,7 +370,7 @@ class _Step:
 
     def prefetched(self, prefetch: int) -> int:
         if self.gather.bits is not None or not self._again:
-            return sum(of_machine) // self.secondary if self.secondary else 0
+            return 0
         count = min(prefetch, len(self._again) - 1)
         return count * max(unit.full(self.gather.item) for unit in self._again)
 

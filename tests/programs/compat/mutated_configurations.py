@@ -26,10 +26,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
+_UNUSED: Any = dict.fromkeys(("pandas", "scipy", "sklearn", "torchao"))
+sys.modules.update(_UNUSED)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -341,7 +343,7 @@ def outcomes(case: Case, folder: Path) -> list[Any]:
         "sharded_ddp": [lambda: _of_fairscale(given)],
         "environment": [lambda: _of_environment(given, case.options)],
     }[case.kind]  # fmt: skip
-    found = []
+    found: list[Any] = []
     for call in calls:
         try:
             found.append((None, call()))
@@ -402,7 +404,8 @@ def _stop(*_: Any) -> None:
 
 def mutate(seconds: float, seed: int, folder: Path) -> dict[str, Case]:
     """Mutate for so many seconds of CPU time; return the faults found, a case each."""
-    known, lines, count = first_cases(), set(), 0
+    known, count = first_cases(), 0
+    lines: set[tuple[str, int]] = set()
     faults: dict[str, Case] = {}
     fresh = list(known)
     check(known[0], folder)  # loads what the readers load late
@@ -414,7 +417,7 @@ def mutate(seconds: float, seed: int, folder: Path) -> dict[str, Case]:
         faulthandler.dump_traceback_later(100 * LIMIT_SECONDS, exit=True)
         signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
         try:
-            new = reached(lambda case=case: check(case, folder)) - lines
+            new = reached(partial(check, case, folder)) - lines
         except AssertionError as error:
             said = traceback.format_exception(error, limit=-3)
             where = re.sub(r"\d+|'[^']*'", "_", str(error))[:60]

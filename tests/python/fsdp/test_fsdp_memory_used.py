@@ -174,8 +174,8 @@ def test_the_plan_of_any_model_is_what_the_engine_counts(
         params = list(model.parameters())
         assert bytes_of(params) == plan.parameters
         assert bytes_of(p.grad for p in params if p.grad is not None) == plan.gradients
-        kept = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
-        kept += ("absmax1", "absmax2")
+        kept = ["exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2"]
+        kept += ["absmax1", "absmax2"]
         states = [state[k] for state in optimizer.state.values() for k in kept
                   if k in state]  # fmt: skip
         assert bytes_of(states) == plan.optimizer
