@@ -554,8 +554,7 @@ def where(trainer: TrainerRun) -> dict[str, Any]:
 
 def load_own_state(trainer: TrainerRun, checkpoint: str) -> None:
     """Take over the sums and the position of this rank; of a checkpoint that
-    another number of ranks has saved the sums alone, for a new rank those of the
-    first."""
+    another number of ranks has saved the sums alone, as means over those ranks."""
     with naming(os.path.join(checkpoint, STATE)):
         best.recall(trainer, trainer.state.log_history)
     path = os.path.join(checkpoint, own_state_file(trainer))
@@ -565,11 +564,14 @@ def load_own_state(trainer: TrainerRun, checkpoint: str) -> None:
         trainer._set_loss_state(**_loss_of_history(trainer.state))
         return
     content = read_own_state(path)
-    with naming(path):
-        best.recall(trainer, content.get("evaluated", ()))
-        trainer._set_loss_state(**content["loss"])
     saved_by, resume = content.get("world_size", 1), content["resume"]
     trainer._resumes_ranks = saved_by == trainer.args.world_size
+    sums = content["loss"]
+    if not trainer._resumes_ranks:
+        sums = _of_each_rank(checkpoint, saved_by, trainer.state.global_step)
+    with naming(path):
+        best.recall(trainer, content.get("evaluated", ()))
+        trainer._set_loss_state(**sums)
     rows = (resume.get("data") or {}).get("rows", step_rows(trainer))
     trainer._resume_state = resume
     if trainer._resumes_ranks and rows == step_rows(trainer):
@@ -586,6 +588,26 @@ def load_own_state(trainer: TrainerRun, checkpoint: str) -> None:
         f"; the last {again} rows before them are trained on again, where the update "
         "that has them begins" if again else "",
     )  # fmt: skip
+
+
+def _of_each_rank(checkpoint: str, saved_by: int, step: int) -> dict[str, Any]:
+    """The sums for any rank where so many ranks have saved theirs: with the mean loss
+    of them all."""
+    stem, extension = os.path.splitext(OWN_STATE)
+    names = [OWN_STATE, *(f"{stem}_{rank}{extension}" for rank in range(1, saved_by))]
+    paths = (os.path.join(checkpoint, name) for name in names)
+    found = [read_own_state(path)["loss"] for path in paths if is_there(path)]
+    sums = dict(found[0])
+    start = sums.get("window_start", step)
+    for kind, updates in (("window", step - start), ("total", start)):
+        loss, bad = (
+            sum(of_rank.get(f"{kind}_{name}", 0) for of_rank in found)
+            for name in ("loss", "bad")
+        )
+        count = len(found) * updates - bad
+        sums[f"{kind}_bad"] = skipped = bad // len(found)
+        sums[f"{kind}_loss"] = loss / count * (updates - skipped) if count > 0 else 0.0
+    return sums
 
 
 def for_other_batches(
