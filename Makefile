@@ -191,7 +191,7 @@ asan-ext: $(TESTABLE)
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$(BUILD)/asan/lib \
 	  $(VENV)/bin/pytest tests/binding -k 'not memory'
 
-THREADED := test_bmuf test_codecs test_comm test_disk test_hierarchical test_fsdp test_fsdp_quantized test_kernels test_norm \
+THREADED := test_bmuf test_codecs test_comm test_disk test_hierarchical test_fsdp test_fsdp_quantized test_fsdp_shard_file test_kernels test_norm \
     test_optim_parts test_pool test_reducer test_staged test_step_ranks test_writer
 tsan:
 	$(MAKE) BUILD=$(BUILD)/tsan SAN="-O1 -g -fsanitize=thread" \

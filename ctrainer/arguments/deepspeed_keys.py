@@ -161,13 +161,17 @@ _OFFLOAD_OPTIMIZER = {
 }
 _OFFLOAD_PARAM = {
     "device": Key(
-        _DEVICE, "cpu: shards and state are in host memory; nvme is rejected"
+        _DEVICE,
+        "cpu: shards and state are in host memory; nvme: shards are in files",
     ),
     "pin_memory": _PINNED,
-    "nvme_path": _rejected("shards are in memory; use the device cpu"),
-    "buffer_count": _idle(Natural, "a unit is copied as a whole"),
-    "buffer_size": _idle(Natural, "a unit is copied as a whole"),
-    "max_in_cpu": _idle(Natural, "all shards are in memory"),
+    "nvme_path": Key(str | None, "the folder of the files; it has to exist"),
+    "buffer_count": Key(Count, "of nvme: units whose shards are read at once, 5"),
+    "buffer_size": _idle(Natural, "a buffer is as large as the shards of its unit"),
+    "max_in_cpu": Key(
+        Natural,
+        "of nvme: so many elements a rank, 1e9, stay in memory, of the first units",
+    ),
 }
 
 _FP16 = {

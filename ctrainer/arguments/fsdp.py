@@ -46,7 +46,10 @@ class Sharding:
     gather_bits, reduce_bits: of quantized parameters and gradients, None: not
     quantized. error_feedback: the residual of quantized gradients is added to the next
     gradients. offload_folder: the optimizer's state is in a file there, and so many
-    pieces of it, offload_buffers, are in memory at once. secondary_shards: the ranks of
+    pieces of it, offload_buffers, are in memory at once. shard_folder: the shards are
+    in files there, but for those of units that come first and of which a rank has at
+    most max_in_memory elements, and are read up to so many units ahead, read_ahead.
+    secondary_shards: the ranks of
     a machine, over which parameters stay sharded from the forward to the backward,
     None: they do not. xla_options: arguments of FullyShardedDataParallel that take
     precedence over those of the run.
@@ -73,6 +76,9 @@ class Sharding:
     cpu_offload: bool = False
     offload_folder: str | None = None
     offload_buffers: int = 4
+    shard_folder: str | None = None
+    read_ahead: int = 5
+    max_in_memory: int = 0
     xla_options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -99,6 +105,7 @@ SUPPORTED = (
     "secondary_shards",
     "cpu_offload",
     "offload_folder",
+    "shard_folder",
     "xla",
     "xla_fsdp_settings",
     "xla_fsdp_grad_ckpt",
@@ -226,20 +233,7 @@ def of_zero(config: deepspeed.HfDeepSpeedConfig) -> Sharding:
     """What the section zero_optimization means, of stage 0 as of 2."""
     parts = ("offload_optimizer", "offload_param")
     devices = {config.offload_device(part) for part in parts}
-    of_state = "zero_optimization.offload_optimizer"
-    folder = config.get_value(f"{of_state}.nvme_path")
-    if config.offload_device("offload_param") == "nvme":
-        raise ValueError(
-            "deepspeed: offload_param.device='nvme' is not supported: shards are in "
-            "memory, and the optimizer's state may be on NVMe; set it to cpu"
-        )
-    if "nvme" not in devices:
-        folder = None
-    elif folder is None:
-        raise ValueError(
-            f"deepspeed: {of_state}.device is 'nvme'; set nvme_path beside it to a "
-            "folder on that drive"
-        )
+    of_state, of_shards = (f"zero_optimization.{part}" for part in parts)
     reduced = config.get_value("communication_data_type") or "fp32"
     computed = "bf16" if config.is_true("bf16.enabled") else "fp16"
     if reduced not in ("fp32", computed):
@@ -274,10 +268,26 @@ def of_zero(config: deepspeed.HfDeepSpeedConfig) -> Sharding:
         error_feedback=config.is_true("zero_optimization.zeropp_loco_param"),
         secondary_shards=secondary if secondary > 1 and config.stage == 3 else None,
         cpu_offload=devices != {"none"},
-        offload_folder=folder,
+        offload_folder=_nvme_folder(config, parts[0]),
         offload_buffers=config.get_value(f"{of_state}.buffer_count", 4),
+        shard_folder=_nvme_folder(config, parts[1]),
+        read_ahead=config.get_value(f"{of_shards}.buffer_count", 5),
+        max_in_memory=int(config.get_value(f"{of_shards}.max_in_cpu", 1e9)),
         xla_options={} if reduced == "fp32" else {"fp32_reduce_scatter": False},
     )
+
+
+def _nvme_folder(config: deepspeed.HfDeepSpeedConfig, part: str) -> str | None:
+    """Where a part that is offloaded to nvme is; None for another device."""
+    if config.offload_device(part) != "nvme":
+        return None
+    folder: str | None = config.get_value(f"zero_optimization.{part}.nvme_path")
+    if folder is None:
+        raise ValueError(
+            f"deepspeed: zero_optimization.{part}.device is 'nvme'; set nvme_path "
+            "beside it to a folder on that drive"
+        )
+    return folder
 
 
 def describe_keys() -> str:
@@ -390,6 +400,7 @@ def _read(config: dict[str, Any]) -> Sharding:
             "fsdp_config: xla_fsdp_settings and xla_fsdp_grad_ckpt need xla=True"
         )
     folder = read(config.get("offload_folder"), str | None, "offload_folder")
+    shards = read(config.get("shard_folder"), str | None, "shard_folder")
     synchronizes = _flag(config, "sync_module_states", True)
     if _flag(config, "cpu_ram_efficient_loading", False) and not synchronizes:
         raise ValueError(
@@ -412,6 +423,7 @@ def _read(config: dict[str, Any]) -> Sharding:
         secondary_shards=_count(config, "secondary_shards") or None,
         cpu_offload=_flag(config, "cpu_offload", False) or folder is not None,
         offload_folder=folder,
+        shard_folder=shards,
         xla_options=_xla_options(settings),
     )
 

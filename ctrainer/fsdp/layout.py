@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import functools
 import math
+import mmap
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -275,6 +277,45 @@ class Sharding:
         shard._name = f"_fsdp_shard.{group.name}".replace(".", SEPARATOR)
 
 
+# Shards in a file.
+
+
+def _in_pages(group: Group) -> int:
+    """The bytes that a shard of the group takes there."""
+    nbytes = group.shard_shape.numel() * group.dtype.itemsize
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def file_for(
+    groups: Iterable[Group], folder: str | os.PathLike[str] | None
+) -> _C.DiskMemory | None:
+    """A new file in the folder for a rank's shards of the groups; None without folder
+    or elements."""
+    nbytes = sum(map(_in_pages, groups))
+    return None if folder is None or nbytes == 0 else _C.DiskMemory(nbytes, folder)
+
+
+@torch.no_grad()
+def move_to_file(
+    shards: Iterable[Any], groups: Iterable[Group], file: _C.DiskMemory | None
+) -> None:
+    """Give the shards memory in the file, each its pages, with the values that they
+    have. Optimizers know the file by the attribute `_shard_file`."""
+    at = 0
+    for shard, group in zip(shards, groups, strict=True):
+        if file is None or shard.numel() == 0:
+            continue
+        flat = torch.frombuffer(
+            file, dtype=shard.dtype, offset=at, count=shard.numel()
+        ).view(shard.shape)
+        at += _in_pages(group)
+        if shard.data_ptr() != flat.data_ptr():
+            shard.data = flat.copy_(shard)
+        shard._shard_file = file
+    if file is not None:
+        file.drop_pages()
+
+
 def reject_hooks(param: Any) -> None:
     """Let the parameter turn down hooks, which autograd would never call."""
     param.register_hook = param.register_post_accumulate_grad_hook = _reject_hook
@@ -507,6 +548,7 @@ def _views_of(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces
         reject_hooks(view)
         view._part = part_of(entry, offset, communicator)
         view._numbers = (view._part.begin, entry.numel)
+        view._shard_file = getattr(shard, "_shard_file", None)
         view._orig_size = entry.param.size()
         view._entry = entry
         pieces.append((view, own.start))

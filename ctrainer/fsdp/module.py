@@ -133,8 +133,17 @@ class FullyShardedDataParallel(ShardedModule):
             keep a unit's parameters in so many shards from its forward to the end of
             the backward pass, in compute_dtype: the backward pass gathers within
             machines alone. None: not kept.
+        shard_folder (str | os.PathLike | None, default None): Keep this rank's shards
+            in a file without a name in that folder, as on an NVMe drive; cpu_offload is
+            on then. A gather reads them, and optimizers of ctrainer.optim that work
+            element by element update them piece by piece, with the same results to the
+            bit. None: in memory.
+        read_ahead (int, default 5): With shard_folder: of how many units shards are
+            read into memory at once at most, in the order of the last pass, >= 1.
 
     Raises:
+        OSError: the folder of shard_folder is missing, or has too little room; later,
+            the drive fails.
         RuntimeError: a module that is wrapped already or has no forward; on a GPU, a
             part of the plugin that is missing.
         ValueError: dtypes, bits, prefetches or groups that make no sense; another

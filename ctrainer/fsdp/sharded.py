@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -128,7 +129,7 @@ def _without_memory(unit: Any) -> Iterator[None]:
 
 
 # Attributes that a copy makes anew: its engine, and the owners of borrowed parameters.
-_OF_THE_ENGINE = {"_unit", "_owner_modules"}
+_OF_THE_ENGINE = {"_unit", "_owner_modules", "_shard_file"}
 
 
 def deep_copy(unit: M, memo: dict[int, Any]) -> M:
@@ -156,6 +157,7 @@ def _settle(made: Any, source: Any) -> None:
     """Give the copy an engine like its source's."""
     for shard, group in zip(made.sharded_params, made._groups, strict=True):
         made._sharding.mark(shard, group)
+    made._move_shards()
     views = made.__dict__.get("_views")
     made._set_shards()
     if views is not None:
@@ -190,6 +192,7 @@ _INHERITED = (
     "flatten_parameters", "use_orig_params", "gather_bits", "reduce_bits",
     "error_feedback", "forward_prefetch", "backward_prefetch", "compute_dtype",
     "buffer_dtype", "fp32_reduce_scatter", "on_neuron", "secondary_shards",
+    "shard_folder", "read_ahead",
 )  # fmt: skip
 
 
@@ -260,6 +263,8 @@ class ShardedModule(nn.Module):
         watch_released: bool = False,
         return_memory: bool = True,
         secondary_shards: int | None = None,
+        shard_folder: str | os.PathLike[str] | None = None,
+        read_ahead: int = 5,
     ) -> None:
         options.check_module(module, ShardedModule)
         options.check_flags(ShardedModule.__init__, locals())
@@ -279,7 +284,8 @@ class ShardedModule(nn.Module):
         self.secondary_shards = secondary_shards
         self.forward_prefetch = forward_prefetch
         self.backward_prefetch = options.backward_prefetch(backward_prefetch)
-        self._offloads = options.offloads(cpu_offload)
+        self.shard_folder, self.read_ahead = shard_folder, read_ahead
+        self._offloads = options.offloads(cpu_offload) or shard_folder is not None
         self.sharding_groups = sharding_groups
         self.on_neuron = on_neuron
         self._debug_dummy_forward_pass = _debug_dummy_forward_pass
@@ -339,9 +345,14 @@ class ShardedModule(nn.Module):
         )
         del module
         self.sharded_params: list[Any] = [
-            self._sharding.shard_of(group, self._offloads, self.home.plugin)
+            self._sharding.shard_of(
+                group,
+                self._offloads,
+                self.home.plugin if shard_folder is None else None,
+            )
             for group in self._groups
         ]
+        self._move_shards()
         self._set_shards()
         if self.buffer_dtype is not None:
             cast_buffers(self, self.buffer_dtype)
@@ -423,6 +434,8 @@ class ShardedModule(nn.Module):
             plugin=self.home.plugin,
             offload=self._offloads and self.home.plugin is not None,
             secondary_shards=self.secondary_shards or 0,
+            shard_file=self._shard_file,
+            read_ahead=self.read_ahead,
         )
         unit.owner = weakref.ref(self)
         unit.forward_prefetch = self.forward_prefetch
@@ -431,6 +444,11 @@ class ShardedModule(nn.Module):
         factor = options.predivide_factor(self.world_size)
         unit.divide_factors = (factor, self.world_size / factor)
         return unit
+
+    def _move_shards(self) -> None:
+        """To a new file, with a folder for one."""
+        self._shard_file = layout.file_for(self._groups, self.shard_folder)
+        layout.move_to_file(self.sharded_params, self._groups, self._shard_file)
 
     def _set_shards(self) -> None:
         """Register the shards; the parameters become views of the unit's memory."""
@@ -594,6 +612,7 @@ def _after_load(module: Any, incompatible: object) -> None:
     shards = [module._parameters[shard._name] for shard in module.sharded_params]
     for shard, group in zip(shards, module._groups, strict=True):
         module._sharding.mark(shard, group)
+    layout.move_to_file(shards, module._groups, module._shard_file)
     module.sharded_params = module._unit.shards = shards
     if module.use_orig_params:
         layout.after_load(module)

@@ -643,16 +643,22 @@ def shard(
         "sync_module_states": sharding.synchronizes,
     }
 
+    ranks = groups[0] if isinstance(groups, tuple) else groups
+    stays = _in_memory(sharding, model, chosen, ranks.world_size)
+
+    def options_of(module: nn.Module) -> dict[str, Any]:
+        return options | ({"shard_folder": None} if id(module) in stays else {})
+
     def wrap(module: nn.Module) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(
-            module, execute_sharding_on_init=False, **options
+            module, execute_sharding_on_init=False, **options_of(module)
         )
 
     made = TrainedModel(
         model,
         auto_wrap_policy=lambda module, recurse: id(module) in chosen,
         auto_wrapper_callable=wrap,
-        **options,
+        **options_of(model),
     )
     made._places = {name: place for place, name in enumerate(names)}
     return made
@@ -669,6 +675,25 @@ def _within_limit(sharding: Sharding, model: nn.Module, chosen: set[int]) -> Sha
     if limit is None or max(sizes, default=0) <= limit:
         return sharding
     return dataclasses.replace(sharding, forward_prefetch=False, backward_prefetch=None)
+
+
+def _in_memory(
+    sharding: Sharding, model: nn.Module, chosen: set[int], ranks: int
+) -> set[int]:
+    """The ids of the units whose shards stay in memory where others are in files: those
+    that come first, of which a rank has at most so many elements."""
+    left, found, taken = sharding.max_in_memory, set(), set[nn.Parameter]()
+    units = [m for m in model.modules() if m is model or id(m) in chosen]
+    own = {}
+    for module in reversed(units):  # what is in inner units first
+        params = [p for p in module.parameters() if p not in taken]
+        taken.update(params)
+        own[id(module)] = -(-sum(p.numel() for p in params) // ranks)
+    for module in units:
+        if own[id(module)] <= left:
+            left -= own[id(module)]
+            found.add(id(module))
+    return found
 
 
 def begins_anew(model: nn.Module, sharding: Sharding, group: _C.Communicator) -> bool:
@@ -731,6 +756,8 @@ def _options(sharding: Sharding, args: Any) -> dict[str, Any]:
         "error_feedback": sharding.error_feedback,
         "secondary_shards": sharding.secondary_shards,
         "cpu_offload": sharding.cpu_offload,
+        "shard_folder": sharding.shard_folder,
+        "read_ahead": sharding.read_ahead,
         **sharding.xla_options,
     }
 

@@ -55,7 +55,7 @@ AREAS = {
                 "core/optim/test_optim.c core/optim/test_optim_parts.c "
                 "binding/optim/test_optimizer.py binding/optim/test_layerwise.py "
                 "binding/optim/test_matrix_optimizers.py",
-            core("optim/disk", "base/disk_memory"):
+            core("optim/disk", "base/disk_memory", "base/thread"):
                 "core/optim/test_disk.c python/optim/test_offloaded_state.py",
             binding("optim/disk_memory") + " ctrainer/optim/_disk.py":
                 "python/optim/test_offloaded_state.py",
@@ -509,6 +509,8 @@ AREAS = {
     ),
     "fsdp": Area(
         {
+            core("fsdp/shard_file"):
+                "core/fsdp/test_fsdp_shard_file.c python/fsdp/test_shards_in_files.py",
             core("fsdp/unit"):
                 "core/fsdp/test_fsdp.c python/fsdp/test_fsdp_quantized.py "
                 "core/fsdp/test_fsdp_quantized.c "

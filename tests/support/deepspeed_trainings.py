@@ -13,6 +13,7 @@ import ctrainer
 from ctrainer.deepspeed_schedules import WarmupLR
 
 UPDATES, RANKS, ROWS = 6, 2, 2
+IN_MEMORY = 1000  # elements of a rank, of the root alone
 LR, DECAY, CLIP = 1e-2, 0.1, 0.5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFLOADS: dict[str, dict[str, Any]] = {
@@ -28,6 +29,13 @@ OFFLOADS: dict[str, dict[str, Any]] = {
         },
         "offload_param": {"device": "cpu"},
     },
+    "nvme shards": {
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+        "offload_param": {
+            "device": "nvme", "nvme_path": "/tmp", "buffer_count": 2, "max_in_cpu": 0,
+            "buffer_size": 1e8, "pin_memory": True,
+        },
+    },
     "older": {"cpu_offload": True, "cpu_offload_params": True},
     "not ahead": {"zero_quantized_weights": False, "overlap_comm": False},
 }  # fmt: skip
@@ -37,7 +45,8 @@ _ALL = [
     if stage or (offload == "none" and dtype == "fp32")
 ]
 # Every stage with every precision, and every offload; in `make test-all` all together.
-_FEW = [*_ALL[::5], (3, "none", "fp32"), (3, "nvme", "fp32")]
+_BITS = [(3, offload, "fp32") for offload in ("none", "nvme", "nvme shards")]
+_FEW = [*_ALL[::5], *_BITS]
 CASES = {" ".join(map(str, case)): case for case in (_ALL if EXHAUSTIVE else _FEW)}
 
 
@@ -121,13 +130,28 @@ def in_a_file(optimizer: Any) -> int:
     disk = getattr(optimizer, "_disk_state", None)
     if disk is None:
         return 0
-    begin = torch.frombuffer(disk.memory, dtype=torch.uint8).data_ptr()
+    begin = address(disk.memory)
     return sum(
         value.numel()
         for state in optimizer.state.values()
         for value in state.values()
         if 0 <= value.data_ptr() - begin < disk.memory.nbytes
     )
+
+
+def shards_in_files(model: Any) -> int:
+    """Elements of a sharded model's shards that are in files."""
+    return sum(
+        shard.numel()
+        for unit in (model.units() if hasattr(model, "units") else ())
+        if unit._shard_file is not None
+        for shard in unit.sharded_params
+        if 0 <= shard.data_ptr() - address(unit._shard_file) < unit._shard_file.nbytes
+    )
+
+
+def address(memory: Any) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 
 def told(made: Any) -> dict[str, Any]:
@@ -143,6 +167,7 @@ def told(made: Any) -> dict[str, Any]:
         "stage": None if config is None else config.stage,
         "optimizer": type(made.optimizer).__name__,
         "in a file": in_a_file(made.optimizer),
+        "shards in files": shards_in_files(made.model),
         "groups": [len(group["params"]) for group in made.optimizer.param_groups],
     }
 

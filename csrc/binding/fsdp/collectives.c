@@ -194,6 +194,27 @@ fsdp_drop_prefetch(FSDPUnit *self)
     PyErr_Restore(type, value, trace);
 }
 
+int
+fsdp_begin_read(FSDPUnit *self)
+{
+    ct_status status;
+    ct_error err;
+    Py_BEGIN_ALLOW_THREADS
+    status = ct_fsdp_begin_read(&self->core, &err);
+    Py_END_ALLOW_THREADS
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
+void
+fsdp_drop_read(FSDPUnit *self)
+{
+    if (self->core.file.held) {
+        Py_BEGIN_ALLOW_THREADS
+        ct_fsdp_drop_read(&self->core);
+        Py_END_ALLOW_THREADS
+    }
+}
+
 void
 fsdp_release(FSDPUnit *self)
 {

@@ -114,6 +114,19 @@ drop_prefetches(FSDPUnit *root)
     Py_XDECREF(units);
 }
 
+/* At the end of a pass, when shards may change. */
+static void
+drop_ahead(FSDPUnit *root)
+{
+    PyObject *units = Py_XNewRef(root->units);
+    const Py_ssize_t n = root->ledger.reads == 0 ? 0 : fsdp_count_units(root);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        fsdp_drop_read((FSDPUnit *)PyList_GET_ITEM(units, i));
+    }
+    Py_XDECREF(units);
+    drop_prefetches(root);
+}
+
 /* Notes that the pass has reached this unit. Drops prefetches of other units. */
 static int
 order_reach(FSDPUnit *self, fsdp_order *order)
@@ -130,15 +143,24 @@ order_reach(FSDPUnit *self, fsdp_order *order)
     return order->now == NULL ? -1 : PyList_Append(order->now, (PyObject *)self);
 }
 
-/* NULL where the last pass ended here or was at another unit. */
-static FSDPUnit *
-next_borrow(const fsdp_order *order)
+/* The place in order->before of the unit that comes next; the list's length where the
+ * last pass ended here or was at another unit, or there was none. */
+static Py_ssize_t
+next_place(const fsdp_order *order)
 {
     const Py_ssize_t n = order->now == NULL ? 0 : PyList_GET_SIZE(order->now);
+    const Py_ssize_t all = order->before == NULL ? 0 : PyList_GET_SIZE(order->before);
     const bool repeats =
-        n != 0 && order->before != NULL && n < PyList_GET_SIZE(order->before) &&
+        n != 0 && n < all &&
         PyList_GET_ITEM(order->before, n - 1) == PyList_GET_ITEM(order->now, n - 1);
-    return repeats ? (FSDPUnit *)PyList_GET_ITEM(order->before, n) : NULL;
+    return repeats ? n : all;
+}
+
+static FSDPUnit *
+unit_at_borrow(const fsdp_order *order, Py_ssize_t place)
+{
+    const Py_ssize_t n = order->before == NULL ? 0 : PyList_GET_SIZE(order->before);
+    return place < n ? (FSDPUnit *)PyList_GET_ITEM(order->before, place) : NULL;
 }
 
 /* Quantized gathers cannot be begun; a lone gather has nobody to wait for. A unit of
@@ -152,13 +174,31 @@ can_begin(FSDPUnit *self, FSDPUnit *root)
            fsdp_root_borrow(self) == root;
 }
 
+/* Begins to read the shards in files of the units that came next in the last pass. 0,
+ * or -1. */
+static int
+fsdp_read_ahead(FSDPUnit *self, const fsdp_order *order)
+{
+    FSDPUnit *root = fsdp_root_borrow(self), *next;
+    int result = 0;
+    for (Py_ssize_t i = next_place(order);
+         result == 0 && root->ledger.reads < self->read_ahead &&
+         (next = unit_at_borrow(order, i)) != NULL;
+         i++) {
+        Py_INCREF((PyObject *)next);
+        result = fsdp_root_borrow(next) == root ? fsdp_begin_read(next) : 0;
+        Py_DECREF((PyObject *)next);
+    }
+    return result;
+}
+
 /* Prefetches the unit that came next in the last pass, if both passes agree so far and
  * no other prefetch is under way. Collective. 0, or -1 with no prefetch begun. */
 static int
 fsdp_prefetch(FSDPUnit *self, const fsdp_order *order)
 {
     FSDPUnit *root = fsdp_root_borrow(self);
-    FSDPUnit *next = next_borrow(order);
+    FSDPUnit *next = unit_at_borrow(order, next_place(order));
     if (next == NULL || root->ledger.begun != 0 || !can_begin(next, root)) {
         return 0;
     }
@@ -213,7 +253,7 @@ static PyObject *
 FSDPUnit_forget_root(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     FSDPUnit *self = (FSDPUnit *)op;
-    drop_prefetches(self);
+    drop_ahead(self);
     fsdp_order_forget(&self->forwards);
     fsdp_order_forget(&self->backwards);
     Py_CLEAR(self->in_use);
@@ -259,6 +299,7 @@ abandon(FSDPUnit *root)
 {
     for (Py_ssize_t i = 0; i < fsdp_count_units(root); i++) {
         FSDPUnit *unit = (FSDPUnit *)PyList_GET_ITEM(root->units, i);
+        fsdp_drop_read(unit);
         fsdp_release(unit);
         ct_fsdp_drop_secondary(&unit->core);
         fsdp_drop_grads(unit);
@@ -334,7 +375,7 @@ static PyObject *
 FSDPUnit_abandon(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     FSDPUnit *root = fsdp_root_borrow((FSDPUnit *)op);
-    drop_prefetches(root);
+    drop_ahead(root);
     abandon(root);
     fsdp_order_forget(&root->forwards);
     fsdp_order_forget(&root->backwards);
@@ -606,6 +647,7 @@ enter(FSDPUnit *self, uint64_t first_node, uint64_t thread, PyObject *tensors)
     const bool prefetches = released > 0 || (is_first && self->backward_pre);
     if (released < 0 || fsdp_gather(self) < 0 ||
         use(self, root, first_node, thread) < 0 ||
+        (is_first && fsdp_read_ahead(self, order) < 0) ||
         (prefetches && fsdp_prefetch(self, order) < 0) ||
         (is_first && expect(self, 1 << FSDP_IDLE | 1 << FSDP_BACKWARD_PRE) < 0)) {
         return -1;
@@ -813,7 +855,8 @@ take_turn(FSDPUnit *self, FSDPUnit *root, int in_backward)
         in_backward ? fsdp_release_done(root, forward_thread_of(root)) : 0;
     const bool prefetches =
         released > 0 || (in_backward ? self->backward_pre : self->forward_prefetch);
-    if (released < 0 || order_reach(self, order) < 0 || fsdp_gather(self) < 0) {
+    if (released < 0 || order_reach(self, order) < 0 || fsdp_gather(self) < 0 ||
+        fsdp_read_ahead(self, order) < 0) {
         return -1;
     }
     return prefetches ? fsdp_prefetch(self, order) : 0;
@@ -959,7 +1002,7 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
         out = run(self, (FSDPUnit *)root, fn, inputs, kwargs, tensors, in_backward);
         self->state = before;
         if (!in_backward && root == op) {
-            drop_prefetches(self);
+            drop_ahead(self);
         }
         if (!in_backward && ((FSDPUnit *)root)->state != FSDP_FORWARD) {
             out = end_forward(self, out);
@@ -1108,7 +1151,7 @@ FSDPUnit_finish(PyObject *op, PyObject *Py_UNUSED(unused))
     PyObject *units = Py_XNewRef(root->units);
     int result = 0;
     const Py_ssize_t n = units == NULL ? 0 : PyList_GET_SIZE(units);
-    drop_prefetches(root); /* shards may change from here on */
+    drop_ahead(root); /* shards may change from here on */
     result = check_all_unused(root);
     for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
         result = finish_unit((FSDPUnit *)PyList_GET_ITEM(units, i));

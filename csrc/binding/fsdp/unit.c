@@ -6,6 +6,7 @@
 
 #include "binding/comm/communicator.h"
 #include "binding/comm/memory.h"
+#include "binding/optim/disk_memory.h"
 #include "binding/runtime/buffer.h"
 
 #include "core/base/alloc.h"
@@ -24,7 +25,8 @@ PyDoc_STRVAR(
     "         watched=False, lone_gather=False, lone_reduce=False,\n"
     "         replicate_group=None, gather_bits=0, reduce_bits=0,\n"
     "         error_feedback=True, plugin=None, offload=False,\n"
-    "         poisoned=False, secondary_shards=0)\n--\n\n"
+    "         poisoned=False, secondary_shards=0, shard_file=None,\n"
+    "         read_ahead=5)\n--\n\n"
     "Parameters that are sharded over a group of ranks, gathered and reduced\n"
     "together; ctrainer.fsdp.FullyShardedDataParallel has one for each module.\n\n"
     "groups: a tuple of (elements with padding, trainable, dtype of the shards,\n"
@@ -41,7 +43,9 @@ PyDoc_STRVAR(
     "plugin: the device for all memory, which the communicators have to support.\n"
     "offload: shards and their gradients are in host memory nevertheless.\n"
     "secondary_shards: the ranks of each machine, which keep the parameters of a\n"
-    "forward in so many shards for its backward; 0: they do not.\n\n"
+    "forward in so many shards for its backward; 0: they do not.\n"
+    "shard_file: the DiskMemory of the shards; None: they are in memory. read_ahead:\n"
+    "how many units' shards are read into memory at once at most.\n\n"
     "Its hooks: torch's is_grad_enabled(), _current_graph_task_id(),\n"
     "_current_autograd_node() and _get_sequence_nr(); _new_gradient(group),\n"
     "_check_order(what), _settle_trained(),\n"
@@ -70,6 +74,8 @@ FSDPUnit_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(
     f((self)->grads);                                                                  \
     f((self)->secondary);                                                              \
     f((self)->residual);                                                               \
+    f((self)->file);                                                                   \
+    f((self)->copy);                                                                   \
     f((self)->shards);                                                                 \
     f((self)->gradients);                                                              \
     f((self)->grad_owners);                                                            \
@@ -96,6 +102,7 @@ FSDPUnit_clear(PyObject *op)
 {
     FSDPUnit *self = (FSDPUnit *)op;
     fsdp_await_quietly(self);
+    fsdp_drop_read(self);
     /* The root's ledger may be gone at dealloc. */
     ct_fsdp_set_ledger(&self->core, &self->ledger);
     Py_CLEAR(self->shards);
@@ -116,6 +123,7 @@ FSDPUnit_dealloc(PyObject *op)
     /* First: a collective under way still writes into the memory. */
     fsdp_drop_prefetch(self);
     fsdp_await_quietly(self);
+    fsdp_drop_read(self);
     EACH_OBJECT(Py_CLEAR, self);
     if (self->core.device != NULL) {
         ct_fsdp_ledger_close(&self->ledger, self->core.device);
@@ -285,6 +293,30 @@ map_secondary(FSDPUnit *self, PyObject *plugin, const ct_comm *comm, int shards)
     return 0;
 }
 
+/* The copy of a file is in host memory, whatever the device. */
+static int
+map_copy(FSDPUnit *self, PyObject *file)
+{
+    if (Py_IsNone(file)) {
+        return 0;
+    }
+    if (!PyObject_TypeCheck(file, fsdp_state_borrow(self)->DiskMemory)) {
+        PyErr_Format(PyExc_TypeError,
+                     "shard_file is a %.200s; expected a DiskMemory or None",
+                     Py_TYPE(file)->tp_name);
+        return -1;
+    }
+    const ct_disk_memory *disk = &((DiskMemory *)file)->core;
+    self->copy = new_memory(self, Py_None, disk->bytes, 0);
+    if (self->copy == NULL) {
+        return -1;
+    }
+    self->file = Py_NewRef(file);
+    self->core.file.disk = disk;
+    self->core.file.copy = &((MappedMemory *)self->copy)->pages;
+    return 0;
+}
+
 static int
 check_bits(const char *name, int bits)
 {
@@ -299,25 +331,44 @@ check_bits(const char *name, int bits)
 static int
 FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"communicator",    "groups",           "reduce_dtype",
-                            "watched",         "lone_gather",      "lone_reduce",
-                            "replicate_group", "gather_bits",      "reduce_bits",
-                            "error_feedback",  "plugin",           "offload",
-                            "poisoned",        "secondary_shards", NULL};
+    static char *names[] = {"communicator",
+                            "groups",
+                            "reduce_dtype",
+                            "watched",
+                            "lone_gather",
+                            "lone_reduce",
+                            "replicate_group",
+                            "gather_bits",
+                            "reduce_bits",
+                            "error_feedback",
+                            "plugin",
+                            "offload",
+                            "poisoned",
+                            "secondary_shards",
+                            "shard_file",
+                            "read_ahead",
+                            NULL};
     FSDPUnit *self = (FSDPUnit *)op;
-    PyObject *communicator, *groups, *replicate_group = Py_None, *plugin = Py_None;
+    PyObject *communicator, *groups, *replicate_group = Py_None, *plugin = Py_None,
+                                     *file = Py_None;
+    Py_ssize_t read_ahead = 5;
     const char *reduce = "float32";
     int watched = 0, lone_gather = 0, lone_reduce = 0, error_feedback = 1, offload = 0,
         poisoned = 0, secondary_shards = 0;
     ct_fsdp_config config = {.predivide = 1.0, .postdivide = 1.0};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!|$spppOiipOppi:FSDPUnit", names, &communicator,
+            args, kwargs, "OO!|$spppOiipOppiOn:FSDPUnit", names, &communicator,
             &PyTuple_Type, &groups, &reduce, &watched, &lone_gather, &lone_reduce,
             &replicate_group, &config.gather_bits, &config.reduce_bits, &error_feedback,
-            &plugin, &offload, &poisoned, &secondary_shards) ||
+            &plugin, &offload, &poisoned, &secondary_shards, &file, &read_ahead) ||
         check_bits("gather_bits", config.gather_bits) < 0 ||
         check_bits("reduce_bits", config.reduce_bits) < 0 ||
         dtype_of(reduce, true, &config.reduce) < 0) {
+        return -1;
+    }
+    if (read_ahead < 1) {
+        PyErr_Format(PyExc_ValueError, "read_ahead must be at least 1, got %zd",
+                     read_ahead);
         return -1;
     }
     /* The core's tables point to memory of this unit, which a second call would
@@ -332,7 +383,8 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
          ctpy_comm_borrow(fsdp_state_borrow(self), replicate_group) == NULL) ||
         make_groups(self, plugin, groups, comm->world_size) < 0 ||
         map_memory(self, plugin, watched, poisoned) < 0 ||
-        map_secondary(self, plugin, comm, secondary_shards) < 0) {
+        map_secondary(self, plugin, comm, secondary_shards) < 0 ||
+        map_copy(self, file) < 0) {
         return -1;
     }
     if (config.reduce_bits != 0 && error_feedback) { /* kept between updates */
@@ -351,6 +403,7 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
     config.lone_reduce = lone_reduce != 0;
     config.offload = offload != 0;
     self->core.config = config;
+    self->read_ahead = (size_t)read_ahead;
     self->communicator = Py_NewRef(communicator);
     self->replicate_group =
         Py_IsNone(replicate_group) ? NULL : Py_NewRef(replicate_group);

@@ -39,6 +39,7 @@ typedef struct FSDPUnit {
     PyObject *full, *grads;    /* MappedMemory */
     PyObject *secondary;       /* MappedMemory, or NULL: no secondary shards */
     PyObject *residual;        /* MappedMemory, or NULL: no error feedback */
+    PyObject *file, *copy;     /* DiskMemory of the shards, MappedMemory; or NULL */
     PyObject *shards;          /* a tuple, one parameter a group */
     PyObject *gradients;       /* a dict of _new_gradient(); NULL: no offload */
     PyObject *grad_owners; /* a tuple: objects with the shards' grad; NULL: shards */
@@ -47,9 +48,10 @@ typedef struct FSDPUnit {
     /* Of a root: the last unit of this forward and of the one before; compared only. */
     const void *last_inner, *last_before;
     fsdp_order forwards, backwards; /* of a root */
-    PyObject *in_use; /* of a root: the units gathered for the backward, in order */
-    PyObject *ending; /* of a root: a weak reference, alive until the backward ends */
-    size_t resident;  /* of a root: the process's memory when the backward began */
+    PyObject *in_use;  /* of a root: the units gathered for the backward, in order */
+    PyObject *ending;  /* of a root: a weak reference, alive until the backward ends */
+    size_t resident;   /* of a root: the process's memory when the backward began */
+    size_t read_ahead; /* how many units' shards in files are in memory at most */
     fsdp_leaf *leaves;
     size_t n_leaves, leaves_room, n_seen, n_frozen;
     /* In a backward: the first node of the oldest forward whose outputs have gradients,
@@ -112,6 +114,8 @@ int fsdp_check_unused(FSDPUnit *self);
 int fsdp_gather(FSDPUnit *self);
 int fsdp_begin_gather(FSDPUnit *self);   /* a prefetch, which fsdp_gather() ends */
 void fsdp_drop_prefetch(FSDPUnit *self); /* keeps the exception */
+int fsdp_begin_read(FSDPUnit *self);     /* of shards in a file, for fsdp_gather() */
+void fsdp_drop_read(FSDPUnit *self);
 void fsdp_release(FSDPUnit *self);
 int fsdp_reduce(FSDPUnit *self);
 int fsdp_await_copies(FSDPUnit *self);   /* of offloaded shards */

@@ -73,6 +73,7 @@ OptimEngine_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->average);
     Py_VISIT(self->disk);
+    Py_VISIT(self->shards);
     for (size_t k = 0; k < self->n_slots; k++) {
         const optim_slot *slot = &self->slots[k];
         Py_VISIT(slot->param);
@@ -95,6 +96,7 @@ OptimEngine_clear(PyObject *op)
     Py_CLEAR(((OptimEngine *)op)->average);
     ct_optim_set_disk(((OptimEngine *)op)->core, NULL, 0);
     Py_CLEAR(((OptimEngine *)op)->disk);
+    Py_CLEAR(((OptimEngine *)op)->shards);
     return 0;
 }
 
@@ -304,6 +306,53 @@ read_parts(OptimEngine *self)
     return result;
 }
 
+/* The files of the slots' parameters, each once: their attribute `_shard_file`
+ * (ctrainer/fsdp/layout.py). A new list; NULL with an exception. */
+static PyObject *
+find_files(OptimEngine *self)
+{
+    PyObject *files = PyList_New(0);
+    for (size_t k = 0; files != NULL && k < self->n_slots; k++) {
+        PyObject *file = attribute(&self->slots[k], self->state->str__shard_file);
+        int known = file == NULL ? -1 : 1;
+        if (file != NULL && PyObject_TypeCheck(file, self->state->DiskMemory)) {
+            known = PySequence_Contains(files, file);
+        }
+        if (known < 0 || (known == 0 && PyList_Append(files, file) < 0)) {
+            Py_CLEAR(files);
+        }
+        Py_XDECREF(file);
+    }
+    return files;
+}
+
+static int
+read_files(OptimEngine *self)
+{
+    PyObject *files = find_files(self);
+    const Py_ssize_t n = files == NULL ? 0 : PyList_GET_SIZE(files);
+    const ct_disk_memory **found = PyMem_New(const ct_disk_memory *, n + 1);
+    int result = -1;
+    ct_error err;
+    if (files != NULL && found == NULL) {
+        PyErr_NoMemory();
+    }
+    else if (files != NULL) {
+        for (Py_ssize_t i = 0; i < n; i++) {
+            found[i] = &((DiskMemory *)PyList_GET_ITEM(files, i))->core;
+        }
+        result = ct_optim_set_shards(self->core, found, (size_t)n, &err) == CT_OK
+                     ? 0
+                     : ctpy_raise_int(&err);
+    }
+    if (result == 0) {
+        Py_XSETREF(self->shards, Py_NewRef(files));
+    }
+    PyMem_Free((void *)found);
+    Py_XDECREF(files);
+    return result;
+}
+
 /* Fills in the part of a parameter whose memory and shape are known. Elements behind
  * the end of the parameter are padding. */
 static int
@@ -434,7 +483,7 @@ plan_params(OptimEngine *self, PyObject *wrapper)
     }
     Py_XDECREF(groups);
     if (result == 0 && !self->parts_asked) {
-        result = read_parts(self);
+        result = read_parts(self) < 0 ? -1 : read_files(self);
         self->parts_asked = result == 0;
     }
     if (result < 0) {

@@ -99,6 +99,7 @@ typedef struct OptimEngine {
     size_t n_known, known_capacity;
     PyObject *average; /* a WeightAverage, or NULL */
     PyObject *disk;    /* a DiskMemory with state, or NULL */
+    PyObject *shards;  /* a list of DiskMemory with parameters, or NULL */
     bool averages;     /* the next update writes the average, too */
     bool parts_asked;  /* of these slots, which are parts */
     int busy;          /* > 0: a pass or a plan is under way; nothing may be changed */

@@ -102,11 +102,10 @@ ct_disk_memory_open(ct_disk_memory *memory, size_t bytes, const char *folder,
 }
 
 ct_status
-ct_disk_memory_check(const ct_disk_memory *memory, ct_error *err)
+ct_disk_memory_check(const ct_disk_memory *memory, const char *doing, ct_error *err)
 {
     struct stat found;
-    const ct_status status =
-        ct_owner_check(memory->owner, "an update", memory->name, err);
+    const ct_status status = ct_owner_check(memory->owner, doing, memory->name, err);
     if (status != CT_OK) {
         return status;
     }

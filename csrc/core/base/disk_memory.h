@@ -27,9 +27,10 @@ typedef struct ct_disk_memory {
 CT_NODISCARD ct_status ct_disk_memory_open(ct_disk_memory *memory, size_t bytes,
                                            const char *folder, ct_error *err);
 
-/* Fails in a forked child (CT_ECOMM), and where the file has been cut (CT_EIO). */
+/* Before `doing`: fails in a forked child (CT_ECOMM), and where the file has been cut
+ * (CT_EIO). */
 CT_NODISCARD ct_status ct_disk_memory_check(const ct_disk_memory *memory,
-                                            ct_error *err);
+                                            const char *doing, ct_error *err);
 
 /* Whether an address lies in there. */
 bool ct_disk_memory_has(const ct_disk_memory *memory, const void *at);

@@ -134,11 +134,14 @@ ct_fsdp_set_ledger(ct_fsdp *unit, ct_fsdp_ledger *ledger)
 {
     const size_t bytes = (unit->gathered || unit->begun ? unit->full->bytes : 0) +
                          (unit->kept ? unit->secondary->bytes : 0) +
+                         (unit->file.held ? unit->file.copy->bytes : 0) +
                          (unit->holds_grads ? grad_live(unit) : 0);
     unit->ledger->live -= bytes;
     unit->ledger->begun -= unit->begun;
+    unit->ledger->reads -= unit->file.held;
     unit->ledger = ledger;
     unit->ledger->begun += unit->begun;
+    unit->ledger->reads += unit->file.held;
     enter(ledger, bytes);
 }
 
@@ -445,8 +448,10 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
                        shard->n, ct_dtype_name(shard->dtype), n,
                        ct_dtype_name(g->shard));
     }
+    const ct_span read =
+        unit->file.held ? ct_shard_file_find(&unit->file, shard) : *shard;
     ct_span here;
-    ct_status status = upload(unit, shard, &here, err);
+    ct_status status = upload(unit, &read, &here, err);
     if (status != CT_OK) {
         return status;
     }
@@ -532,17 +537,86 @@ gather_beside(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err
                                            : status;
 }
 
+/* ---- shards in a file ------------------------------------------------------------ */
+
+/* The copy is in host memory. */
+static ct_block_cache *
+cache_of_copy(const ct_fsdp *unit)
+{
+    return unit->device == &ct_device_cpu ? &unit->ledger->cache : NULL;
+}
+
+static void
+count_read(ct_fsdp *unit, bool held_before)
+{
+    if (unit->file.held && !held_before) {
+        unit->ledger->reads++;
+        enter(unit->ledger, unit->file.copy->bytes);
+    }
+    else if (held_before && !unit->file.held) {
+        unit->ledger->reads--;
+        unit->ledger->live -= unit->file.copy->bytes;
+    }
+}
+
+ct_status
+ct_fsdp_begin_read(ct_fsdp *unit, ct_error *err)
+{
+    const bool held = unit->file.held;
+    if (unit->file.disk == NULL || unit->gathered || unit->begun || unit->kept) {
+        return CT_OK;
+    }
+    const ct_status status = ct_shard_file_begin(&unit->file, cache_of_copy(unit), err);
+    count_read(unit, held);
+    return status;
+}
+
+void
+ct_fsdp_drop_read(ct_fsdp *unit)
+{
+    if (unit->file.held) {
+        ct_shard_file_drop(&unit->file, cache_of_copy(unit));
+        count_read(unit, true);
+    }
+}
+
+static ct_status
+read_file(ct_fsdp *unit, ct_error *err)
+{
+    const bool held = unit->file.held;
+    if (unit->file.disk == NULL || unit->kept) {
+        return CT_OK;
+    }
+    const ct_status status = ct_shard_file_read(&unit->file, cache_of_copy(unit), err);
+    count_read(unit, held);
+    return status;
+}
+
+/* Drops the copy, when no copies of it to the device are under way. */
+static ct_status
+end_read(ct_fsdp *unit, ct_error *err)
+{
+    const ct_status status = unit->file.held ? ct_fsdp_await_copies(unit, err) : CT_OK;
+    ct_fsdp_drop_read(unit);
+    return status;
+}
+
 static ct_status
 gather_groups(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *err)
 {
     unit->full->stream = unit->stream;
+    ct_error unused;
     ct_status status =
         ct_mapping_obtain(unit->full, unit->full->bytes, &unit->ledger->cache, err);
-    if (status != CT_OK) {
-        return status;
+    if (status == CT_OK) {
+        status = read_file(unit, err);
     }
-    return unit->config.offload ? gather_beside(unit, comm, shards, err)
-                                : gather_each(unit, comm, shards, err);
+    if (status == CT_OK) {
+        status = unit->config.offload ? gather_beside(unit, comm, shards, err)
+                                      : gather_each(unit, comm, shards, err);
+    }
+    const ct_status ended = end_read(unit, status == CT_OK ? err : &unused);
+    return status == CT_OK ? ended : status;
 }
 
 /* Each work must be waited for even after a failure. The first failure is reported: the
@@ -593,14 +667,13 @@ ct_fsdp_gather(ct_fsdp *unit, ct_comm *comm, const ct_span *shards, ct_error *er
     if (unit->begun) {
         return end_gather(unit, comm, err);
     }
-    const ct_status status = gather_groups(unit, comm, shards, err);
-    if (status != CT_OK) {
-        ct_mapping_release(unit->full, &unit->ledger->cache);
-        return status;
-    }
     unit->gathered = true;
     enter(unit->ledger, unit->full->bytes);
-    return CT_OK;
+    const ct_status status = gather_groups(unit, comm, shards, err);
+    if (status != CT_OK) {
+        release_full(unit);
+    }
+    return status;
 }
 
 void

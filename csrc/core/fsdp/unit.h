@@ -18,15 +18,17 @@
 #include "core/base/mapping.h"
 #include "core/comm/comm.h"
 #include "core/device/device.h"
+#include "core/fsdp/shard_file.h"
 
 CT_BEGIN_DECLS
 
 /* The memory of units: bytes in use, and blocks that units pass to each other. `live`
- * counts gathered parameters, secondary shards, and gradients before their reduction,
- * `peak` is the largest `live`. */
+ * counts gathered parameters, secondary shards, copies of shards in files, and
+ * gradients before their reduction, `peak` is the largest `live`. */
 typedef struct ct_fsdp_ledger {
     size_t live, peak;
     size_t begun; /* units with a prefetch in progress */
+    size_t reads; /* units with a copy of shards in a file */
     ct_block_cache cache;
     ct_scratch staging;   /* of the device: a shard on its way to or from the host */
     void *staging_stream; /* of the last shard */
@@ -79,6 +81,7 @@ typedef struct ct_fsdp {
     size_t n_groups;
     ct_mapping *full, *grads; /* the caller's, as long as the unit lives */
     ct_mapping *secondary;    /* likewise; NULL: no secondary shards */
+    ct_shard_file file;
     float *residual; /* the error-feedback residual, as long as grads; the caller's, or
                         NULL */
     bool gathered;
@@ -132,6 +135,12 @@ CT_NODISCARD ct_status ct_fsdp_begin_gather(ct_fsdp *unit, ct_comm *comm,
 /* Waits for a prefetch, if there is one, and releases the result. The errors of the
  * prefetch are dropped. */
 void ct_fsdp_cancel_gather(ct_fsdp *unit, ct_comm *comm);
+
+/* Begins to read the shards of a file, for the next gather, which has the values of
+ * this moment. Does nothing where nothing is to be read. On failure nothing has begun.
+ */
+CT_NODISCARD ct_status ct_fsdp_begin_read(ct_fsdp *unit, ct_error *err);
+void ct_fsdp_drop_read(ct_fsdp *unit); /* shards change from here on */
 
 /* Releases gathered parameters, not a prefetch; elements read as 0 afterwards. */
 void ct_fsdp_release(ct_fsdp *unit);

@@ -1,5 +1,5 @@
-/* State in a file is updated piece by piece, through a ring of buffers: a thread reads
- * the next pieces, the caller updates a piece, and a second thread writes updated
+/* What is in a file is updated piece by piece, through a ring of buffers: a thread
+ * reads the next pieces, the caller updates a piece, and a second thread writes updated
  * pieces.
  *
  * Three counters say how far each thread is, written <= updated <= read <= written +
@@ -10,23 +10,29 @@
 #include "core/optim/disk.h"
 
 #include "core/base/alloc.h"
+#include "core/base/thread.h"
 #include "math/compact.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <string.h>
 #include <sys/mman.h>
 
 enum {
-    PIECE = 1 << 20,             /* elements at most */
-    ARRAYS = CT_RULE_MAX_STATES, /* of a span, that may be in the file */
+    PIECE = 1 << 20, /* elements at most */
+};
+
+/* The arrays of a span that may be in a file. */
+enum {
+    STATES = CT_RULE_MAX_STATES,
+    PARAM = STATES,
+    COPY, /* written only */
+    ARRAYS
 };
 
 _Static_assert(PIECE % CT_QUANT_BLOCK == 0 && PIECE % CT_COMPACT_GROUP == 0,
                "a piece has whole blocks");
 
-/* Elements [begin, begin + n) of a span with state in the file, or n_spans whole spans
- * with state in memory. */
+/* Elements [begin, begin + n) of a span with an array in a file, or n_spans whole spans
+ * in memory. */
 typedef struct piece {
     size_t span, n_spans, begin, n;
 } piece;
@@ -41,14 +47,66 @@ typedef struct pipeline {
     ct_error error;
 } pipeline;
 
-/* ---- pieces ---------------------------------------------------------------------- */
+/* ---- arrays in files ------------------------------------------------------------- */
+
+typedef struct array {
+    const ct_disk_memory *file; /* NULL: in memory */
+    unsigned char *data;
+    size_t size; /* bytes of an element */
+} array;
+
+static const ct_disk_memory *
+file_of(const ct_disk_state *disk, const void *data)
+{
+    if (disk->memory != NULL && ct_disk_memory_has(disk->memory, data)) {
+        return disk->memory;
+    }
+    for (size_t i = 0; i < disk->n_shards; i++) {
+        if (ct_disk_memory_has(disk->shards[i], data)) {
+            return disk->shards[i];
+        }
+    }
+    return NULL;
+}
+
+static array
+array_of(const ct_disk_state *disk, const ct_update_span *span, size_t k)
+{
+    void *data = k == PARAM ? span->param : k == COPY ? span->copy : span->state[k];
+    const ct_dtype dtype = k == PARAM  ? span->dtype
+                           : k == COPY ? span->copy_dtype
+                                       : span->state_dtype;
+    return (array){file_of(disk, data), data, ct_dtype_size(dtype)};
+}
+
+static void
+put_array(ct_update_span *span, size_t k, void *data)
+{
+    *(k == PARAM ? &span->param : k == COPY ? &span->copy : &span->state[k]) = data;
+}
+
+/* The whole pages of a file with elements [begin, begin + n) of an array, which begin
+ * `lead` bytes behind the first page's begin and end at byte `end`. */
+typedef struct window {
+    unsigned char *first;
+    size_t lead, end, bytes;
+} window;
+
+static window
+window_of(const array *a, size_t begin, size_t n)
+{
+    unsigned char *from = a->data + begin * a->size;
+    const size_t lead = (size_t)(from - a->file->data) % ct_pages_round(1);
+    const size_t end = lead + n * a->size;
+    return (window){from - lead, lead, end, ct_pages_round(end)};
+}
 
 static bool
 is_on_disk(const ct_disk_state *disk, const ct_update_span *span)
 {
     bool found = false;
-    for (size_t k = 0; k < ARRAYS; k++) {
-        found = found || ct_disk_memory_has(disk->memory, span->state[k]);
+    for (size_t k = 0; !found && k < ARRAYS; k++) {
+        found = array_of(disk, span, k).file != NULL;
     }
     return found;
 }
@@ -57,18 +115,13 @@ bool
 ct_disk_state_has(const ct_disk_state *disk, const ct_rule_run *run)
 {
     bool found = false;
-    for (size_t i = 0; i < run->update.n_spans; i++) {
-        found = found || is_on_disk(disk, &run->spans[i]);
+    for (size_t i = 0; !found && i < run->update.n_spans; i++) {
+        found = is_on_disk(disk, &run->spans[i]);
     }
     return found;
 }
 
-/* Bytes of n elements of state in a buffer: whole pages. */
-static size_t
-array_bytes(const ct_update_span *span, size_t n)
-{
-    return ct_pages_round(n * ct_dtype_size(span->state_dtype));
-}
+/* ---- pieces ---------------------------------------------------------------------- */
 
 static size_t
 least(size_t a, size_t b)
@@ -105,9 +158,9 @@ list_pieces(const ct_disk_state *disk, const ct_rule_run *run, piece *to)
 }
 
 static void *
-at(void *array, size_t begin, size_t size)
+at(void *data, size_t begin, size_t size)
 {
-    return array == NULL ? NULL : (char *)array + begin * size;
+    return data == NULL ? NULL : (char *)data + begin * size;
 }
 
 /* Elements [begin, begin + n) of a span. */
@@ -122,7 +175,7 @@ slice(const ct_update_span *span, size_t begin, size_t n)
     part.correction = at(span->correction, begin, sizeof *span->correction);
     part.copy = at(span->copy, begin, ct_dtype_size(span->copy_dtype));
     part.ema = at(span->ema, begin, ct_dtype_size(span->ema_dtype));
-    for (size_t k = 0; k < ARRAYS; k++) {
+    for (size_t k = 0; k < STATES; k++) {
         part.state[k] = at(span->state[k], begin, ct_dtype_size(span->state_dtype));
         if (span->state_dtype == CT_I8 && span->quant[k].scales != NULL) {
             part.quant[k].scales += begin / CT_COMPACT_GROUP;
@@ -141,11 +194,29 @@ ct_disk_state_fini(ct_disk_state *disk)
 {
     ct_pages_drop(disk->buffers);
     ct_free(disk->pieces);
+    ct_free(disk->shards);
     *disk = (ct_disk_state){0};
 }
 
+ct_status
+ct_disk_state_set_shards(ct_disk_state *disk, const ct_disk_memory *const *files,
+                         size_t n, ct_error *err)
+{
+    void *shards = disk->shards;
+    const ct_status status =
+        ct_grow(&shards, &disk->shards_capacity, n, sizeof *disk->shards, err);
+    disk->shards = shards;
+    if (status == CT_OK) {
+        for (size_t i = 0; i < n; i++) {
+            disk->shards[i] = files[i];
+        }
+        disk->n_shards = n;
+    }
+    return status;
+}
+
 /* The kernel reads into the buffers while the process may fork: a child's copy
- * would take pages from under the drive. */
+ * would take pages from under the drive. Behind the buffers is the writer's page. */
 static ct_status
 reserve_buffers(ct_disk_state *disk, size_t bytes, ct_error *err)
 {
@@ -153,7 +224,8 @@ reserve_buffers(ct_disk_state *disk, size_t bytes, ct_error *err)
     if (bytes <= disk->buffer_bytes) {
         return CT_OK;
     }
-    ct_status status = ct_pages_new(&made, disk->n_buffers * bytes, err);
+    ct_status status =
+        ct_pages_new(&made, disk->n_buffers * bytes + ct_pages_round(1), err);
     if (status == CT_OK) {
         (void)madvise(made->data, made->bytes, MADV_DONTFORK);
         ct_pages_drop(disk->buffers);
@@ -169,22 +241,35 @@ check_span(const ct_disk_state *disk, const ct_update_span *span, size_t *buffer
 {
     size_t bytes = 0;
     for (size_t k = 0; k < ARRAYS; k++) {
-        const size_t all = array_bytes(span, span->n);
-        if (!ct_disk_memory_has(disk->memory, span->state[k])) {
+        const array a = array_of(disk, span, k);
+        if (a.file == NULL) {
             continue;
         }
-        const size_t offset =
-            (size_t)((unsigned char *)span->state[k] - disk->memory->data);
-        if (ct_pages_round(offset) != offset || all > disk->memory->bytes - offset) {
+        const size_t offset = (size_t)(a.data - a.file->data);
+        const window all = window_of(&a, 0, span->n);
+        if ((a.file == disk->memory && all.lead != 0) ||
+            all.bytes > a.file->bytes - (offset - all.lead)) {
             return ct_fail(err, CT_EINVAL,
                            "state in a file has to begin at a page of its own, and is "
                            "at byte %zu: leave the optimizer's state as it was made",
                            offset);
         }
-        bytes += array_bytes(span, least(PIECE, span->n));
+        bytes += window_of(&a, 0, least(PIECE, span->n)).bytes;
     }
     *buffer = bytes > *buffer ? bytes : *buffer;
     return CT_OK;
+}
+
+static ct_status
+check_files(const ct_disk_state *disk, ct_error *err)
+{
+    ct_status status = disk->memory == NULL
+                           ? CT_OK
+                           : ct_disk_memory_check(disk->memory, "an update", err);
+    for (size_t i = 0; status == CT_OK && i < disk->n_shards; i++) {
+        status = ct_disk_memory_check(disk->shards[i], "an update", err);
+    }
+    return status;
 }
 
 ct_status
@@ -194,10 +279,10 @@ ct_disk_state_prepare(ct_disk_state *disk, const ct_rule_run *run, ct_error *err
     if (ct_rule_is_of_whole(run->update.rule) || run->device != &ct_device_cpu) {
         return ct_fail(
             err, CT_EINVAL,
-            "state in a file is for parameters in the host's memory, and for "
-            "optimizers that work element by element, such as AdamW");
+            "state and shards in a file are for parameters in the host's memory, and "
+            "for optimizers that work element by element, such as AdamW");
     }
-    ct_status status = ct_disk_memory_check(disk->memory, err);
+    ct_status status = check_files(disk, err);
     for (size_t i = 0; status == CT_OK && i < run->update.n_spans; i++) {
         status = check_span(disk, &run->spans[i], &buffer, err);
     }
@@ -254,39 +339,72 @@ buffer_of(const pipeline *p, size_t i)
     return disk->buffers->data + i % disk->n_buffers * disk->buffer_bytes;
 }
 
-/* Calls move(memory, place in the file, place in the buffer, bytes) for each array of a
- * piece that is in the file. */
-typedef ct_status move_fn(const ct_disk_memory *memory, void *file, void *buffer,
-                          size_t bytes, ct_error *err);
-
+/* Writes bytes [from, to) of a page that has other arrays, too. No other thread
+ * writes; what is read meanwhile are other bytes, which stay what they are. */
 static ct_status
-read_array(const ct_disk_memory *memory, void *file, void *buffer, size_t bytes,
-           ct_error *err)
+write_edge(const pipeline *p, const ct_disk_memory *file, unsigned char *page,
+           const unsigned char *buffer, size_t from, size_t to, ct_error *err)
 {
-    return ct_disk_memory_read(memory, file, buffer, bytes, err);
+    unsigned char *own =
+        p->disk->buffers->data + p->disk->n_buffers * p->disk->buffer_bytes;
+    const size_t bytes = ct_pages_round(1);
+    const ct_status status = ct_disk_memory_read(file, page, own, bytes, err);
+    if (status != CT_OK) {
+        return status;
+    }
+    memcpy(own + from, buffer + from, to - from);
+    return ct_disk_memory_write(file, page, own, bytes, err);
 }
 
 static ct_status
-write_array(const ct_disk_memory *memory, void *file, void *buffer, size_t bytes,
-            ct_error *err)
+write_shared(const pipeline *p, const array *a, const window *w,
+             const unsigned char *buffer, ct_error *err)
 {
-    return ct_disk_memory_write(memory, file, buffer, bytes, err);
+    const size_t page = ct_pages_round(1);
+    const bool has_head = w->lead != 0, has_tail = w->end % page != 0;
+    const size_t begin = has_head ? page : 0, end = w->end / page * page;
+    ct_status status = CT_OK;
+    if (has_head) {
+        status =
+            write_edge(p, a->file, w->first, buffer, w->lead, least(w->end, page), err);
+    }
+    if (status == CT_OK && end > begin) {
+        status = ct_disk_memory_write(a->file, w->first + begin, buffer + begin,
+                                      end - begin, err);
+    }
+    return status == CT_OK && has_tail && end >= begin
+               ? write_edge(p, a->file, w->first + end, buffer + end, 0, w->end - end,
+                            err)
+               : status;
 }
 
 static ct_status
-move_piece(const pipeline *p, size_t i, move_fn *move, ct_error *err)
+move_array(const pipeline *p, const array *a, const window *w, unsigned char *buffer,
+           bool writes, ct_error *err)
+{
+    if (!writes) {
+        return ct_disk_memory_read(a->file, w->first, buffer, w->bytes, err);
+    }
+    return a->file == p->disk->memory
+               ? ct_disk_memory_write(a->file, w->first, buffer, w->bytes, err)
+               : write_shared(p, a, w, buffer, err);
+}
+
+/* Moves each array of a piece that is in a file to or from the buffer. */
+static ct_status
+move_piece(const pipeline *p, size_t i, bool writes, ct_error *err)
 {
     const piece *of = piece_of(p, i);
-    const ct_update_span *span = &p->run->spans[of->span];
-    const size_t bytes = array_bytes(span, of->n);
     unsigned char *buffer = buffer_of(p, i);
     ct_status status = CT_OK;
     for (size_t k = 0; of->n != 0 && status == CT_OK && k < ARRAYS; k++) {
-        if (ct_disk_memory_has(p->disk->memory, span->state[k])) {
-            void *file =
-                at(span->state[k], of->begin, ct_dtype_size(span->state_dtype));
-            status = move(p->disk->memory, file, buffer, bytes, err);
-            buffer += bytes;
+        const array a = array_of(p->disk, &p->run->spans[of->span], k);
+        if (a.file != NULL) {
+            const window w = window_of(&a, of->begin, of->n);
+            if (writes || k != COPY) {
+                status = move_array(p, &a, &w, buffer, writes, err);
+            }
+            buffer += w.bytes;
         }
     }
     return status;
@@ -301,7 +419,7 @@ read_ahead(void *arg)
     for (size_t i = 0; i < p->disk->n_pieces; i++) {
         const size_t free_after = i < buffers ? 0 : i - buffers + 1;
         if (!await_counter(p, &p->written, free_after) ||
-            !advance(p, &p->read, move_piece(p, i, read_array, &err), &err)) {
+            !advance(p, &p->read, move_piece(p, i, false, &err), &err)) {
             break;
         }
     }
@@ -315,7 +433,7 @@ write_behind(void *arg)
     ct_error err;
     for (size_t i = 0; i < p->disk->n_pieces; i++) {
         if (!await_counter(p, &p->updated, i + 1) ||
-            !advance(p, &p->written, move_piece(p, i, write_array, &err), &err)) {
+            !advance(p, &p->written, move_piece(p, i, true, &err), &err)) {
             break;
         }
     }
@@ -337,9 +455,11 @@ update_piece(const pipeline *p, size_t i, void *stream, ct_error *err)
     if (of->n != 0) {
         part = slice(span, of->begin, of->n);
         for (size_t k = 0; k < ARRAYS; k++) {
-            if (ct_disk_memory_has(p->disk->memory, span->state[k])) {
-                part.state[k] = buffer;
-                buffer += array_bytes(span, of->n);
+            const array a = array_of(p->disk, span, k);
+            if (a.file != NULL) {
+                const window w = window_of(&a, of->begin, of->n);
+                put_array(&part, k, buffer + w.lead);
+                buffer += w.bytes;
             }
         }
         run.spans = &part;
@@ -348,26 +468,15 @@ update_piece(const pipeline *p, size_t i, void *stream, ct_error *err)
     return ct_rule_run_update(&run, stream, err);
 }
 
-/* Signal handlers run on the host's threads. */
-static bool
-start(pthread_t *thread, void *(*run)(void *), pipeline *p)
-{
-    sigset_t all, before;
-    (void)sigfillset(&all);
-    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    const bool started = pthread_create(thread, NULL, run, p) == 0;
-    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return started;
-}
-
 static ct_status
 fail(const pipeline *p, ct_error *err)
 {
-    ct_status status = ct_fail(
-        err, p->status,
-        "%.200s: %zu of %zu parts of the parameters are updated, %zu of %zu parts of "
-        "their state: resume from the last checkpoint, with a drive that works",
-        p->error.message, p->updated, p->disk->n_pieces, p->written, p->disk->n_pieces);
+    ct_status status =
+        ct_fail(err, p->status,
+                "%.200s: %zu of %zu parts of the parameters are updated, and %zu "
+                "written to the "
+                "file: resume from the last checkpoint, with a drive that works",
+                p->error.message, p->updated, p->disk->n_pieces, p->written);
     if (err != NULL) {
         err->os_error = p->error.os_error;
     }
@@ -385,14 +494,14 @@ ct_disk_state_update(ct_disk_state *disk, const ct_rule_run *run, void *stream,
     pthread_t reader, writer;
     ct_error own;
     disk->n_pieces = list_pieces(disk, run, disk->pieces);
-    if (!start(&writer, write_behind, &p)) {
-        return ct_fail(err, CT_ENOMEM, "no thread to write the optimizer's state");
+    if (!ct_thread_start(&writer, write_behind, &p)) {
+        return ct_fail(err, CT_ENOMEM, "no thread to write the update");
     }
-    const bool reads = start(&reader, read_ahead, &p);
+    const bool reads = ct_thread_start(&reader, read_ahead, &p);
     if (!reads) {
-        (void)advance(
-            &p, &p.read,
-            ct_fail(&own, CT_ENOMEM, "no thread to read the optimizer's state"), &own);
+        (void)advance(&p, &p.read,
+                      ct_fail(&own, CT_ENOMEM, "no thread to read for the update"),
+                      &own);
     }
     for (size_t i = 0; i < disk->n_pieces && await_counter(&p, &p.read, i + 1); i++) {
         if (!advance(&p, &p.updated, update_piece(&p, i, stream, &own), &own)) {

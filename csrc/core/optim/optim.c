@@ -301,9 +301,26 @@ ct_optim_params_borrow(ct_optim *optim)
 void
 ct_optim_set_disk(ct_optim *optim, const ct_disk_memory *memory, size_t n_buffers)
 {
-    ct_disk_state_fini(&optim->disk);
+    ct_pages_drop(optim->disk.buffers);
+    optim->disk.buffers = NULL;
+    optim->disk.buffer_bytes = 0;
     optim->disk.memory = memory;
     optim->disk.n_buffers = n_buffers;
+    optim->disk.n_shards = n_buffers == 0 ? 0 : optim->disk.n_shards;
+}
+
+ct_status
+ct_optim_set_shards(ct_optim *optim, const ct_disk_memory *const *files, size_t n,
+                    ct_error *err)
+{
+    if (n == 0) {
+        optim->disk.n_shards = 0;
+        return CT_OK;
+    }
+    if (optim->disk.n_buffers == 0) {
+        optim->disk.n_buffers = 4;
+    }
+    return ct_disk_state_set_shards(&optim->disk, files, n, err);
 }
 
 size_t
@@ -652,11 +669,12 @@ ct_optim_prepare_replay(ct_optim *optim, void *stream, const ct_optim_pass *pass
     return status;
 }
 
-/* Whether any state of the run is in a file. */
+/* Whether the run has parameters or state in a file. */
 static bool
 is_in_file(const ct_optim *optim, const ct_rule_run *run)
 {
-    return optim->disk.memory != NULL && ct_disk_state_has(&optim->disk, run);
+    return (optim->disk.memory != NULL || optim->disk.n_shards != 0) &&
+           ct_disk_state_has(&optim->disk, run);
 }
 
 ct_status

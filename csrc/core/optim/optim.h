@@ -144,8 +144,15 @@ size_t ct_optim_n_groups(const ct_optim *optim);
 
 /* State that lies in `memory` is updated piece by piece, n_buffers > 0 pieces being in
  * memory at once, and never touched at its addresses. Such an array begins at a page
- * and has its last page to itself. The memory is borrowed; NULL: none. */
+ * and has its last page to itself. The memory is borrowed; NULL: none. 0 buffers: no
+ * file is known any more, of parameters either. */
 void ct_optim_set_disk(ct_optim *optim, const ct_disk_memory *memory, size_t n_buffers);
+
+/* Likewise parameters, or their copies, that lie in one of these files, where they may
+ * share pages; 4 pieces unless set above. CT_ENOMEM, with nothing changed. */
+CT_NODISCARD ct_status ct_optim_set_shards(ct_optim *optim,
+                                           const ct_disk_memory *const *files, size_t n,
+                                           ct_error *err);
 
 /* Whether a group's rule looks at more of a parameter than an element at a time, so
  * that a part cannot be updated alone. */

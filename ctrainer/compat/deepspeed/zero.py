@@ -38,8 +38,8 @@ class Init:
             ranks.
         mem_efficient_linear (bool, default True): No effect: layers compute as torch
             has them.
-        remote_device (str | None, default None): No effect but for "nvme", which is
-            rejected: the configuration of initialize() says where shards are.
+        remote_device (str | None, default None): No effect: the configuration of
+            initialize() says where shards are.
         pin_memory (bool, default False): No effect: offloaded memory is pinned.
         config_dict_or_path (default None): A configuration, which is checked; without
             stage 3 the block has no effect.
@@ -81,10 +81,6 @@ class Init:
                 "initialize() shards over all ranks",
             ),
             "mpu": (mpu, "layers are not split over ranks"),
-            "remote_device": (
-                remote_device if remote_device == "nvme" else None,
-                "shards are in memory; use 'cpu'",
-            ),
         }
         for name, (value, why) in rejected.items():
             if value is not None:

@@ -1,5 +1,5 @@
-/* State in a file: updates equal those of state in memory to the bit, and what fails
- * says what was done. */
+/* State and parameters in a file: updates equal those of memory to the bit, and what
+ * fails says what was done. */
 #define _GNU_SOURCE /* O_CLOEXEC */
 #include "core/base/alloc.h"
 #include "core/base/pages.h"
@@ -170,26 +170,155 @@ test_a_file_that_was_cut_stops_before_anything_changes(void)
     model_free(m);
 }
 
+/* ---- parameters in files --------------------------------------------------------- */
+
+/* Side by side in one file, of which others have the first and the last elements. */
+enum {
+    BEFORE = 1021,
+    AFTER = 77
+};
+
+/* Moves the parameters there. */
+static void
+move_to(model *m, ct_disk_memory *file)
+{
+    size_t n = BEFORE + AFTER, at = BEFORE;
+    for (size_t p = 0; p < PARAMS; p++) {
+        n += lengths[p];
+    }
+    CHECK(ct_disk_memory_open(file, n * sizeof(float), "/tmp", NULL) == CT_OK);
+    float *all = (float *)file->data;
+    for (size_t i = 0; i < n; i++) {
+        all[i] = (float)i;
+    }
+    for (size_t p = 0; p < PARAMS; p++) {
+        memcpy(all + at, m->param[p], lengths[p] * sizeof(float));
+        ct_free(m->param[p]);
+        m->param[p] = all + at;
+        ct_optim_params_borrow(m->optim)[p].param = m->param[p];
+        at += lengths[p];
+    }
+    const ct_disk_memory *files[] = {file};
+    CHECK(ct_optim_set_shards(m->optim, files, 1, NULL) == CT_OK);
+    ct_disk_memory_drop_pages(file);
+}
+
+/* The parameters' memory is the file's. */
+static void
+free_moved(model *m, ct_disk_memory *file)
+{
+    for (size_t p = 0; p < PARAMS; p++) {
+        m->param[p] = NULL;
+    }
+    model_free(m);
+    ct_disk_memory_close(file);
+}
+
+static void
+test_parameters_that_share_pages_of_a_file_have_their_own_update(bool state_too)
+{
+    model *here = model_make(false, 0), *there = model_make(state_too, 3);
+    ct_disk_memory file = {0};
+    move_to(there, &file);
+    for (uint32_t step = 0; step < STEPS; step++) {
+        fill(here, step);
+        fill(there, step);
+        if (step == 1) { /* one without a gradient stays as it is */
+            ct_optim_params_borrow(here->optim)[1].grad = NULL;
+            ct_optim_params_borrow(there->optim)[1].grad = NULL;
+        }
+        CHECK(update(here, NULL) == CT_OK && update(there, NULL) == CT_OK);
+        check_equal(here, there);
+        ct_optim_params_borrow(here->optim)[1].grad = here->grad[1];
+        ct_optim_params_borrow(there->optim)[1].grad = there->grad[1];
+        ct_disk_memory_drop_pages(&file);
+    }
+    const float *all = (const float *)file.data;
+    const size_t end = (size_t)(there->param[PARAMS - 1] - all) + lengths[PARAMS - 1];
+    CHECK(all[0] == 0.0f && all[BEFORE - 1] == (float)(BEFORE - 1));
+    CHECK(all[end] == (float)end && all[end + AFTER - 1] == (float)(end + AFTER - 1));
+    model_free(here);
+    free_moved(there, &file);
+}
+
+/* bfloat16 parameters in a file are copies of float32 master weights in memory. */
+static void
+test_copies_in_a_file_are_written(void)
+{
+    model *m = model_make(false, 0);
+    ct_disk_memory file = {0};
+    const size_t n = lengths[0] + lengths[1];
+    CHECK(ct_disk_memory_open(&file, n * sizeof(uint16_t), "/tmp", NULL) == CT_OK);
+    const ct_disk_memory *files[] = {&file};
+    CHECK(ct_optim_set_shards(m->optim, files, 1, NULL) == CT_OK);
+    uint16_t *copies = (uint16_t *)file.data;
+    for (size_t p = 0; p < 2; p++) {
+        ct_optim_params_borrow(m->optim)[p].copy = copies + p * lengths[0];
+        ct_optim_params_borrow(m->optim)[p].copy_dtype = CT_BF16;
+    }
+    fill(m, 3);
+    CHECK(update(m, NULL) == CT_OK);
+    for (size_t p = 0; p < 2; p++) {
+        for (size_t i = 0; i < lengths[p]; i++) {
+            uint32_t bits;
+            memcpy(&bits, &m->param[p][i], sizeof bits);
+            bits += 0x7FFF + (bits >> 16 & 1);
+            CHECK(copies[p * lengths[0] + i] == (uint16_t)(bits >> 16));
+        }
+    }
+    model_free(m);
+    ct_disk_memory_close(&file);
+}
+
+static void
+test_a_file_of_parameters_that_was_cut_stops_before_anything_changes(void)
+{
+    model *m = model_make(false, 0);
+    ct_disk_memory file = {0};
+    ct_error err;
+    move_to(m, &file);
+    const float first = m->param[0][0];
+    fill(m, 1);
+    CHECK(ftruncate(file.fd, 4096 * 4) == 0);
+    CHECK(update(m, &err) == CT_EIO && strstr(err.message, "has been cut") != NULL);
+    CHECK(m->param[0][0] == first);
+    CHECK(ct_optim_params_borrow(m->optim)[0].step == 0);
+    free_moved(m, &file);
+}
+
+/* ---- what fails ------------------------------------------------------------------ */
+
 /* The descriptor becomes one that a drive's failure is like: every read of the pages
  * fails, or every write. */
 static void
-test_a_drive_that_fails_is_named_with_what_was_done(int flags, const char *named)
+test_a_drive_that_fails_is_named_with_what_was_done(bool of_shards, int flags,
+                                                    const char *named)
 {
     model *m = model_make(true, 2);
+    ct_disk_memory file = {0};
     ct_error err;
+    if (of_shards) {
+        move_to(m, &file);
+    }
+    const ct_disk_memory *disk = of_shards ? &file : &m->disk;
     char path[] = "/tmp/ct_disk_XXXXXX";
     const int other = mkstemp(path);
-    CHECK(other >= 0 && ftruncate(other, (off_t)m->disk.bytes) == 0);
+    CHECK(other >= 0 && ftruncate(other, (off_t)disk->bytes) == 0);
     (void)close(other);
     const int fd = open(path, flags | O_CLOEXEC);
-    CHECK(fd >= 0 && unlink(path) == 0 && dup2(fd, m->disk.fd) == m->disk.fd);
+    CHECK(fd >= 0 && unlink(path) == 0 && dup2(fd, disk->fd) == disk->fd);
     (void)close(fd);
     fill(m, 1);
     CHECK(update(m, &err) == CT_EIO && err.os_error == EBADF);
     CHECK(strstr(err.message, named) != NULL);
     CHECK(strstr(err.message, "resume from the last checkpoint") != NULL);
     CHECK(ct_optim_params_borrow(m->optim)[0].step == 0);
-    model_free(m);
+    if (of_shards) {
+        free_moved(m, &file);
+    }
+    else {
+        model_free(m);
+    }
 }
 
 static void
@@ -281,8 +410,16 @@ main(void)
     test_updates_are_those_of_state_in_memory(2);
     test_updates_are_those_of_state_in_memory(5);
     test_a_file_that_was_cut_stops_before_anything_changes();
-    test_a_drive_that_fails_is_named_with_what_was_done(O_WRONLY, "cannot read");
-    test_a_drive_that_fails_is_named_with_what_was_done(O_RDONLY, "cannot write");
+    test_parameters_that_share_pages_of_a_file_have_their_own_update(false);
+    test_parameters_that_share_pages_of_a_file_have_their_own_update(true);
+    test_copies_in_a_file_are_written();
+    test_a_file_of_parameters_that_was_cut_stops_before_anything_changes();
+    for (int of_shards = 0; of_shards < 2; of_shards++) {
+        test_a_drive_that_fails_is_named_with_what_was_done(of_shards, O_WRONLY,
+                                                            "cannot read");
+        test_a_drive_that_fails_is_named_with_what_was_done(of_shards, O_RDONLY,
+                                                            "cannot write");
+    }
     test_a_forked_child_leaves_the_file_alone();
     test_what_cannot_be_updated_in_pieces_is_rejected();
     test_memory_that_runs_out_changes_nothing();

@@ -24,9 +24,15 @@ try:
     runs.in_groups(f"{folder}/three", 3).train()
 except ValueError as error:
     results["groups of three"] = str(error)
-made = runs.trainer(f"{folder}/resumed", "3 nvme fp32")
-made.train(resume_from_checkpoint=f"{folder}/3 nvme fp32/checkpoint-3")
-results["resumed"] = runs.told(made)
+for name in ("3 nvme fp32", "3 nvme shards fp32"):
+    made = runs.trainer(f"{folder}/resumed", name)
+    made.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-3")
+    results[f"resumed {name}"] = runs.told(made)
+config = runs.configuration(3, "nvme shards", "fp32")
+config["zero_optimization"]["offload_param"]["max_in_cpu"] = runs.IN_MEMORY
+made = runs.trainer(f"{folder}/in memory", "3 nvme shards fp32", deepspeed=config)
+made.train()
+results["in memory"] = runs.told(made)
 config = runs.configuration(3, "nvme", "fp32")
 config["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/none"
 made = runs.trainer(f"{folder}/missing", "3 nvme fp32", deepspeed=config)

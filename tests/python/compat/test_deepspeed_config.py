@@ -285,8 +285,16 @@ def test_what_the_section_zero_optimization_means() -> None:
     assert (plan.cpu_offload, plan.offload_folder) == (True, None)
     with pytest.raises(ValueError, match="device is 'nvme'; set nvme_path beside it"):
         sharded({"stage": 3, "offload_optimizer": {"device": "nvme"}})
-    with pytest.raises(ValueError, match=r"offload_param.device='nvme' is not"):
+    assert plan.shard_folder is None
+    with pytest.raises(ValueError, match=r"offload_param.device is 'nvme'; set nvme"):
         sharded({"stage": 3, "offload_param": {"device": "nvme"}})
+    plan = sharded({"stage": 3, "offload_param": on_nvme})
+    assert (plan.cpu_offload, plan.shard_folder) == (True, "/nvme")
+    assert (plan.read_ahead, plan.max_in_memory) == (5, 10**9)
+    assert plan.offload_folder is None
+    more = {"max_in_cpu": 1e3, "buffer_count": 2, "buffer_size": 1e8}
+    plan = sharded({"stage": 3, "offload_param": {**on_nvme, **more}})
+    assert (plan.read_ahead, plan.max_in_memory) == (2, 1000)
     with pytest.raises(ValueError, match="communication_data_type='bf16' is neither"):
         sharded({"stage": 3}, communication_data_type="bf16")
     with pytest.raises(ValueError, match="fsdp and deepspeed both shard"):
@@ -541,18 +549,23 @@ def test_accelerate_launch_s_flags_are_a_configuration(
         arguments(fsdp="full_shard")
 
 
+@pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
 def test_accelerate_launch_names_the_folder_on_nvme(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    prefix = "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER"
+    prefix = f"ACCELERATE_DEEPSPEED_{part.upper()}"
     for name, value in (("DEVICE", "nvme"), ("NVME_PATH", "/Nvme")):
         monkeypatch.setenv(f"{prefix}_{name}", value)
-    key = "zero_optimization.offload_optimizer.nvme_path"
+    if part == "offload_param":
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    key = f"zero_optimization.{part}.nvme_path"
     assert DeepSpeedPlugin().hf_ds_config.get_value(key) == "/Nvme"
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     plan = sharding_of(arguments())
     assert plan is not None
-    assert plan.offload_folder == "/Nvme"
+    of_shards = part == "offload_param"
+    assert plan.offload_folder == (None if of_shards else "/Nvme")
+    assert plan.shard_folder == ("/Nvme" if of_shards else None)
 
 
 _TEXT = json.dumps({"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}})

@@ -48,10 +48,26 @@ def test_state_on_nvme_gives_the_bits_of_state_in_memory_and_is_saved_whole(
     for rank in found:
         here, there = rank["3 none fp32"], rank["3 nvme fp32"]
         assert here["in a file"] == 0
+        resumed = rank["resumed 3 nvme fp32"]
         for name in ("losses", "norms"):
-            assert there[name] == here[name] == rank["resumed"][name]
-        assert rank["resumed"]["in a file"] == there["in a file"]
+            assert there[name] == here[name] == resumed[name]
+        assert resumed["in a file"] == there["in a file"]
         assert "make the folder, or mount the drive" in rank["missing"]
+
+
+def test_shards_on_nvme_give_the_bits_of_shards_in_memory(found: list[Any]) -> None:
+    shared = sum(p.numel() for p in runs.tiny.gpt2().parameters())
+    assert sum(r["3 nvme shards fp32"]["shards in files"] for r in found) >= shared
+    for rank in found:
+        here, there = rank["3 none fp32"], rank["3 nvme shards fp32"]
+        resumed, some = rank["resumed 3 nvme shards fp32"], rank["in memory"]
+        assert here["shards in files"] == rank["3 nvme fp32"]["shards in files"] == 0
+        assert resumed["shards in files"] == there["shards in files"]
+        assert resumed["in a file"] == there["in a file"] > 0
+        left = there["shards in files"] - some["shards in files"]
+        assert 0 < left <= runs.IN_MEMORY
+        for name in ("losses", "norms"):
+            assert there[name] == here[name] == resumed[name] == some[name]
 
 
 @pytest.mark.parametrize("name", runs.FAIRSCALE)
