@@ -354,7 +354,7 @@ quant_store(const update_tile *s, const ct_tile *tile, size_t k)
 }
 
 enum {
-    IN_CACHE = 4096 /* elements at a time, for further passes */
+    IN_CACHE = 1536 /* elements at a time, for further passes: 24 KiB of four arrays */
 };
 
 /* An array for the rule: in place, or converted into the tile. */

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ctrainer._C import OptimEngine
+from ctrainer._C import OptimEngine, prefer_huge_pages
 from ctrainer.optim import _disk
 from ctrainer.optim._precision import Precision, keep_float32, new_master
 from ctrainer.runtime.notes import locate
@@ -45,7 +45,9 @@ def count() -> torch.Tensor:
 
 def zeros(param: torch.Tensor) -> torch.Tensor:
     """Return zeros like the parameter, in its order of memory."""
-    return torch.zeros_like(param, memory_format=torch.preserve_format)
+    made = torch.empty_like(param, memory_format=torch.preserve_format)
+    prefer_huge_pages(made)
+    return made.zero_()
 
 
 def shape_of(param: torch.Tensor) -> torch.Size:

@@ -8,6 +8,8 @@
  * microseconds. */
 #include "binding/runtime/buffer.h"
 
+#include "core/base/pages.h"
+
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -727,6 +729,28 @@ ctpy_has_kernels(PyObject *module, PyObject *op)
     return found || ctpy_forgive() ? PyBool_FromLong(found) : NULL;
 }
 
+static const char ctpy_prefer_huge_pages_doc[] =
+    "prefer_huge_pages($module, tensor, /)\n--\n\n"
+    "Ask the system for huge pages under a tensor or array that is not written yet.\n\n"
+    "Large arrays are then read and written faster; nothing else changes. Does nothing "
+    "for\nless than 2 MiB, for memory of a GPU, and where the system has none.";
+
+static PyObject *
+ctpy_prefer_huge_pages(PyObject *module, PyObject *op)
+{
+    ctpy_state *state = PyModule_GetState(module);
+    const ctpy_place place = {"tensor", -1, -1};
+    ctpy_view view;
+    if (ctpy_view_anywhere(state, op, &place, &view) < 0) {
+        return ctpy_forgive() ? Py_NewRef(Py_None) : NULL;
+    }
+    if (view.memory == CTPY_DL_CPU) {
+        ct_pages_prefer_huge(view.span.data,
+                             view.span.n * ct_dtype_size(view.span.dtype));
+    }
+    Py_RETURN_NONE;
+}
+
 /* ---- nested batches, under the names of transformers' functions ------------------ */
 
 static int
@@ -1066,9 +1090,10 @@ ctpy_find_batch_size(PyObject *module, PyObject *tensors)
 }
 
 PyMethodDef ctpy_runtime_buffer_functions[] = {
-    {"find_batch_size", ctpy_find_batch_size, METH_O, ctpy_find_batch_size_doc},
-    {"has_kernels",     ctpy_has_kernels,     METH_O, ctpy_has_kernels_doc    },
-    {"nested_detach",   ctpy_nested_detach,   METH_O, ctpy_nested_detach_doc  },
-    {"nested_numpify",  ctpy_nested_numpify,  METH_O, ctpy_nested_numpify_doc },
-    {NULL,              NULL,                 0,      NULL                    },
+    {"find_batch_size",   ctpy_find_batch_size,   METH_O, ctpy_find_batch_size_doc  },
+    {"has_kernels",       ctpy_has_kernels,       METH_O, ctpy_has_kernels_doc      },
+    {"nested_detach",     ctpy_nested_detach,     METH_O, ctpy_nested_detach_doc    },
+    {"nested_numpify",    ctpy_nested_numpify,    METH_O, ctpy_nested_numpify_doc   },
+    {"prefer_huge_pages", ctpy_prefer_huge_pages, METH_O, ctpy_prefer_huge_pages_doc},
+    {NULL,                NULL,                   0,      NULL                      },
 };

@@ -3,7 +3,7 @@
  *
  * Pages are counted by holders, since a tensor over the memory and the group that reads
  * the memory end in any order. The last holder unmaps; a segment is left then. */
-#define _GNU_SOURCE /* MADV_REMOVE */
+#define _GNU_SOURCE /* MADV_HUGEPAGE, MADV_REMOVE */
 
 #include "core/base/pages.h"
 
@@ -26,6 +26,18 @@ ct_pages_round(size_t bytes)
 {
     const size_t page = page_bytes();
     return bytes > SIZE_MAX - page ? 0 : (bytes + page - 1) / page * page;
+}
+
+/* Huge pages wholly inside the memory: the neighbours' memory stays as it is. */
+void
+ct_pages_prefer_huge(void *data, size_t bytes)
+{
+    const uintptr_t huge = 2 << 20, begin = (uintptr_t)data;
+    const size_t before = -begin % huge;
+    if (bytes >= before + huge) {
+        (void)madvise((char *)data + before, (bytes - before) / huge * huge,
+                      MADV_HUGEPAGE);
+    }
 }
 
 static void

@@ -23,6 +23,11 @@ typedef struct ct_pages {
 /* bytes rounded up to whole pages; 0 when that overflows. */
 size_t ct_pages_round(size_t bytes);
 
+/* Asks for huge pages in the untouched memory [data, data + bytes): fewer addresses to
+ * translate when the memory is read in order. Does nothing below 2 MiB or where the
+ * system has none. */
+void ct_pages_prefer_huge(void *data, size_t bytes);
+
 /* Makes private pages with one holder. bytes > 0. CT_EINVAL or CT_ENOMEM. */
 CT_NODISCARD ct_status ct_pages_new(ct_pages **pages, size_t bytes, ct_error *err);
 
