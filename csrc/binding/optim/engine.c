@@ -108,6 +108,7 @@ OptimEngine_dealloc(PyObject *op)
     (void)OptimEngine_clear(op);
     ct_free(self->slots);
     ct_free(self->known);
+    ct_free(self->viewed);
     ct_optim_free(self->core);
     ctpy_leaf_dealloc(op);
 }
@@ -546,12 +547,20 @@ view_grad(OptimEngine *self, optim_slot *slot, ct_optim_param *param)
     return 0;
 }
 
+enum {
+    AHEAD = 4 /* slots, for prefetching */
+};
+
 /* Takes every parameter's .grad into its slot. */
 static int
 take_grads(OptimEngine *self)
 {
     for (size_t k = 0; k < self->n_slots; k++) {
         optim_slot *slot = &self->slots[k];
+        if (k + AHEAD < self->n_slots) {
+            ctpy_prefetch_tensor(slot[AHEAD].param, slot[AHEAD].shape);
+            ctpy_prefetch_tensor(NULL, slot[AHEAD].grad_view.shape);
+        }
         Py_XSETREF(slot->grad, PyObject_GetAttr(slot->param, self->state->str_grad));
         if (slot->grad == NULL) {
             return -1;
@@ -611,6 +620,7 @@ view_param(OptimEngine *self, optim_slot *slot, ctpy_view *view)
         optim_check_like(slot, view, &slot->grad_view, ".grad") < 0) {
         return -1;
     }
+    slot->shape = view->shape;
     if (view->readonly) {
         return optim_fail(PyExc_ValueError, slot, "",
                           "is a read-only array; expected one that can be written");
@@ -640,6 +650,21 @@ plan_average(OptimEngine *self, size_t k, ct_optim_param *param, const ctpy_view
     return 0;
 }
 
+/* The dict of a slot's state comes from three places, one after the other. */
+static void
+prefetch_state(const optim_slot *slot, const optim_slot *end)
+{
+    if (end - slot > AHEAD) {
+        ctpy_prefetch(slot[AHEAD].state);
+        ctpy_prefetch(slot[AHEAD / 2].step);
+        const PyDictObject *dict = (const PyDictObject *)slot[AHEAD / 2].state;
+        const uintptr_t keys = dict == NULL ? 0 : (uintptr_t)dict->ma_keys;
+        ctpy_prefetch((const void *)keys);
+        ctpy_prefetch((const void *)(keys + 64));
+        ctpy_prefetch((const void *)(keys + 128));
+    }
+}
+
 /* Reads parameters and state of every slot with a gradient; missing state is made by
  * wrapper._new_state(param, group). */
 static int
@@ -652,6 +677,7 @@ plan_operands(OptimEngine *self, PyObject *wrapper)
     for (size_t k = 0; k < self->n_slots; k++) {
         optim_slot *slot = &self->slots[k];
         ctpy_view view;
+        prefetch_state(slot, self->slots + self->n_slots);
         if (slot->grad == NULL) {
             continue;
         }
@@ -799,6 +825,7 @@ begin(OptimEngine *self, PyObject *wrapper)
         return -1;
     }
     self->busy++;
+    self->views = 0;
     if (plan_params(self, wrapper) < 0 || plan_grads(self) < 0) {
         end(self);
         return -1;

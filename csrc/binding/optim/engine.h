@@ -67,7 +67,8 @@ typedef struct optim_slot {
     PyObject *data; /* param itself, or the array of a NumPy parameter */
     PyObject *grad; /* during an update; NULL: no gradient */
     ctpy_view grad_view;
-    PyObject *state; /* the dict state[param], or NULL before there is one */
+    const void *shape; /* of data's last view; to prefetch, never read */
+    PyObject *state;   /* the dict state[param], or NULL before there is one */
     PyObject *values[OPTIM_MAX_VALUES]; /* of that dict, in the order of the spec */
     PyObject *master;                   /* state[param]["master_param"], or NULL */
     void *step;                         /* memory of state[param]["step"], or NULL */
@@ -87,6 +88,11 @@ typedef struct optim_entry {
     const PyObject *key, *value;
 } optim_entry;
 
+/* A tensor and its shape when an update viewed it: to prefetch, never read. */
+typedef struct optim_viewed {
+    const void *object, *shape;
+} optim_viewed;
+
 typedef struct OptimEngine {
     PyObject_HEAD
     ctpy_state *state;  /* the module's, which the type keeps alive */
@@ -97,6 +103,9 @@ typedef struct OptimEngine {
     size_t n_slots, slots_capacity;
     optim_entry *known;
     size_t n_known, known_capacity;
+    optim_viewed *viewed; /* by the last updates, in the order of their views */
+    size_t n_viewed, viewed_capacity;
+    size_t views;      /* of this update so far */
     PyObject *average; /* a WeightAverage, or NULL */
     PyObject *disk;    /* a DiskMemory with state, or NULL */
     PyObject *shards;  /* a list of DiskMemory with parameters, or NULL */
@@ -117,7 +126,8 @@ typedef struct OptimEngine {
 int optim_fail(PyObject *type, const optim_slot *slot, const char *what,
                const char *format, ...);
 
-/* Views op, which is `what` of the slot, on the device of the gradients. */
+/* Views op, which is `what` of the slot, on the device of the gradients, and prefetches
+ * the tensors that were viewed next in the last update. */
 int optim_view(OptimEngine *self, const optim_slot *slot, const char *what,
                PyObject *op, ctpy_view *view);
 

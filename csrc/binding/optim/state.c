@@ -3,7 +3,10 @@
  *
  * Identities are cached, addresses are not: the entries of `state` are compared by
  * pointer, a few nanoseconds each, while every tensor reports its address at each
- * update, since x.data = y and .to() move memory without a trace. */
+ * update, since x.data = y and .to() move memory without a trace. Updates ask the same
+ * tensors in the same order, and most of a thousand are not in the processor's caches:
+ * they are prefetched in the order of the last update, as the locked instructions of
+ * torch's reference counts keep the processor from loading several at once itself. */
 #include "binding/optim/engine.h"
 
 #include "core/base/alloc.h"
@@ -35,14 +38,42 @@ optim_fail(PyObject *type, const optim_slot *slot, const char *what, const char 
     return -1;
 }
 
+/* Without memory for the list nothing is prefetched. */
+static void
+note_view(OptimEngine *self, const void *object, const void *shape)
+{
+    void *block = self->viewed;
+    const size_t at = self->views++;
+    if (ct_grow(&block, &self->viewed_capacity, at + 1, sizeof *self->viewed, NULL) ==
+        CT_OK) {
+        self->viewed = block;
+        self->viewed[at] = (optim_viewed){object, shape};
+        self->n_viewed = at < self->n_viewed ? self->n_viewed : at + 1;
+    }
+}
+
+static void
+prefetch_views(const OptimEngine *self)
+{
+    enum {
+        AHEAD = 8 /* two parameters with their state: about a microsecond */
+    };
+    const size_t next = self->views + AHEAD;
+    if (next < self->n_viewed) {
+        ctpy_prefetch_tensor(self->viewed[next].object, self->viewed[next].shape);
+    }
+}
+
 int
 optim_view(OptimEngine *self, const optim_slot *slot, const char *what, PyObject *op,
            ctpy_view *view)
 {
     const ctpy_place place = {what, slot->group, slot->index};
+    prefetch_views(self);
     if (ctpy_view_anywhere(self->state, op, &place, view) < 0) {
         return -1;
     }
+    note_view(self, op, view->shape);
     if (ctpy_target_has(&self->target, view)) {
         return 0;
     }
@@ -63,7 +94,12 @@ view_on_host(OptimEngine *self, const optim_slot *slot, const char *what, PyObje
              ctpy_view *view)
 {
     const ctpy_place place = {what, slot->group, slot->index};
-    return ctpy_view_of(self->state, op, &place, view);
+    prefetch_views(self);
+    if (ctpy_view_of(self->state, op, &place, view) < 0) {
+        return -1;
+    }
+    note_view(self, op, view->shape);
+    return 0;
 }
 
 static PyObject *

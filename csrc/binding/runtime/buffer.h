@@ -8,6 +8,8 @@
 #include "core/base/span.h"
 #include "core/comm/plugin.h"
 
+#include <stdint.h>
+
 /* Borrowed memory of a tensor or array without gaps. shape is NULL for an array without
  * dimensions. strides, in elements, is NULL for elements in C order; a transposed or
  * channels-last tensor has strides, and may be processed in the order of memory if
@@ -27,6 +29,32 @@ typedef struct ctpy_place {
     const char *what;
     Py_ssize_t group, index;
 } ctpy_place;
+
+/* Starts to load memory that will be used soon, or does nothing; any address will do.
+ */
+static inline void
+ctpy_prefetch(const void *memory)
+{
+#if defined(__GNUC__)
+    __builtin_prefetch(memory);
+#else
+    (void)memory;
+#endif
+}
+
+/* The same for a tensor, which is in two places: the object, and what torch keeps of it
+ * around the shape that its last view had. */
+static inline void
+ctpy_prefetch_tensor(const void *op, const void *shape)
+{
+    const uintptr_t object = (uintptr_t)op, inside = (uintptr_t)shape;
+    ctpy_prefetch((const void *)object);
+    ctpy_prefetch((const void *)(object + 16));
+    ctpy_prefetch((const void *)(inside - 64));
+    ctpy_prefetch((const void *)inside);
+    ctpy_prefetch((const void *)(inside + 64));
+    ctpy_prefetch((const void *)(inside + 112));
+}
 
 /* Is op a torch.Tensor or of a subclass? 1, 0, or -1 with an exception. */
 int ctpy_is_torch_tensor(ctpy_state *state, PyObject *op);

@@ -36,6 +36,35 @@ def set_gradients(params: list[Parameter], step: int) -> None:
         param.grad = grad
 
 
+def by_data(tensor: torch.Tensor) -> None:
+    old = tensor.data
+    tensor.data = old.clone()
+    old.fill_(torch.nan)
+
+
+def by_set(tensor: torch.Tensor) -> None:
+    old = tensor.detach().clone()
+    with torch.no_grad():
+        tensor.fill_(torch.nan)
+        tensor.set_(old)
+
+
+def by_storage(tensor: torch.Tensor) -> None:
+    """As sharding does: the storage is released, and filled again elsewhere."""
+    values = tensor.detach().clone()
+    storage = tensor.untyped_storage()
+    n_bytes = storage.nbytes()
+    storage.resize_(0)
+    taken = torch.full_like(values, torch.nan)
+    storage.resize_(n_bytes)
+    with torch.no_grad():
+        tensor.copy_(values)
+    assert taken.isnan().all()
+
+
+# Ways to the same values in other memory; the old memory becomes NaN or is freed.
+MOVES = {"data": by_data, "set_": by_set, "storage": by_storage}
+
 CASES = [
     ("AdamW", {"lr": 0.01}),
     ("AdamW", {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.1}),
@@ -287,6 +316,28 @@ class TestState:
         gc.collect()
         opt.step()
         assert [s["step"].item() for s in opt.state.values()] == [2, 2, 2, 2]
+
+    @pytest.mark.parametrize("way", MOVES)
+    @pytest.mark.parametrize("what", ["parameter", "gradient", "state"])
+    def test_memory_that_moves_between_updates_is_the_updates(
+        self, what: str, way: str
+    ) -> None:
+        ours, theirs = parameters(), parameters()
+        opt, ref = optim.AdamW(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
+        for step in range(4):
+            set_gradients(ours, step)
+            set_gradients(theirs, step)
+            for params, optimizer in ((ours, opt), (theirs, ref)):
+                for param in params:
+                    grad = param.grad
+                    assert grad is not None
+                    of = {"parameter": [param], "gradient": [grad]}
+                    for tensor in of.get(what, optimizer.state[param].values()):
+                        MOVES[way](tensor)
+                optimizer.step()
+        gc.collect()
+        for x, y in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(x, y)
 
     def test_group_added_in_the_middle_is_trained(self) -> None:
         params = parameters()
