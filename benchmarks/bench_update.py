@@ -1,4 +1,5 @@
-"""Clip, AdamW and zeroed gradients: ours against torch's, and against the memory.
+"""Clip, AdamW and zeroed gradients: ours against torch's, DeepSpeed's where it is
+installed (it compiles its CPUAdam at first), and the memory.
 
 All take turns in one process, on tensors of the same shapes; times are medians, of CPU
 time where one thread works, so that other processes disturb less. The comparison with
@@ -8,10 +9,13 @@ the speed of memory is benchmarks/kernels.c. Prints JSON lines.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -53,15 +57,25 @@ def ours(params: list[Parameter]) -> Step:
     return lambda: opt.step(max_norm=MAX_NORM, zero_grads=True)
 
 
-def of_torch(params: list[Parameter], **options: Any) -> Step:
-    opt = torch.optim.AdamW(params, lr=1e-4, **options)
-
+def clipped(params: list[Parameter], opt: torch.optim.Optimizer) -> Step:
     def step() -> None:
         torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
         opt.step()
         opt.zero_grad(set_to_none=False)
 
     return step
+
+
+def of_torch(params: list[Parameter], **options: Any) -> Step:
+    return clipped(params, torch.optim.AdamW(params, lr=1e-4, **options))
+
+
+def of_deepspeed(params: list[Parameter]) -> Step:
+    with contextlib.redirect_stdout(sys.stderr):  # its log
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        opt = DeepSpeedCPUAdam(params, lr=1e-4, weight_decay=0.01)
+    return clipped(params, opt)
 
 
 def tuned(params: list[Parameter]) -> Step:
@@ -91,6 +105,8 @@ CONTESTANTS: dict[str, Callable[[list[Parameter]], Step]] = {
     "torch foreach": lambda params: of_torch(params, foreach=True),
     "torch tuned": tuned,
 }
+if importlib.util.find_spec("deepspeed") is not None:
+    CONTESTANTS["DeepSpeed CPUAdam"] = of_deepspeed
 
 
 def seconds(step: Step, clock: Callable[[], float], repeats: int) -> float:
@@ -137,13 +153,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--case", choices=list(CASES), nargs="+")
     options = parser.parse_args()
+    os.environ["DEEPSPEED_LOG_LEVEL"] = "warning"  # no lines among those of JSON
     for threads in options.threads:
         torch.set_num_threads(threads)
         _C.set_num_threads(threads)
-        for case, (shapes, repeats, goal) in CASES.items():
+        for case in options.case or CASES:
+            shapes, repeats, goal = CASES[case]
             times = measure(shapes, repeats, threads, options.rounds)
             report(case, threads, goal, times)
+    if options.case:
+        return
     subprocess.run(["make", "-s", "build/bench_kernels"], check=True)
     environment = {**os.environ, "CTRAINER_NUM_THREADS": "1"}
     subprocess.run(["build/bench_kernels", "--json"], check=True, env=environment)
