@@ -8,12 +8,13 @@ of it in Python are names, shapes and offsets.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ from ctrainer.fsdp.shard_files import (
     sharded_keys,
     tensor_of,
 )
-from ctrainer.fsdp.stored import Item, Stored, joined
+from ctrainer.fsdp.stored import ITEM_BYTES, Item, Stored, joined
 from ctrainer.runtime.command_line import HelpFormatter
 
 # Optimizer states of shards: to those of whole parameters, and to other shards.
@@ -46,8 +47,13 @@ from ctrainer.runtime.command_line import HelpFormatter
 
 State = dict[str, Any]
 
-# What Adafactor keeps of a whole parameter: the same on all ranks, of whatever shape.
-OF_WHOLE = frozenset({"exp_avg_sq_row", "exp_avg_sq_col"})
+# The numbers that 8-bit values stand for, by the values' keys.
+MAPS = {"state1": "qmap1", "state2": "qmap2"}
+# What is the same on all ranks, of whatever shape: these numbers, and what Adafactor
+# keeps of a whole parameter.
+OF_WHOLE = frozenset({*MAPS.values(), "exp_avg_sq_row", "exp_avg_sq_col"})
+# Elements of a parameter that share a scale, by the scales' keys.
+BLOCKS = {"absmax1": 256, "absmax2": 256, "exp_avg_scale": 32, "exp_avg_sq_scale": 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +237,51 @@ def _steps(shard: Shard) -> Iterator[tuple[int, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A value of a parameter's state that was sharded with it: each rank's part."""
+    """A value of a parameter's state that was sharded with it: each rank's part, in
+    rows, as 8-bit AdEMAMix has two, of a number for each `block` elements."""
 
     stored: list[Stored]
+    ends: tuple[int, ...]  # of the parts but the last, in elements
+    rows: int | None  # None: one, which is no dimension of the value
+    block: int
+    zero: int  # the byte of a 0
+    where: str
+
+    def item(
+        self, begin: int, shape: tuple[int, ...], n: int, total: int | None = None
+    ) -> Item:
+        """What there is of n elements from `begin` on, which have this shape; what is
+        beyond `total` is zero.
+
+        Raises ValueError where blocks are cut.
+        """
+        if any(cut % self.block for cut in (begin, *self.ends)):
+            raise ValueError(
+                f"the optimizer's state of {self.where} has a scale for each "
+                f"{self.block} elements, and parameters are cut between others: it "
+                f"cannot be put together; shards of block_size={self.block} can"
+            )
+        first, values = begin // self.block, -(-n // self.block)
+        most = None if total is None else -(-total // self.block)
+        excerpts = [
+            excerpt
+            for row in range(self.rows or 1)
+            for excerpt in joined(self._row(row), first, values, most)
+        ]
+        own = shape if self.block == 1 else (values,)
+        whole = own if self.rows is None else (self.rows, *own)
+        item = Item(self.stored[0].tag, whole, tuple(excerpts))
+        if self.zero and any(path is None for path, *_ in excerpts):
+            return replace(item, data=item.read(self.zero))
+        return item
+
+    def _row(self, row: int) -> list[Stored]:
+        found = []
+        for part in self.stored:
+            n = part.numel // (self.rows or 1)
+            offset = part.offset + row * n * ITEM_BYTES[part.tag]
+            found.append(replace(part, offset=offset, shape=(n,)))
+        return found
 
 
 # A value of a parameter's state: the parts of all ranks, or what is the same on each.
@@ -288,11 +336,30 @@ def _values(
         if name in OF_WHOLE and isinstance(value, Stored):
             alike = [value.shape] * len(having)
             found[name] = item_of(_alike(having, values, alike, where)[0])
-        elif isinstance(value, Stored) and value.shape == shapes[0]:
-            found[name] = _Parts(_alike(having, values, shapes, where))
+            continue
+        block = BLOCKS.get(name, 1)
+        scales: list[tuple[int, ...]] = [(-(-lengths[r] // block),) for r in holders]
+        own = shapes if block == 1 else scales
+        more = value.shape[: -len(own[0])] if isinstance(value, Stored) else ()
+        if isinstance(value, Stored) and value.shape in (own[0], (*more[:1], *own[0])):
+            parts = _alike(having, values, [(*more, *shape) for shape in own], where)
+            ends = tuple(itertools.accumulate(lengths[r] for r in holders))[:-1]
+            rows = more[0] if more else None
+            zero = _zero_of(name, states[0])
+            found[name] = _Parts(parts, ends, rows, block, zero, where)
         else:
             found[name] = _same(having, values, where)
     return found
+
+
+def _zero_of(name: str, values: State) -> int:
+    found = values.get(MAPS.get(name, ""))
+    return zero_in(tensor_of(item_of(found))) if isinstance(found, Stored) else 0
+
+
+def zero_in(numbers: torch.Tensor) -> int:
+    """The 8-bit value that stands for 0, of the numbers that all of them stand for."""
+    return int((numbers.reshape(-1) == 0).to(torch.uint8).argmax())
 
 
 def _shape(owned: Owned, shard: Stored, numel: int) -> tuple[int, ...]:
@@ -322,8 +389,7 @@ def _alike(
 
 def _same(shards: list[Shard], values: list[Any], where: str) -> Any:
     first = values[0]
-    # Scales are float16, and a short shard has a single one.
-    if isinstance(first, Stored) and (first.numel > 1 or first.tag == "F16"):
+    if isinstance(first, Stored) and first.numel > 1:
         raise ValueError(
             f"{shards[0].path}: the optimizer's state of {where} has shape "
             f"{first.shape}, which is not that of the parameter's shard: it cannot be "
@@ -347,8 +413,7 @@ def _whole(found: Found, owned: Owned, part: Part) -> Any:
     if not isinstance(found, _Parts):
         return found
     assert part.begin is not None
-    excerpts = joined(found.stored, part.begin - owned.begin, part.numel)
-    return Item(found.stored[0].tag, part.shape, excerpts)
+    return found.item(part.begin - owned.begin, part.shape, part.numel)
 
 
 def _cut(found: Found, owned: Owned, cut: Cut) -> Any:
@@ -360,8 +425,7 @@ def _cut(found: Found, owned: Owned, cut: Cut) -> Any:
         rows = math.prod(cut.shape[1:])
         shape = ((end - begin) // rows if rows else 0, *cut.shape[1:])
         total = owned.end - owned.begin
-    excerpts = joined(found.stored, begin, end - begin, total)
-    return Item(found.stored[0].tag, shape, excerpts)
+    return found.item(begin, shape, end - begin, total)
 
 
 logger = logging.getLogger("ctrainer.fsdp")

@@ -195,6 +195,20 @@ class Group:
         """Whether ranks have parts of it."""
         return self.size != self.shard_shape.numel()
 
+    @property
+    def grain(self) -> int:
+        """The largest number of which all places of parameters and all cuts between
+        ranks are multiples."""
+        return math.gcd(self.shard_shape.numel(), *(e.at for e in self.entries))
+
+    def spread(self, block: int) -> None:
+        """Let every parameter of a flat group begin at a multiple of `block`."""
+        end = 0
+        for entry in self.entries:
+            entry.at = math.ceil(end / block) * block
+            end = entry.at + entry.numel
+        self.orig_size = torch.Size([end])
+
 
 class Part(NamedTuple):
     """A rank's part of a parameter: elements in C order, from `begin` on. The parts of
@@ -215,7 +229,8 @@ def part_of(entry: Entry, begin: int, communicator: _C.Communicator) -> Part:
 @dataclass(frozen=True)
 class Sharding:
     """How groups are sharded. on_dim_0: along dimension 0; pads: with zeros to a
-    multiple of the ranks."""
+    multiple of the ranks. Else shards are as long as a multiple of `multiple`, which is
+    one of `block`, and parameters begin at multiples of `block`."""
 
     communicator: _C.Communicator
     rank: int
@@ -223,9 +238,12 @@ class Sharding:
     multiple: int
     on_dim_0: bool
     pads: bool
+    block: int = 1
 
     def fit(self, group: Group) -> None:
-        """Set the group's size and the shape of its shards."""
+        """Set the places of parameters, the group's size and the shape of shards."""
+        if len(group.entries) > 1:
+            group.spread(self.block)
         shape = group.orig_size
         if not self.on_dim_0:
             unit = self.world_size * self.multiple

@@ -140,6 +140,10 @@ class FullyShardedDataParallel(ShardedModule):
             bit. None: in memory.
         read_ahead (int, default 5): With shard_folder: of how many units shards are
             read into memory at once at most, in the order of the last pass, >= 1.
+        block_size (int | None, default None): Let ranks cut every parameter, also
+            within a flat one, at multiples of so many of its elements: 256 is that of
+            8-bit optimizer state, which then is that of the whole parameter. Takes
+            fewer zeros than block_size behind each parameter. None: cut anywhere.
 
     Raises:
         OSError: the folder of shard_folder is missing, or has too little room; later,
@@ -492,8 +496,8 @@ class FullyShardedDataParallel(ShardedModule):
         shard_info: by unit, for each shard the size and the name of what it is part of;
         flatten_info: for each flat parameter (names, shapes, numels); buffer_info: the
         dtypes that buffers had; shared_info: the other names of tied parameters;
-        world_size and rank; shard_param_on_dim_0 and shard_size_multiple: how
-        parameters are divided.
+        world_size and rank; shard_param_on_dim_0, shard_size_multiple and block_size:
+        how parameters are divided.
         """
         return shard_metadata.shard_metadata(self, FullyShardedDataParallel)
 

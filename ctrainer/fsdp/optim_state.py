@@ -11,13 +11,13 @@ import io
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ctrainer.fsdp import full_params, shard_files
-from ctrainer.fsdp.consolidate import OF_WHOLE
+from ctrainer.fsdp.consolidate import BLOCKS, MAPS, OF_WHOLE, zero_in
 
 # Which parts of which parameters an optimizer of a sharded module has.
 
@@ -31,6 +31,7 @@ class Held:
     unit: Any = None  # None: it is whole itself
     entries: tuple[Any, ...] = ()
     begin: int = 0  # in the group, of this rank's first element
+    grain: int = 0  # the group's
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ def shards_of(model: nn.Module) -> list[HeldShard]:
         for i, (_, group, shard) in enumerate(full_params.groups_of([unit])):
             first = unit.rank * shard.numel()
             firsts = [names[id(entry.param)][0] for entry in group.entries]
-            held = [Held(shard, firsts, unit, tuple(group.entries), first)]
+            grain = group.grain
+            held = [Held(shard, firsts, unit, tuple(group.entries), first, grain)]
             if unit.use_orig_params:
                 held = [
-                    Held(view, [name], unit, (entry,), first + begin)
+                    Held(view, [name], unit, (entry,), first + begin, grain)
                     for name, entry, (view, begin) in zip(
                         firsts, group.entries, unit._views[i].pieces, strict=True
                     )
@@ -161,41 +163,56 @@ def _add_shard(
         found = [
             (one, v[key]) for one, v in zip(shard.held, own, strict=True) if key in v
         ]
-        if not all(_is_elementwise(one, key, value) for one, value in found):
+        spreads = [_spread(one, key, value, one.param.shape) for one, value in found]
+        if None in spreads:
             values = _agreed(shard, found)
             for (one, _), value in zip(found, values, strict=True):
                 for name in one.names:
                     state.setdefault(name, {})[key] = _copy(value)
             continue
-        full = _gathered(shard, found)
-        names = [name for one, _ in found for name in one.names]
-        entries = [entry for one, _ in found for entry in one.entries]
-        for name, entry in zip(names, entries, strict=True) if keep else ():
-            state.setdefault(name, {})[key] = full_params.view_of(full, entry).clone()
+        # Short parameters have values of other dtypes than long ones.
+        kinds = [(s, v.dtype) for s, (_, v) in zip(spreads, found, strict=True) if s]
+        for kind in dict.fromkeys(kinds):
+            alike = [f for f, own in zip(found, kinds, strict=True) if own == kind]
+            for name, value in _gathered(shard, alike, *kind):
+                if keep:
+                    state.setdefault(name, {})[key] = value.clone()
 
 
-def _is_elementwise(one: Held, key: str, value: Any) -> bool:
-    """Whether a value has an element for each of the parameter's; else one for all.
+class _Spread(NamedTuple):
+    """How a value lies over a parameter, of which each rank has a part: in rows, as
+    8-bit AdEMAMix has two, of a number for each `block` elements."""
+
+    rows: int | None  # None: one, which is no dimension of the value
+    block: int
+
+
+def _spread(one: Held, key: str, value: Any, shape: torch.Size) -> _Spread | None:
+    """That of a value beside elements of this shape; None: one value for all of them.
 
     A parameter of one element counts by the dimensions of the value."""
-    if key in OF_WHOLE:
-        return False
-    if not isinstance(value, torch.Tensor) or value.shape == one.param.shape:
-        return isinstance(value, torch.Tensor)
-    # Scales are float16, and a short shard has a single one.
-    if value.numel() > 1 or value.dtype == torch.float16:
+    if key in OF_WHOLE or not isinstance(value, torch.Tensor):
+        return None
+    block = BLOCKS.get(key, 1)
+    own = shape if block == 1 else torch.Size([-(-shape.numel() // block)])
+    more = value.dim() - len(own)
+    if value.shape[more:] == own and more in (0, 1) and one.grain % block == 0:
+        return _Spread(value.shape[0] if more else None, block)
+    if value.numel() > 1 or block > 1:
         raise ValueError(
             f"the optimizer's {key!r} has shape {tuple(value.shape)}, its shard "
-            f"{tuple(one.param.shape)}: it cannot be put together"
+            f"{tuple(shape)}: it cannot be put together"
+            + (f"; shards of block_size={block} can" if block > 1 else "")
         )
-    return False
+    return None
 
 
 def _agreed(shard: HeldShard, found: list[tuple[Held, Any]]) -> list[Any]:
     """Numbers, such as counts of steps, from ranks that have elements of the parameter:
     an optimizer may skip an empty part. Collective for several."""
     values = [value for _, value in found]
-    if len(shard.held) == 1 or not all(_is_number(value) for value in values):
+    views = shard.unit.use_orig_params
+    if not views or not all(_is_number(value) for value in values):
         return values
     most = torch.tensor(
         [float(v) if one.param.numel() else -math.inf for one, v in found],
@@ -223,14 +240,28 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _gathered(shard: HeldShard, found: list[tuple[Held, torch.Tensor]]) -> torch.Tensor:
-    own = torch.zeros(shard.numel, dtype=found[0][1].dtype, device="cpu")
+def _gathered(
+    shard: HeldShard,
+    found: list[tuple[Held, torch.Tensor]],
+    spread: _Spread,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The values of all ranks, by the names of whole parameters. Collective."""
+    rows, block = spread
+    lines, n, world = rows or 1, shard.numel // block, shard.unit.world_size
+    own = torch.zeros(lines, n, dtype=dtype, device="cpu")
     for one, value in found:
-        at = one.begin - shard.unit.rank * shard.numel
-        own[at : at + value.numel()] = value.detach().reshape(-1)
-    full = torch.empty(shard.group.size, dtype=own.dtype, device="cpu")
+        at = (one.begin - shard.unit.rank * shard.numel) // block
+        values = _by_row(value, rows)
+        own[:, at : at + values.shape[1]] = values
+    full = torch.empty(world, lines, n, dtype=dtype, device="cpu")
     shard.unit.communicator.all_gather(full, own)
-    return full
+    flat = full.transpose(0, 1).reshape(lines, world * n)
+    for one, _ in found:
+        for name, entry in zip(one.names, one.entries, strict=True):
+            at, count = entry.at // block, -(-entry.numel // block)
+            shape = entry.param.shape if block == 1 else torch.Size([count])
+            yield name, _shaped(flat[:, at : at + count], rows, shape)
 
 
 # ---- from whole parameters to shards
@@ -324,18 +355,24 @@ def _options(owners: list[Held], saved: Mapping[str, State]) -> State:
 def _own_state(owner: Held, state: Mapping[str, State]) -> State:
     found = [state.get(name) or {} for name in owner.names]
     keys = dict.fromkeys(key for values in found for key in values)
-    return {key: _own_value(owner, key, [v.get(key) for v in found]) for key in keys}
+    numbers = {name: v[name] for v in found for name in MAPS.values() if name in v}
+    zeros = {key: zero_in(numbers[n]) for key, n in MAPS.items() if n in numbers}
+    return {
+        key: _own_value(owner, key, [v.get(key) for v in found], zeros.get(key, 0))
+        for key in keys
+    }
 
 
-def _own_value(owner: Held, key: str, values: list[Any]) -> Any:
-    """This rank's part of what owner's whole parameters have; absent ones have 0."""
+def _own_value(owner: Held, key: str, values: list[Any], zero: int) -> Any:
+    """This rank's part of what owner's whole parameters have; absent ones have 0, for
+    which `zero` stands."""
     some = next(v for v in values if v is not None)
     if owner.unit is None:
         return some
-    if key in OF_WHOLE and len(owner.names) == 1:
+    if key in MAPS.values() or (key in OF_WHOLE and len(owner.names) == 1):
         return some.clone()
     if isinstance(some, torch.Tensor) and some.dim() > 0:
-        return _own_part(owner, key, values, some.dtype)
+        return _own_part(owner, key, values, some.dtype, zero)
     for name, value in zip(owner.names, values, strict=True):
         if value is not None and value != some:
             raise ValueError(
@@ -346,20 +383,38 @@ def _own_value(owner: Held, key: str, values: list[Any]) -> Any:
 
 
 def _own_part(
-    owner: Held, key: str, values: list[Any], dtype: torch.dtype
+    owner: Held, key: str, values: list[Any], dtype: torch.dtype, zero: int
 ) -> torch.Tensor:
-    made = torch.zeros(owner.param.shape, dtype=dtype, device="cpu")
+    spreads: set[_Spread | None] = set()
     for name, entry, value in zip(owner.names, owner.entries, values, strict=True):
         if value is None:
             continue
-        if value.shape != entry.param.shape:
+        spreads.add(_spread(owner, key, value, entry.param.shape))
+        if None in spreads or len(spreads) > 1 or value.dtype != dtype:
             raise ValueError(
-                f"the optimizer's {key!r} of {name!r} has shape {tuple(value.shape)}, "
-                f"the parameter {tuple(entry.param.shape)}"
+                f"the optimizer's {key!r} of {name!r} has shape {tuple(value.shape)} "
+                f"and {value.dtype}, the parameter shape {tuple(entry.param.shape)}"
             )
-        own, whole = entry.overlap(owner.begin, owner.param.numel())
-        made.view(-1)[own] = value.detach().reshape(-1)[whole]
-    return made
+    rows, block = spreads.pop() or _Spread(None, 1)
+    n = -(-owner.param.numel() // block)
+    made = torch.full((rows or 1, n), zero, dtype=dtype, device="cpu")
+    for entry, value in zip(owner.entries, values, strict=True):
+        if value is not None:
+            own, whole = entry.overlap(owner.begin, owner.param.numel())
+            count = -(-(own.stop - own.start) // block)
+            at, first = own.start // block, whole.start // block
+            flat = _by_row(value, rows)
+            made[:, at : at + count] = flat[:, first : first + count]
+    return _shaped(made, rows, owner.param.shape if block == 1 else torch.Size([n]))
+
+
+def _by_row(value: torch.Tensor, rows: int | None) -> torch.Tensor:
+    lines = rows or 1
+    return value.detach().reshape(lines, value.numel() // lines)
+
+
+def _shaped(by_row: torch.Tensor, rows: int | None, shape: torch.Size) -> torch.Tensor:
+    return by_row.reshape(shape if rows is None else (rows, *shape))
 
 
 # ---- torch's other names

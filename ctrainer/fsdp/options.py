@@ -101,6 +101,19 @@ def backward_prefetch(given: Any) -> str | None:
     return name  # type: ignore[no-any-return]
 
 
+def block(size: int | None, by_rows: bool) -> int:
+    """block_size, 1 for None."""
+    if size is not None and (type(size) is not int or size < 1):
+        raise ValueError(f"block_size must be 1 or more elements or None, not {size!r}")
+    if size is not None and by_rows:
+        raise ValueError(
+            f"block_size={size} is of parameters that are cut between any elements, "
+            "and on_neuron=True or shard_param_on_dim_0=True cuts them between rows: "
+            "pass on_neuron=False without shard_param_on_dim_0, or no block_size"
+        )
+    return size or 1
+
+
 def check_flags(init: Any, given: dict[str, Any]) -> None:
     """Reject text for a truth value: "false" would be true."""
     for name, parameter in inspect.signature(init).parameters.items():

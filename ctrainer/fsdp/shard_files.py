@@ -144,17 +144,20 @@ def _parameters(key: str, metadata: dict[str, Any]) -> Iterator[Part]:
         yield Part(original_name(name), key, 0, shape, None)
         return
     names, shapes, numels = flat
-    if sum(numels) != math.prod(shape):
+    block = metadata.get("block_size", 1)
+    begins, end = [], 0
+    for numel in numels:
+        begins.append(math.ceil(end / block) * block)
+        end = begins[-1] + numel
+    if end != math.prod(shape):
         raise ValueError(
-            f"shard_metadata: the parameters of {name!r} have {sum(numels)} elements, "
+            f"shard_metadata: the parameters of {name!r} have {end} elements, "
             f"it has {math.prod(shape)}"
         )
     prefix = name.rpartition(".")[0]
-    begin = 0
-    for inner, inner_shape, numel in zip(names, shapes, numels, strict=True):
+    for inner, inner_shape, begin in zip(names, shapes, begins, strict=True):
         full = original_name(join(prefix, inner))
         yield Part(full, key, begin, tuple(inner_shape), None)
-        begin += numel
 
 
 def _with_other_names(parts: list[Part], metadata: dict[str, Any]) -> list[Part]:
@@ -287,6 +290,12 @@ def check_metadata(path: str, metadata: Any) -> None:
         raise ValueError(
             f"{path}: its shard_metadata has rank {rank!r} and world_size "
             f"{world_size!r}; these are integers, and 0 <= rank < world_size"
+        )
+    block = metadata.get("block_size", 1)
+    if type(block) is not int or block < 1:
+        raise ValueError(
+            f"{path}: its shard_metadata has block_size {block!r}, which is no integer "
+            "above 0"
         )
 
 

@@ -93,6 +93,7 @@ def shard_metadata(root: Any, wrapper: type) -> dict[str, Any]:
         "rank": root.rank,
         "shard_param_on_dim_0": root._sharding.on_dim_0,
         "shard_size_multiple": root._sharding.multiple,
+        "block_size": root._sharding.block,
     }
 
 

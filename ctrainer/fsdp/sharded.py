@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -265,6 +266,7 @@ class ShardedModule(nn.Module):
         secondary_shards: int | None = None,
         shard_folder: str | os.PathLike[str] | None = None,
         read_ahead: int = 5,
+        block_size: int | None = None,
     ) -> None:
         options.check_module(module, ShardedModule)
         options.check_flags(ShardedModule.__init__, locals())
@@ -302,13 +304,15 @@ class ShardedModule(nn.Module):
         self.communicator: _C.Communicator = communicator
         self.replicas: _C.Communicator | None = replicas
         self.rank, self.world_size = communicator.rank, communicator.world_size
+        block = options.block(block_size, on_neuron or shard_param_on_dim_0)
         self._sharding = layout.Sharding(
             self.communicator,
             self.rank,
             self.world_size,
-            _shard_size_multiple,
+            math.lcm(_shard_size_multiple, block),
             on_dim_0=on_neuron or shard_param_on_dim_0,
             pads=shard_param_on_dim_0,
+            block=block,
         )
         init = param_init_fn or initial_values.initializer(module)
         if auto_wrap_policy is not None:
@@ -477,6 +481,7 @@ class ShardedModule(nn.Module):
             execute_sharding_on_init=False,
             shard_param_on_dim_0=self._sharding.pads,
             _shard_size_multiple=self._sharding.multiple,
+            block_size=None if self._sharding.on_dim_0 else self._sharding.block,
             process_group=self.communicator
             if self.replicas is None
             else (self.communicator, self.replicas),

@@ -56,11 +56,12 @@ class Item:
     shape: tuple[int, ...]
     data: tuple[Excerpt, ...] | np.ndarray[Any, Any]
 
-    def read(self) -> np.ndarray[Any, Any]:
-        """Its bytes."""
+    def read(self, fill: int = 0) -> np.ndarray[Any, Any]:
+        """Its bytes, with `fill` where no file has them."""
         if isinstance(self.data, np.ndarray):
             return self.data
-        memory = np.zeros(math.prod(self.shape) * ITEM_BYTES[self.tag], np.uint8)
+        n = math.prod(self.shape) * ITEM_BYTES[self.tag]
+        memory = np.full(n, fill, np.uint8)
         at = 0
         for path, offset, n in self.data:
             if path is not None:

@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ctrainer.optim._precision import keep_as_saved, new_master
-from ctrainer.optim._wrapper import EngineOptimizer, own
+from ctrainer.optim._wrapper import EngineOptimizer, own, shape_of
 
 __all__ = ["AdEMAMix8bit", "Adam8bit", "AdamW8bit", "Lion8bit"]
 
@@ -41,8 +41,8 @@ class EightBit(TypedDict, total=False):
     Args:
         optim_bits (int, default 8): 32 keeps a group's state in float32. May differ by
             group.
-        min_8bit_size (int, default 4096): Parameters with fewer elements have state of
-            float32. May differ by group.
+        min_8bit_size (int, default 4096): Parameters with fewer elements, on all ranks
+            together, have state of float32. May differ by group.
         keep_32bit (Iterable[torch.Tensor], default ()): These have state of float32
             too, whatever their group says: embeddings, whose gradients differ in size
             from row to row. A Trainer passes the weights of all nn.Embedding.
@@ -121,7 +121,8 @@ class _EightBit(EngineOptimizer):
                 "fp32_state=True with 8-bit state: set optim_bits=32 for that group"
             )
         size: int = group.get("min_8bit_size", 4096)
-        return bits == 8 and param.numel() >= size and param not in self._kept
+        whole = shape_of(param).numel()
+        return bits == 8 and whole >= size and param not in self._kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict() of this class or of bitsandbytes' returned.

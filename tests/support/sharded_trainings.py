@@ -252,9 +252,9 @@ def of_whole_parameters(folder: str) -> list[list[float]]:
     return [told(made)["losses"][-3:] for made in (first, again)]
 
 
-def of_quantized_state(folder: str) -> dict[str, bool]:
+def of_quantized_state(folder: str) -> dict[str, tuple[bool, list[float]]]:
     """Whether a run with compact or 8-bit state that is resumed from its shards ends as
-    the run that saved them."""
+    the run that saved them, and the last losses of that."""
     same = {}
     for optim in ("adamw_compact", "adamw_bnb_8bit"):
         options = {"save_strategy": "steps", "save_steps": 10, "fsdp": True,
@@ -265,7 +265,7 @@ def of_quantized_state(folder: str) -> dict[str, bool]:
         again.train(resume_from_checkpoint=f"{folder}/{optim}/checkpoint-10")
         weights = [torch.cat([p.flatten() for p in t.model.parameters()])
                    for t in (first, again)]  # fmt: skip
-        same[optim] = torch.equal(*weights)
+        same[optim] = torch.equal(*weights), told(first)["losses"][-10:]
     return same
 
 

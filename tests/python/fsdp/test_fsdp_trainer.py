@@ -112,16 +112,21 @@ def test_adafactor_goes_on_from_its_shards_on_any_number_of_ranks(
     assert runs.told(alone)["losses"][-3:] == pytest.approx(first, rel=1e-5)
 
 
-def test_quantized_state_is_resumed_by_as_many_ranks(
-    told: list[Any], folder: Path
+@pytest.mark.parametrize("optim", ["adamw_compact", "adamw_bnb_8bit"])
+def test_quantized_state_is_resumed_by_as_many_ranks_and_by_one(
+    told: list[Any], folder: Path, optim: str
 ) -> None:
+    """Of parameters that are cut on groups. A gradient that is rounded another way may
+    take the next 8-bit value: losses stay within a hundredth."""
     for rank in told:
-        assert rank["quantized"] == {"adamw_compact": True, "adamw_bnb_8bit": True}
-    alone = runs.trainer(str(folder / "alone"), "gpt2", False, optim="adamw_compact")
-    with pytest.raises(ValueError, match=r"'exp_avg_scale'.*cannot be put together"):
-        alone.train(
-            resume_from_checkpoint=str(folder / "adamw_compact" / "checkpoint-10")
-        )
+        assert rank["quantized"][optim][0]
+    losses = told[0]["quantized"][optim][1]
+    alone = runs.trainer(
+        f"{folder}/alone {optim}", "gpt2", False, optim=optim,
+        per_device_train_batch_size=4,
+    )  # fmt: skip
+    alone.train(resume_from_checkpoint=f"{folder}/{optim}/checkpoint-10")
+    assert runs.told(alone)["losses"][-10:] == pytest.approx(losses, rel=1e-2)
 
 
 def test_a_run_in_codes_goes_on_with_what_they_have_missed(
