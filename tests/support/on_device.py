@@ -23,6 +23,7 @@ from ctrainer.adapters import torch_fairseq as tools
 PEERS_BITS = "transformers on the host has other bits than torch's operators one by one"
 TORCH_ALONE = "torch sets .data across devices for its own alone"
 NO_BACKEND = "torch.distributed has no backend for the device"
+NO_AUTOCAST = "accelerate's autocast does not know the device"
 LEFT_OUT = {
     "optim/test_optimizer_in_trainer.py::test_engine_and_step_agree": "host's batches",
     "optim/test_optimizer_in_trainer.py::test_the_norm_is_known": "it comes later",
@@ -34,6 +35,11 @@ LEFT_OUT = {
     "evaluate/test_trainer_eval.py::test_model_is_evaluated": "host's batches",
     "evaluate/test_trainer_eval.py::test_memory": "the device's memory is the host's",
     "trainer/test_trainer_failures.py::test_a_hook_may_replace": "a model on the host",
+    "trainer/test_accelerator.py::test_backward_of_an": NO_AUTOCAST,
+    "trainer/test_accelerator.py::test_an_optimizer_of": NO_AUTOCAST,
+    "trainer/test_out_of_memory.py::test_ranks_fail": "ranks of GPUs are rejected",
+    "trainer/test_overridden_hooks.py::test_arguments_of": "transformers refuses bf16",
+    "trainer/test_overridden_hooks.py::test_the_accelerator": "it refuses bf16, too",
     "trainer/test_ranks_training.py": "accelerate asks for torch's own NCCL",
     "fairseq/test_fairseq_ranks": NO_BACKEND,
     "fairseq/test_fairseq_program_ranks.py": NO_BACKEND,

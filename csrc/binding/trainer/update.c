@@ -607,6 +607,12 @@ leave_pending(PyObject *op, ctpy_update *u)
         return scaler_update(u, ctpy_state_borrow(op)) < 0 ? -1
                                                            : report_if_nonfinite(op, u);
     }
+    ctpy_state *names = ctpy_state_borrow(op);
+    if (ctpy_field_int64(op, names->str_state, names->str_global_step,
+                         &self->enqueued_step) < 0) {
+        return -1;
+    }
+    self->enqueued_step++;
     u->s.result.finite = u->s.result.updated = true;
     self->enqueued_due = u->average_due;
     Py_XSETREF(self->enqueued_scaler, Py_XNewRef(u->scaler));
@@ -743,7 +749,6 @@ ctpy_await_update(PyObject *op)
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *engine = ctpy_field(self->enqueued_engine);
     ctpy_update u = {0};
-    int64_t step;
     if (engine == NULL) {
         return 0;
     }
@@ -768,12 +773,9 @@ ctpy_await_update(PyObject *op)
     if (result.finite) {
         return 0;
     }
-    return (!result.updated && step_schedule_back(op) < 0) ||
-                   ctpy_field_int64(op, names->str_state, names->str_global_step,
-                                    &step) < 0
-               ? -1
-           : scaled ? 0
-                    : report_nonfinite(op, step);
+    return !result.updated && step_schedule_back(op) < 0 ? -1
+           : scaled                                      ? 0
+                    : report_nonfinite(op, self->enqueued_step);
 }
 
 static const char Trainer__await_update_doc[] =

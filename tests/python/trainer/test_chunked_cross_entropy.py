@@ -38,7 +38,9 @@ def check_same(a: Any, b: Any, rtol: float) -> None:
 
 def check_near(mine: list[Any], theirs: list[Any], rtol: float) -> None:
     """All together: some gradients are 0 but for rounding."""
-    a, b = (torch.cat([t.detach().flatten() for t in ts]) for ts in (mine, theirs))
+    a, b = (
+        torch.cat([t.detach().cpu().flatten() for t in ts]) for ts in (mine, theirs)
+    )
     assert (a - b).norm() <= rtol * b.norm()
 
 

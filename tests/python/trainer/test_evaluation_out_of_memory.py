@@ -67,6 +67,10 @@ class Drawn:
         return True
 
 
+def on_host(values):
+    return torch.as_tensor(values).cpu().numpy()
+
+
 class Sums:
     """compute_metrics by batch: the rows and the mean loss of each."""
 
@@ -77,12 +81,12 @@ class Sums:
         predictions = p.predictions
         if isinstance(predictions, dict):
             predictions = predictions["twice"]
-        labels = np.asarray(p.label_ids)
+        labels = on_host(p.label_ids)
         self.rows += len(labels)
-        right = np.asarray(predictions).argmax(-1) == labels
+        right = on_host(predictions).argmax(-1) == labels
         self.right += right.sum()
         if p.losses is not None:
-            self.losses += np.asarray(p.losses).tolist()
+            self.losses += on_host(p.losses).tolist()
         found = {"rows": self.rows, "right": self.right, "inputs": len(p.inputs)}
         return {**found, "last": self.losses[-1]} if self.losses else found
 
