@@ -502,6 +502,8 @@ AREAS = {
             "ctrainer/runtime/fork.py":
                 "python/comm/test_world.py python/comm/test_process_group_exit.py "
                 "python/comm/test_forked_children.py",
+            "ctrainer/comm/survivors.py ctrainer/runtime/errors.py":
+                "python/comm/test_ranks_outlive_others.py",
             "ctrainer/comm/mpi.py":
                 "python/comm/test_groups_over_mpi.py",
         },
@@ -560,6 +562,8 @@ AREAS = {
             "ctrainer/fsdp/optim_state.py":
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_world_sizes.py "
                 "python/fsdp/test_fsdp_checkpoints.py",
+            "ctrainer/trainer/survivors.py":
+                "python/trainer/test_ranks_outlived.py",
             "ctrainer/trainer/shards.py ctrainer/fsdp/trained_model.py":
                 "python/fsdp/test_fsdp_trainer.py python/fsdp/test_fsdp_meta.py "
                 "parity/test_fine_tuning.py",

@@ -173,7 +173,7 @@ def test_what_fails_after_a_backward_pass_is_explained(
         "due to some inner FSDP modules not being used in an outer FSDP module's "
         "forward pass. Please make sure that all inner FSDP modules participate in the "
         "forward pass when using nested FSDP.\n"
-        "RuntimeError: reduce_scatter on rank 0 of 2: the other rank is gone\n"
+        "RankFailure: reduce_scatter on rank 0 of 2: the other rank is gone\n"
     )
 
 
