@@ -252,7 +252,7 @@ AREAS = {
             binding("trainer/trainer"):
                 "python/trainer/test_copies.py binding/trainer/test_trainer_hooks.py "
                 "python/evaluate/test_full_eval.py",
-            binding("runtime/buffer"):
+            binding("runtime/buffer") + " csrc/binding/runtime/buffer.h":
                 "binding/runtime/test_buffer.py device/test_optimizers_device.py "
                 "python/trainer/test_trainer_pt_utils.py "
                 "binding/evaluate/test_trainer_eval.py",
@@ -502,7 +502,7 @@ AREAS = {
             "ctrainer/runtime/fork.py":
                 "python/comm/test_world.py python/comm/test_process_group_exit.py "
                 "python/comm/test_forked_children.py",
-            "ctrainer/comm/survivors.py ctrainer/runtime/errors.py":
+            "ctrainer/comm/survivors.py":
                 "python/comm/test_ranks_outlive_others.py",
             "ctrainer/comm/mpi.py":
                 "python/comm/test_groups_over_mpi.py",

@@ -158,7 +158,7 @@ DEVICE = (
     Fixed(
         "csrc/binding/trainer/update.c",
         "delete a call",
-        "(!result.updated && step_schedule_back(op) < 0)",
+        "!result.updated && step_schedule_back(op) < 0",
         "0",
         "the schedule keeps the step of an update that the device skipped",
         ENQUEUED,

@@ -1,9 +1,9 @@
 /* One update of any optimizer: its gradients measured over the ranks and clipped, and
  * the update made, or skipped where they are not finite.
  *
- * Our optimizers clip in their update. The gradients of any other optimizer, or those
- * that somebody sees before the update, are clipped in place: by our kernels where
- * there are some for their memory, else by the framework's adapter. */
+ * Our optimizers clip in the update. The gradients of any other optimizer, and
+ * gradients that somebody sees before the update, are clipped in place: by our kernels,
+ * or in memory without kernels by the framework's adapter. */
 #include "binding/comm/communicator.h"
 #include "binding/optim/optim.h"
 #include "binding/runtime/buffer.h"

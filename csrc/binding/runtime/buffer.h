@@ -42,8 +42,8 @@ ctpy_prefetch(const void *memory)
 #endif
 }
 
-/* The same for a tensor, which is in two places: the object, and what torch keeps of it
- * around the shape that its last view had. */
+/* The same for a tensor: the Python object, and torch's memory around the shape of the
+ * last view. */
 static inline void
 ctpy_prefetch_tensor(const void *op, const void *shape)
 {

@@ -133,7 +133,7 @@ open_average(PyObject *op, ctpy_update *u)
     return 0;
 }
 
-/* Reads over which ranks parameters are sharded, if they are, and whose tools work on
+/* Reads the group over whose ranks parameters are sharded, if any, and the adapter of
  * gradients without kernels. */
 static int
 open_shards(PyObject *op, ctpy_update *u)

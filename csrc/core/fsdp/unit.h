@@ -136,9 +136,8 @@ CT_NODISCARD ct_status ct_fsdp_begin_gather(ct_fsdp *unit, ct_comm *comm,
  * prefetch are dropped. */
 void ct_fsdp_cancel_gather(ct_fsdp *unit, ct_comm *comm);
 
-/* Begins to read the shards of a file, for the next gather, which has the values of
- * this moment. Does nothing where nothing is to be read. On failure nothing has begun.
- */
+/* Begins to read the shards of a file for the next gather: the values of this moment.
+ * Does nothing without anything to read. On failure nothing has begun. */
 CT_NODISCARD ct_status ct_fsdp_begin_read(ct_fsdp *unit, ct_error *err);
 void ct_fsdp_drop_read(ct_fsdp *unit); /* shards change from here on */
 

@@ -340,7 +340,7 @@ buffer_of(const pipeline *p, size_t i)
 }
 
 /* Writes bytes [from, to) of a page that has other arrays, too. No other thread
- * writes; what is read meanwhile are other bytes, which stay what they are. */
+ * writes; bytes that a thread reads meanwhile are others and do not change. */
 static ct_status
 write_edge(const pipeline *p, const ct_disk_memory *file, unsigned char *page,
            const unsigned char *buffer, size_t from, size_t to, ct_error *err)

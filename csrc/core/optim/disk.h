@@ -1,4 +1,4 @@
-/* The update of parameters that lie in a file, or whose state does, for
+/* The update of parameters in a file, or with state in a file, for
  * core/optim/optim.c alone. */
 #ifndef CORE_OPTIM_DISK_H
 #define CORE_OPTIM_DISK_H

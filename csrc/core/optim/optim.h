@@ -148,7 +148,7 @@ size_t ct_optim_n_groups(const ct_optim *optim);
  * file is known any more, of parameters either. */
 void ct_optim_set_disk(ct_optim *optim, const ct_disk_memory *memory, size_t n_buffers);
 
-/* Likewise parameters, or their copies, that lie in one of these files, where they may
+/* Likewise parameters, or copies of parameters, in some of the files; arrays there may
  * share pages; 4 pieces unless set above. CT_ENOMEM, with nothing changed. */
 CT_NODISCARD ct_status ct_optim_set_shards(ct_optim *optim,
                                            const ct_disk_memory *const *files, size_t n,

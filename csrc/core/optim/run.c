@@ -522,8 +522,8 @@ muon_waiting(const ct_rule_run *run, size_t i)
     return ct_orthogonal_waiting(&o, run->buffers->matrices.data);
 }
 
-/* Divides it by its norm. The norm is that of the whole matrix as it is in memory here,
- * not a sum over ranks: its bits do not depend on how the matrix was divided. */
+/* Divides the matrix by the norm of the whole matrix in memory here, not by a sum over
+ * ranks: the bits do not depend on how ranks divide the matrix. */
 static ct_status
 muon_normalize(const ct_rule_run *run, void *stream, size_t i, ct_error *err)
 {

@@ -1,5 +1,5 @@
-/* Shards in a file: gathers have the values that are at their addresses, whoever wrote
- * them and however early they were read, and what fails leaves nothing behind. */
+/* Shards in a file: gathers have the values at the shards' addresses, whoever wrote
+ * there and however early a thread has read, and failures leave nothing behind. */
 #define _GNU_SOURCE /* O_CLOEXEC */
 #include "core/base/alloc.h"
 #include "core/base/pages.h"
