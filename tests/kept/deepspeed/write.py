@@ -25,7 +25,7 @@ if int(os.environ["RANK"]) == 0:
     kept = json.load(open(path)) if os.path.exists(path) else {}
     kept[os.environ["WORLD_SIZE"]] = found
     with open(path, "w") as file:
-        json.dump(kept, file, indent=1)
+        json.dump(kept, file)
 if int(os.environ["WORLD_SIZE"]) == 1:
     sys.exit()
 
