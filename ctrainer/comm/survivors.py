@@ -23,6 +23,8 @@ from ctrainer.runtime.errors import RankFailure
 
 _CONNECT_SECONDS = 3.0
 _ROUND_SECONDS = 0.2
+_HELLO = ("rank", "progress", "port")
+_LONGEST = 4096  # bytes of what a rank says
 _WAITING = 4096  # connections that nobody has accepted yet
 
 
@@ -173,8 +175,13 @@ class _Leader:
             self._selector.unregister(connection)
             self._awaited.discard(known[0])
             self._came.pop(known[0], None)
-        elif known[1].endswith(b"\n"):
-            said = json.loads(known[1])
+        elif known[1].endswith(b"\n") or len(known[1]) > _LONGEST:
+            try:
+                said = {key: int(json.loads(known[1])[key]) for key in _HELLO}
+                range(len(self._standby._peers)).index(said["rank"])
+            except (ValueError, TypeError, LookupError):  # another program's
+                self._selector.unregister(connection)
+                return
             known[:] = said["rank"], b""
             self._awaited.discard(said["rank"])
             self._came[said["rank"]] = said, connection

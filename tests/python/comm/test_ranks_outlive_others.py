@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
+from rank_threads import on_ranks
 
+from ctrainer import _C
 from ctrainer.comm import run
+from ctrainer.comm.survivors import Standby
 
 
 def outlived(folder: Path, world: int, **options: Any) -> list[Any]:
@@ -46,6 +50,23 @@ def test_the_furthest_is_the_first_and_one_that_is_busy_is_waited_for(
 def test_children_of_the_dead_are_not_waited_for(tmp_path: Path) -> None:
     told = outlived(tmp_path, 3, victims=[[0]], progress=[1] * 3, forks=True)
     assert told[1][0]["seconds"] < 30
+
+
+def test_another_program_that_connects_is_left_out() -> None:
+    def meet(group: _C.Communicator) -> None:
+        standby = Standby(group, "127.0.0.1")
+        host, port, _ = standby._peers[0]
+        if group.rank == 1:
+            others = [socket.create_connection((host, port)) for _ in JUNK]
+            for other, junk in zip(others, JUNK, strict=True):
+                other.sendall(junk)
+        assert standby.meet(1, 30.0).members == [0, 1]
+
+    on_ranks(2, meet)
+
+
+JUNK = (b"GET / HTTP/1.1\r\n\n", b"[]\n", b'{"rank": 7}\n', b"x" * 5000,
+        b'{"rank": 2, "progress": 1, "port": 1}\n')  # fmt: skip
 
 
 def test_another_may_die_later(tmp_path: Path) -> None:
