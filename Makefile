@@ -95,7 +95,7 @@ test-sharding: ext $(TESTABLE)
 test-engine: ext $(TESTABLE) $(BUILD)/libcore.a # which its own call of make would build beside us
 	$(PY) -m pytest tests --ignore tests/python --ignore tests/device
 # Torch has a GPU of the emulation in these processes. After test-engine, which builds it,
-# too. The second runs tests of the host once more, on that GPU.
+# too. The second runs tests of the host once more, on that GPU, with small draws.
 ON_DEVICE := $(addprefix tests/python/,optim callbacks trainer/test_trainer_precision.py \
     trainer/test_fp16_training.py $(addprefix fairseq/test_fairseq_, \
     optimizers.py sharding.py trainer.py))
@@ -103,7 +103,7 @@ ALL_ON_DEVICE := $(addprefix tests/python/,optim callbacks fairseq trainer check
     evaluate data bmuf ddp) tests/binding/trainer tests/binding/evaluate tests/parity
 test-device: ext $(TESTABLE) test-engine
 	$(PY) -m pytest tests/device
-	PYTHONPATH=tests/support $(PY) -m pytest -p on_device $(ON_DEVICE)
+	PYTHONPATH=tests/support CTRAINER_EXHAUSTIVE=0 $(PY) -m pytest -p on_device $(ON_DEVICE)
 
 test-all:
 	CTRAINER_EXHAUSTIVE=1 PYTEST_TIMEOUT=7200 $(MAKE) test ON_DEVICE='$(ALL_ON_DEVICE)'

@@ -149,7 +149,7 @@ def compare(case: Case, found: Any, expected: Any, before: Values) -> None:
         moved = max((wanted[n] - before[n]).abs().max().item() for n in wanted)
         assert moved > 1e-3, f"nothing is trained: {case}"
         for name, value in values.items():
-            off = (value - wanted[name]).abs().max().item()
+            off = (value.cpu() - wanted[name]).abs().max().item()
             assert off <= 1e-5 * max(moved, wanted[name].abs().max().item()), (
                 f"{name} is off by {off} after update {step}: {case}"
             )
