@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_come_is_told_in_time_and_the_job_ends(
     done = run("comm.mpi_faults", fault)
     assert done.returncode != 0
     assert (
-        "RuntimeError: all_reduce on rank 0 of 2: another rank did not come, or was "
+        "RankFailure: all_reduce on rank 0 of 2: another rank did not come, or was "
         "not done, within 2 seconds"
     ) in done.stderr
     assert ("ValueError: rank 1 gives up" in done.stderr) == (fault == "raises")
