@@ -461,7 +461,12 @@ gather_group(ct_fsdp *unit, ct_comm *comm, ct_fsdp_group *g, const ct_span *shar
         return gather_quantized(unit, comm, &full, &here, err);
     }
     const ct_request request = {.what = CT_ALL_GATHER, .in = own, .out = full};
-    status = unit->device->copy(unit->stream, &own, &here, 1, err);
+    if (unit->config.lone_gather) { /* else recycled pages would show */
+        status = unit->device->zero(unit->stream, &full, 1, err);
+    }
+    if (status == CT_OK) {
+        status = unit->device->copy(unit->stream, &own, &here, 1, err);
+    }
     if (status != CT_OK || unit->config.lone_gather) {
         return status;
     }
