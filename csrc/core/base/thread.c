@@ -1,3 +1,4 @@
+#define _GNU_SOURCE /* pthread_sigmask */
 #include "core/base/thread.h"
 
 #include <signal.h>

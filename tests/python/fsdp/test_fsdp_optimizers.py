@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rank_threads import on_ranks
 from torch import nn
 
 from ctrainer import _C, optim
+from ctrainer.trainer import shards
 
 UPDATES = 20
 FLAT: dict[str, Any] = {"use_orig_params": True, "_shard_size_multiple": 1}
@@ -86,3 +88,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_a_trainer_rejects_parameters_beside_the_model_s() -> None:
+    model, loss = nn.Linear(2, 2), nn.Linear(3, 4, bias=False)
+    run: Any = SimpleNamespace(
+        model=model,
+        _shard_group=object(),
+        optimizer=torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1),
+    )
+    with pytest.raises(ValueError, match=r"not the model's, of shape \(4, 3\)"):
+        shards.check_optimizer(run)
+    run.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shards.check_optimizer(run)
