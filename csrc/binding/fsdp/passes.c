@@ -159,8 +159,10 @@ next_place(const fsdp_order *order)
 static FSDPUnit *
 unit_at_borrow(const fsdp_order *order, Py_ssize_t place)
 {
-    const Py_ssize_t n = order->before == NULL ? 0 : PyList_GET_SIZE(order->before);
-    return place < n ? (FSDPUnit *)PyList_GET_ITEM(order->before, place) : NULL;
+    PyObject *units = order->before;
+    return units != NULL && place < PyList_GET_SIZE(units)
+               ? (FSDPUnit *)PyList_GET_ITEM(units, place)
+               : NULL;
 }
 
 /* Quantized gathers cannot be begun; a lone gather has nobody to wait for. A unit of

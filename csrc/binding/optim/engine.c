@@ -655,13 +655,13 @@ static void
 prefetch_state(const optim_slot *slot, const optim_slot *end)
 {
     if (end - slot > AHEAD) {
-        ctpy_prefetch(slot[AHEAD].state);
-        ctpy_prefetch(slot[AHEAD / 2].step);
+        ctpy_prefetch(slot[AHEAD].state, 0);
+        ctpy_prefetch(slot[AHEAD / 2].step, 0);
         const PyDictObject *dict = (const PyDictObject *)slot[AHEAD / 2].state;
-        const uintptr_t keys = dict == NULL ? 0 : (uintptr_t)dict->ma_keys;
-        ctpy_prefetch((const void *)keys);
-        ctpy_prefetch((const void *)(keys + 64));
-        ctpy_prefetch((const void *)(keys + 128));
+        const void *keys = dict == NULL ? NULL : (const void *)dict->ma_keys;
+        ctpy_prefetch(keys, 0);
+        ctpy_prefetch(keys, 64);
+        ctpy_prefetch(keys, 128);
     }
 }
 

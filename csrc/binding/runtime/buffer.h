@@ -30,15 +30,17 @@ typedef struct ctpy_place {
     Py_ssize_t group, index;
 } ctpy_place;
 
-/* Starts to load memory that will be used soon, or does nothing; any address will do.
- */
+/* Starts to load memory that will be used soon, `at` bytes from an address; NULL does
+ * nothing. */
 static inline void
-ctpy_prefetch(const void *memory)
+ctpy_prefetch(const void *memory, ptrdiff_t at)
 {
 #if defined(__GNUC__)
-    __builtin_prefetch(memory);
+    if (memory != NULL) {
+        __builtin_prefetch((const char *)memory + at);
+    }
 #else
-    (void)memory;
+    (void)memory, (void)at;
 #endif
 }
 
@@ -47,13 +49,12 @@ ctpy_prefetch(const void *memory)
 static inline void
 ctpy_prefetch_tensor(const void *op, const void *shape)
 {
-    const uintptr_t object = (uintptr_t)op, inside = (uintptr_t)shape;
-    ctpy_prefetch((const void *)object);
-    ctpy_prefetch((const void *)(object + 16));
-    ctpy_prefetch((const void *)(inside - 64));
-    ctpy_prefetch((const void *)inside);
-    ctpy_prefetch((const void *)(inside + 64));
-    ctpy_prefetch((const void *)(inside + 112));
+    ctpy_prefetch(op, 0);
+    ctpy_prefetch(op, 16);
+    ctpy_prefetch(shape, -64);
+    ctpy_prefetch(shape, 0);
+    ctpy_prefetch(shape, 64);
+    ctpy_prefetch(shape, 112);
 }
 
 /* Is op a torch.Tensor or of a subclass? 1, 0, or -1 with an exception. */

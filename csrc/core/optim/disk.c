@@ -194,7 +194,7 @@ ct_disk_state_fini(ct_disk_state *disk)
 {
     ct_pages_drop(disk->buffers);
     ct_free(disk->pieces);
-    ct_free(disk->shards);
+    ct_free((void *)disk->shards);
     *disk = (ct_disk_state){0};
 }
 
@@ -202,10 +202,10 @@ ct_status
 ct_disk_state_set_shards(ct_disk_state *disk, const ct_disk_memory *const *files,
                          size_t n, ct_error *err)
 {
-    void *shards = disk->shards;
+    void *shards = (void *)disk->shards;
     const ct_status status =
-        ct_grow(&shards, &disk->shards_capacity, n, sizeof *disk->shards, err);
-    disk->shards = shards;
+        ct_grow(&shards, &disk->shards_capacity, n, sizeof(void *), err);
+    disk->shards = (const ct_disk_memory **)shards;
     if (status == CT_OK) {
         for (size_t i = 0; i < n; i++) {
             disk->shards[i] = files[i];
