@@ -1,11 +1,14 @@
 """What every test runs under: offline, on the CPU, quietly, in a folder of its own."""
 
+import gc
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +61,19 @@ def pytest_collection_modifyitems(
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB; skips where this process may not mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting needs root")
+    yield disk
+    gc.collect()
+    subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def test_trainings_on_two_ranks_are_those_on_transformers_engine() -> None:
 def test_sharded_trainings_are_those_of_whole_models_on_transformers_engine() -> None:
     """encode() within an evaluator, an override that loads the best, and a module that
     saves itself by safetensors' save_model()."""
-    names = ["sentence_evaluator_alone_best", "sparse_csr"]
+    names = ["sparse_csr", "sparse_evaluator", "sparse_evaluator_alone"]
     done = run_alone("parity.sentence_trainings", "--ranks", "2", "--ours",
                      '{"fsdp": "full_shard auto_wrap"}', *names)  # fmt: skip
     assert done.returncode == 0, faults(done)

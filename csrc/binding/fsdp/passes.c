@@ -104,26 +104,27 @@ last_borrow(PyObject *list)
 }
 
 static void
-drop_prefetches(FSDPUnit *root)
+drop_each(FSDPUnit *root, size_t begun, void (*drop)(FSDPUnit *))
 {
     PyObject *units = Py_XNewRef(root->units);
-    const Py_ssize_t n = root->ledger.begun == 0 ? 0 : fsdp_count_units(root);
+    const Py_ssize_t n = begun == 0 ? 0 : fsdp_count_units(root);
     for (Py_ssize_t i = 0; i < n; i++) {
-        fsdp_drop_prefetch((FSDPUnit *)PyList_GET_ITEM(units, i));
+        drop((FSDPUnit *)PyList_GET_ITEM(units, i));
     }
     Py_XDECREF(units);
+}
+
+static void
+drop_prefetches(FSDPUnit *root)
+{
+    drop_each(root, root->ledger.begun, fsdp_drop_prefetch);
 }
 
 /* At the end of a pass, when shards may change. */
 static void
 drop_ahead(FSDPUnit *root)
 {
-    PyObject *units = Py_XNewRef(root->units);
-    const Py_ssize_t n = root->ledger.reads == 0 ? 0 : fsdp_count_units(root);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        fsdp_drop_read((FSDPUnit *)PyList_GET_ITEM(units, i));
-    }
-    Py_XDECREF(units);
+    drop_each(root, root->ledger.reads, fsdp_drop_read);
     drop_prefetches(root);
 }
 

@@ -329,7 +329,40 @@ check_bits(const char *name, int bits)
 }
 
 static int
-FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
+check_read_ahead(Py_ssize_t units)
+{
+    if (units >= 1) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "read_ahead must be at least 1, got %zd", units);
+    return -1;
+}
+
+/* What stays between updates: the residual of quantized gradients, and the gradients of
+ * offloaded shards. */
+static int
+make_kept(FSDPUnit *self, PyObject *plugin, bool residual, bool offload)
+{
+    if (residual) {
+        self->residual = new_zeros(self, plugin, ct_fsdp_grad_bytes(&self->core));
+        if (self->residual == NULL) {
+            return -1;
+        }
+        self->core.residual = ((MappedMemory *)self->residual)->pages.data;
+    }
+    return offload && (self->gradients = PyDict_New()) == NULL ? -1 : 0;
+}
+
+/* The arguments of a unit; objects are borrowed. */
+typedef struct arguments {
+    PyObject *communicator, *groups, *replicate_group, *plugin, *file;
+    Py_ssize_t read_ahead;
+    int watched, error_feedback, offload, poisoned, secondary_shards;
+    ct_fsdp_config config;
+} arguments;
+
+static int
+read_arguments(PyObject *args, PyObject *kwargs, arguments *a)
 {
     static char *names[] = {"communicator",
                             "groups",
@@ -348,27 +381,40 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
                             "shard_file",
                             "read_ahead",
                             NULL};
-    FSDPUnit *self = (FSDPUnit *)op;
-    PyObject *communicator, *groups, *replicate_group = Py_None, *plugin = Py_None,
-                                     *file = Py_None;
-    Py_ssize_t read_ahead = 5;
     const char *reduce = "float32";
-    int watched = 0, lone_gather = 0, lone_reduce = 0, error_feedback = 1, offload = 0,
-        poisoned = 0, secondary_shards = 0;
-    ct_fsdp_config config = {.predivide = 1.0, .postdivide = 1.0};
+    int lone_gather = 0, lone_reduce = 0;
+    ct_fsdp_config *config = &a->config;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OO!|$spppOiipOppiOn:FSDPUnit", names, &communicator,
-            &PyTuple_Type, &groups, &reduce, &watched, &lone_gather, &lone_reduce,
-            &replicate_group, &config.gather_bits, &config.reduce_bits, &error_feedback,
-            &plugin, &offload, &poisoned, &secondary_shards, &file, &read_ahead) ||
-        check_bits("gather_bits", config.gather_bits) < 0 ||
-        check_bits("reduce_bits", config.reduce_bits) < 0 ||
-        dtype_of(reduce, true, &config.reduce) < 0) {
+            args, kwargs, "OO!|$spppOiipOppiOn:FSDPUnit", names, &a->communicator,
+            &PyTuple_Type, &a->groups, &reduce, &a->watched, &lone_gather, &lone_reduce,
+            &a->replicate_group, &config->gather_bits, &config->reduce_bits,
+            &a->error_feedback, &a->plugin, &a->offload, &a->poisoned,
+            &a->secondary_shards, &a->file, &a->read_ahead) ||
+        check_bits("gather_bits", config->gather_bits) < 0 ||
+        check_bits("reduce_bits", config->reduce_bits) < 0 ||
+        check_read_ahead(a->read_ahead) < 0 ||
+        dtype_of(reduce, true, &config->reduce) < 0) {
         return -1;
     }
-    if (read_ahead < 1) {
-        PyErr_Format(PyExc_ValueError, "read_ahead must be at least 1, got %zd",
-                     read_ahead);
+    config->lone_gather = lone_gather != 0;
+    config->lone_reduce = lone_reduce != 0;
+    config->offload = a->offload != 0;
+    return 0;
+}
+
+static int
+FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    FSDPUnit *self = (FSDPUnit *)op;
+    arguments a = {
+        .replicate_group = Py_None,
+        .plugin = Py_None,
+        .file = Py_None,
+        .read_ahead = 5,
+        .error_feedback = 1,
+        .config = {.predivide = 1.0, .postdivide = 1.0}
+    };
+    if (read_arguments(args, kwargs, &a) < 0) {
         return -1;
     }
     /* The core's tables point to memory of this unit, which a second call would
@@ -377,36 +423,25 @@ FSDPUnit_init(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_RuntimeError, "a FSDPUnit is made once");
         return -1;
     }
-    ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), communicator);
+    ct_comm *comm = ctpy_comm_borrow(fsdp_state_borrow(self), a.communicator);
     if (comm == NULL ||
-        (!Py_IsNone(replicate_group) &&
-         ctpy_comm_borrow(fsdp_state_borrow(self), replicate_group) == NULL) ||
-        make_groups(self, plugin, groups, comm->world_size) < 0 ||
-        map_memory(self, plugin, watched, poisoned) < 0 ||
-        map_secondary(self, plugin, comm, secondary_shards) < 0 ||
-        map_copy(self, file) < 0) {
-        return -1;
-    }
-    if (config.reduce_bits != 0 && error_feedback) { /* kept between updates */
-        self->residual = new_zeros(self, plugin, ct_fsdp_grad_bytes(&self->core));
-        if (self->residual == NULL) {
-            return -1;
-        }
-        self->core.residual = ((MappedMemory *)self->residual)->pages.data;
-    }
-    if (offload && (self->gradients = PyDict_New()) == NULL) {
+        (!Py_IsNone(a.replicate_group) &&
+         ctpy_comm_borrow(fsdp_state_borrow(self), a.replicate_group) == NULL) ||
+        make_groups(self, a.plugin, a.groups, comm->world_size) < 0 ||
+        map_memory(self, a.plugin, a.watched, a.poisoned) < 0 ||
+        map_secondary(self, a.plugin, comm, a.secondary_shards) < 0 ||
+        map_copy(self, a.file) < 0 ||
+        make_kept(self, a.plugin, a.config.reduce_bits != 0 && a.error_feedback != 0,
+                  a.config.offload) < 0) {
         return -1;
     }
     /* The average over the sharding group, unless divide_factors are set later. */
-    config.postdivide = (double)comm->world_size;
-    config.lone_gather = lone_gather != 0;
-    config.lone_reduce = lone_reduce != 0;
-    config.offload = offload != 0;
-    self->core.config = config;
-    self->read_ahead = (size_t)read_ahead;
-    self->communicator = Py_NewRef(communicator);
+    a.config.postdivide = (double)comm->world_size;
+    self->core.config = a.config;
+    self->read_ahead = (size_t)a.read_ahead;
+    self->communicator = Py_NewRef(a.communicator);
     self->replicate_group =
-        Py_IsNone(replicate_group) ? NULL : Py_NewRef(replicate_group);
+        Py_IsNone(a.replicate_group) ? NULL : Py_NewRef(a.replicate_group);
     return 0;
 }
 

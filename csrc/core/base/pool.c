@@ -5,11 +5,11 @@
  * the caller never waits for a thread without a batch, and batches take no lock. */
 #define _GNU_SOURCE /* sched_getaffinity, syscall */
 #include "core/base/pool.h"
+#include "core/base/thread.h"
 
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -142,27 +142,22 @@ worker(void *arg)
     }
 }
 
-/* Starts workers until there are n, with every signal blocked: signals are for the
- * host's threads. False when a worker could not be started. */
+/* Starts workers until there are n. False when a worker could not be started. */
 static bool
 start_workers(size_t n)
 {
     if (pool.started >= n) {
         return true;
     }
-    sigset_t all, before;
-    (void)sigfillset(&all);
-    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
     atomic_store(&pool.keep, n);
     bool ok = true;
     while (ok && pool.started < n) {
         const size_t i = pool.started;
         pool.workers[i].index = i;
-        ok = pthread_create(&pool.workers[i].thread, NULL, worker,
-                            &pool.workers[i].index) == 0;
+        ok = ct_thread_start(&pool.workers[i].thread, worker, &pool.workers[i].index) ==
+             0;
         pool.started += ok;
     }
-    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
     return ok;
 }
 

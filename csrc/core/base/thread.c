@@ -4,13 +4,13 @@
 #include <signal.h>
 #include <stddef.h>
 
-bool
+int
 ct_thread_start(pthread_t *thread, void *(*run)(void *), void *arg)
 {
     sigset_t all, before;
     (void)sigfillset(&all);
     (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    const bool started = pthread_create(thread, NULL, run, arg) == 0;
+    const int failed = pthread_create(thread, NULL, run, arg);
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return started;
+    return failed;
 }

@@ -5,12 +5,11 @@
 #include "core/base/decls.h"
 
 #include <pthread.h>
-#include <stdbool.h>
 
 CT_BEGIN_DECLS
 
-/* Starts run(arg) with every signal blocked; false when no thread can be started. */
-bool ct_thread_start(pthread_t *thread, void *(*run)(void *), void *arg);
+/* Starts run(arg) with every signal blocked. 0, or the error's number. */
+int ct_thread_start(pthread_t *thread, void *(*run)(void *), void *arg);
 
 CT_END_DECLS
 

@@ -11,13 +11,13 @@
 #include "core/base/io.h"
 #include "core/base/owner.h"
 #include "core/base/pool.h"
+#include "core/base/thread.h"
 #include "core/checkpoint/manifest.h"
 #include "core/checkpoint/source.h"
 #include "core/checkpoint/staging.h"
 
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -824,17 +824,12 @@ run_reserve(void *arg)
     return NULL;
 }
 
-/* Signal handlers must run on the main thread, not on this thread. */
 static int
 start_thread(ct_writer *writer, void *(*run)(void *))
 {
-    sigset_t all, before;
     writer->owner = ct_owner_here();
     writer->started = true;
-    (void)sigfillset(&all);
-    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    int failed = pthread_create(&writer->thread, NULL, run, writer);
-    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    const int failed = ct_thread_start(&writer->thread, run, writer);
     writer->started = failed == 0;
     return failed;
 }

@@ -45,7 +45,7 @@ ct_shard_file_begin(ct_shard_file *file, ct_block_cache *cache, ct_error *err)
     if (status != CT_OK) {
         return status;
     }
-    file->begun = ct_thread_start(&file->thread, run, file);
+    file->begun = ct_thread_start(&file->thread, run, file) == 0;
     if (!file->begun) {
         ct_shard_file_drop(file, cache);
         return ct_fail(err, CT_ENOMEM, "no thread to read shards ahead");

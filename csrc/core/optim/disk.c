@@ -494,10 +494,10 @@ ct_disk_state_update(ct_disk_state *disk, const ct_rule_run *run, void *stream,
     pthread_t reader, writer;
     ct_error own;
     disk->n_pieces = list_pieces(disk, run, disk->pieces);
-    if (!ct_thread_start(&writer, write_behind, &p)) {
+    if (ct_thread_start(&writer, write_behind, &p) != 0) {
         return ct_fail(err, CT_ENOMEM, "no thread to write the update");
     }
-    const bool reads = ct_thread_start(&reader, read_ahead, &p);
+    const bool reads = ct_thread_start(&reader, read_ahead, &p) == 0;
     if (!reads) {
         (void)advance(&p, &p.read,
                       ct_fail(&own, CT_ENOMEM, "no thread to read for the update"),

@@ -5,7 +5,6 @@ import gc
 import inspect
 import json
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -371,18 +370,6 @@ def test_no_leaks(tmp_path: Path) -> None:
         assert types_after == types
         growth.append(blocks_after - blocks)
     assert min(growth) < 50  # one leaked a call would be 100
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Any:
-    """A file system of 4 MB; skips where this process may not mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting needs root")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_disk_that_is_really_full_leaves_the_older_whole(small_disk: Path) -> None:

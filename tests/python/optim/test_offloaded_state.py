@@ -6,8 +6,6 @@ import copy
 import gc
 import os
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -227,19 +225,6 @@ def test_a_folder_that_is_missing_or_no_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nbytes must be above 0"):
         DiskMemory(0, tmp_path)
     steps(optimizer, range(1))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB; skips where this process may not mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("mounting needs root")
-    yield disk
-    gc.collect()
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_full_disk_is_named_before_the_first_update(small_disk: Path) -> None:
