@@ -31,12 +31,14 @@ typedef struct ctpy_place {
 } ctpy_place;
 
 /* Starts to load memory that will be used soon, `at` bytes from an address; NULL does
- * nothing. */
+ * nothing. GCC deletes calls of functions that do nothing but prefetch: the empty
+ * instruction keeps them. */
 static inline void
 ctpy_prefetch(const void *memory, ptrdiff_t at)
 {
 #if defined(__GNUC__)
     if (memory != NULL) {
+        __asm__ volatile("" : : "r"(memory));
         __builtin_prefetch((const char *)memory + at);
     }
 #else
