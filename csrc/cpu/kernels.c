@@ -4,6 +4,7 @@
 #include "cpu/kernels.h"
 
 #include "core/base/alloc.h"
+#include "core/base/arena.h"
 #include "core/base/pool.h"
 
 #include <stdatomic.h>
@@ -364,16 +365,36 @@ ct_cpu_capturing(void *stream, bool *capturing, ct_error *err)
     return CT_OK;
 }
 
+enum {
+    LONG = 128 << 10 /* bytes of a block that shares the pages of units */
+};
+
+/* Between other blocks of the heap a block that comes and goes leaves gaps that are too
+ * short for the next one. */
 ct_status
 ct_cpu_scratch_grow(ct_scratch *scratch, size_t bytes, ct_error *err)
 {
-    return ct_grow(&scratch->data, &scratch->bytes, bytes, 1, err);
+    if (bytes <= scratch->bytes) {
+        return CT_OK;
+    }
+    void *block = bytes < LONG ? NULL : ct_arena_alloc(bytes);
+    if (block == NULL) {
+        block = ct_alloc(bytes);
+    }
+    if (block == NULL) {
+        return ct_fail(err, CT_ENOMEM, "out of memory: %zu bytes of scratch", bytes);
+    }
+    ct_cpu_scratch_release(scratch);
+    *scratch = (ct_scratch){block, bytes};
+    return CT_OK;
 }
 
 void
 ct_cpu_scratch_release(ct_scratch *scratch)
 {
-    ct_free(scratch->data);
+    if (!ct_arena_free(scratch->data)) {
+        ct_free(scratch->data);
+    }
     *scratch = (ct_scratch){0};
 }
 
