@@ -395,8 +395,8 @@ class OwnFields(OlderFields):
     min_world_size: Count | None = arg(
         None,
         "When ranks die, continue with the others if so many are left: from the last "
-        "whole update, or, of a model in shards, from the last checkpoint. None: the "
-        "run ends.",
+        "whole update, or, where shards of the model are lost, from the last "
+        "checkpoint. None: the run ends.",
     )
     eval_loss_by_token: bool = arg(
         False,

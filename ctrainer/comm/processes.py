@@ -14,9 +14,11 @@ from torch.multiprocessing.spawn import spawn
 
 from ctrainer.comm import run
 from ctrainer.comm.environment import set_local_rendezvous
+from ctrainer.runtime.errors import RankFailure
 from ctrainer.runtime.fork import by_parent_alone
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
+_SOON_SECONDS = 10.0
 
 
 def available() -> bool:
@@ -32,17 +34,23 @@ def join(
 ) -> int:
     """Join the default group unless this process has; return this process's rank.
 
-    A group that is made here is left at the end of the process.
+    A group that is made here is left at the end of the process. After a failure of
+    ranks, of which more may follow, RankFailure is raised for one that does not come
+    soon.
     """
-    if not is_initialized():
-        dist.init_process_group(
-            backend=backend,
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
-        leave_at_exit()
+    if is_initialized():
+        return dist.get_rank()
+    limit, others_failed = timedelta(seconds=timeout_seconds), run.has_lost_ranks()
+    soon = min(limit, timedelta(seconds=_SOON_SECONDS)) if others_failed else limit
+    try:
+        dist.init_process_group(backend, init_method, soon, world_size, rank)
+    except RuntimeError as error:
+        if others_failed:
+            raise RankFailure(f"joining torch.distributed again: {error}") from error
+        raise
+    if soon < limit:
+        dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+    leave_at_exit()
     return dist.get_rank()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 from ctrainer import _C
@@ -106,29 +107,49 @@ def end_standby() -> None:
         _standby.pop().close()
 
 
-def regroup(progress: int) -> list[int]:
-    """Leave the group of the run, in which ranks have failed, and take a place among
-    those that are left; the next world() joins them. Return the ranks that are lost, by
-    their numbers in the group that is left.
+@dataclass(frozen=True)
+class Regrouped:
+    """The ranks after some have died.
 
-    Every rank that is left calls it, after stand_by() while all were there. The rank
-    with the most progress becomes the first; RANK, WORLD_SIZE and the launcher's other
-    variables become those of the new group.
+    lost: the ranks that are, by their numbers in the group that is left. progress: how
+    far ranks are that have all parts of the state together; None where parts are lost.
+    saves: this rank is the one that gives its part of it to all.
+    """
+
+    lost: list[int]
+    progress: int | None
+    saves: bool
+
+
+def regroup(progress: int, part: int = 0, parts: int = 1) -> Regrouped:
+    """Leave the group of the run, in which ranks have failed, and take a place among
+    those that are left; the next world() joins them.
+
+    Every rank that is left calls it, after stand_by() while all were there. A rank
+    with the most progress of which all parts are there becomes the first; RANK,
+    WORLD_SIZE and the launcher's other variables become those of the new group.
 
     Args:
         progress (int): How far this rank is, such as its updates.
+        part (int, default 0): Which part of the state this rank has; -1: none.
+        parts (int, default 1): How many there are; 1: each rank has the whole state.
 
     Raises:
         RankFailure: a rank that is there does not come within the time-out.
     """
     leave()
     (standby,) = _standby
-    met = standby.meet(progress, timeout_seconds())
+    met = standby.meet(progress, timeout_seconds(), part, parts)
     rank, machines = met.members.index(standby.rank), standby.machines_of(met.members)
     take_place(rank, machines, met.job, met.address, met.port)
     lost = [old for old, began in enumerate(_members) if began not in met.members]
     _members[:] = met.members
-    return lost
+    return Regrouped(lost, met.progress, standby.rank in met.holders)
+
+
+def has_lost_ranks() -> bool:
+    """Whether the run continues with fewer ranks than it began with."""
+    return bool(_standby) and len(_members) < len(_standby[0]._peers)
 
 
 def unpickled(message: bytes, rank: int) -> Any:

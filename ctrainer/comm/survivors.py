@@ -23,7 +23,7 @@ from ctrainer.runtime.errors import RankFailure
 
 _CONNECT_SECONDS = 3.0
 _ROUND_SECONDS = 0.2
-_HELLO = ("rank", "progress", "port")
+_HELLO = ("rank", "progress", "part", "parts", "port")
 _LONGEST = 4096  # bytes of what a rank says
 _WAITING = 4096  # connections that nobody has accepted yet
 
@@ -36,6 +36,8 @@ class Rendezvous:
     members: list[int]
     address: str  # of the first
     port: int  # free there
+    progress: int | None  # the most of which all parts are there
+    holders: list[int]  # of each part, by the numbers that they began with
 
 
 class Standby:
@@ -60,14 +62,22 @@ class Standby:
     def machines_of(self, members: list[int]) -> list[str]:
         return [self._peers[rank][2] for rank in members]
 
-    def meet(self, progress: int, timeout_seconds: float) -> Rendezvous:
-        """Find the ranks that are left, those with the most progress first; as in any
-        group those of a machine stay together.
+    def meet(
+        self, progress: int, timeout_seconds: float, part: int = 0, parts: int = 1
+    ) -> Rendezvous:
+        """Find the ranks that are left. First come those with the most progress of
+        which all parts are there; as in any group those of a machine stay together.
+
+        progress: how far this rank is. part: which part of the state it has, of so many
+        parts; -1 for none.
 
         Raises RankFailure for a rank that lives and does not come in time.
         """
         deadline = time.monotonic() + timeout_seconds
-        hello = {"rank": self.rank, "progress": progress, "port": self._free_port()}
+        hello = {
+            "rank": self.rank, "progress": progress, "part": part, "parts": parts,
+            "port": self._free_port(),
+        }  # fmt: skip
         for leader in range(self.rank):
             answer = self._follow(leader, hello, deadline)
             if answer is not None:
@@ -187,20 +197,42 @@ class _Leader:
             self._came[said["rank"]] = said, connection
 
     def _rendezvous(self, said: list[dict[str, int]]) -> Rendezvous:
-        """The ranks in order: the furthest first, with its machine's."""
-        peers = self._standby._peers
-        most: dict[str, int] = {}
-        for each in said:
-            machine = peers[each["rank"]][2]
-            most[machine] = max(most.get(machine, -1), each["progress"])
+        """The ranks in order: those with the whole progress first, with their
+        machine's."""
+        peers, progress = self._standby._peers, _whole_progress(said)
+        ahead = {
+            each["rank"]: each["progress"] == progress and each["part"] >= 0
+            for each in said
+        }
+        first_machines = {peers[rank][2] for rank, it_is in ahead.items() if it_is}
 
-        def place(each: dict[str, int]) -> tuple[int, str, int, int]:
+        def place(each: dict[str, int]) -> tuple[bool, str, bool, int]:
             machine = peers[each["rank"]][2]
-            return -most[machine], machine, -each["progress"], each["rank"]
+            return (
+                machine not in first_machines, machine, not ahead[each["rank"]],
+                each["rank"],
+            )  # fmt: skip
 
         order = sorted(said, key=place)
-        first = order[0]
-        members = [each["rank"] for each in order]
+        first, holders = order[0], dict[int, int]()
+        for each in order:
+            if ahead[each["rank"]]:
+                holders.setdefault(each["part"], each["rank"])
         return Rendezvous(
-            uuid.uuid4().hex, members, peers[members[0]][0], first["port"]
+            uuid.uuid4().hex,
+            [each["rank"] for each in order],
+            peers[first["rank"]][0],
+            first["port"],
+            progress,
+            [holders[part] for part in sorted(holders)],
         )
+
+
+def _whole_progress(said: list[dict[str, int]]) -> int | None:
+    """The most progress of which some rank has each part."""
+    parts = dict[int, set[int]]()
+    for each in said:
+        if each["part"] >= 0:
+            parts.setdefault(each["progress"], set()).add(each["part"])
+    count = max(each["parts"] for each in said)
+    return max((it for it, found in parts.items() if len(found) == count), default=None)

@@ -25,6 +25,7 @@ from ctrainer.checkpoint.files import expected_of, unchanged
 from ctrainer.checkpoint.torch_files import load_plain
 from ctrainer.comm import world
 from ctrainer.comm.machines import ranks_a_machine
+from ctrainer.comm.run import has_lost_ranks
 from ctrainer.fsdp import full_params, initial_values, shard_files
 from ctrainer.fsdp.consolidate import (
     consolidate_optimizers,
@@ -206,15 +207,28 @@ def is_first_replica(model: Any, world: _C.Communicator) -> bool:
     return bool(world.rank < model.world_size)
 
 
-def save(folder: str, model: Any, optimizer: Any) -> None:
-    """Write this rank's shards, and the optimizer's state of them."""
-    content = {
-        "model": model.state_dict(),
-        "shard_metadata": model.get_shard_metadata(),
-        "optimizer": sharded_optim_state_dict(model, optimizer),
-    }
-    name = file_name(model.rank, model.world_size)
-    save_shard(content, os.path.join(folder, name))
+@dataclasses.dataclass
+class Shards:
+    """A rank's shards and the optimizer's state of them, which a checkpoint gets from
+    it where they are wanted."""
+
+    rank: int  # in the sharding group
+    world_size: int
+    content: State
+    is_wanted: bool = True
+
+    @classmethod
+    def of(cls, model: Any, optimizer: Any) -> Shards:
+        content = {
+            "model": model.state_dict(),
+            "shard_metadata": model.get_shard_metadata(),
+            "optimizer": sharded_optim_state_dict(model, optimizer),
+        }
+        return cls(model.rank, model.world_size, content)
+
+    def save(self, folder: str) -> None:
+        name = file_name(self.rank, self.world_size)
+        save_shard(self.content, os.path.join(folder, name))
 
 
 def gather(model: Any, folder: str, keep: bool) -> dict[str, torch.Tensor]:
@@ -719,22 +733,25 @@ def begins_anew(model: nn.Module, sharding: Sharding, group: _C.Communicator) ->
 def _groups(sharding: Sharding, group: _C.Communicator) -> Any:
     """The sharding group: all ranks, or those of a machine, with a replicate group.
 
-    Raises ValueError unless all machines have as many consecutive ranks.
+    Raises ValueError unless all machines have as many consecutive ranks; but where the
+    others have died, those that are left have no more of the model each than before.
     """
     if not sharding.hybrid:
         return group
-    each = sharding.group_size or ranks_a_machine(group)
-    if sharding.group_size and group.world_size % sharding.group_size:
-        raise ValueError(
-            f"deepspeed: mics_shard_size={sharding.group_size} does not divide the "
-            f"{group.world_size} ranks; set a size that does"
-        )
+    each, n = sharding.group_size or ranks_a_machine(group), group.world_size
+    if has_lost_ranks():
+        each = next(i for i in range(min(each or n, n), n + 1) if n % i == 0)
     if each is None:
         raise ValueError(
             "fsdp: hybrid_shard needs as many ranks on every machine, numbered one "
             "machine after the other; start them so, or use full_shard"
         )
-    return group if each == group.world_size else hybrid_groups(each, group)
+    if n % each:
+        raise ValueError(
+            f"deepspeed: mics_shard_size={each} does not divide the {n} ranks; set a "
+            "size that does"
+        )
+    return group if each == n else hybrid_groups(each, group)
 
 
 def _options(sharding: Sharding, args: Any) -> dict[str, Any]:

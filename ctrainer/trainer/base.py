@@ -93,6 +93,7 @@ class TrainerBase(_C.Trainer):
     _resumes_ranks = False  # does the run resume with the ranks that it was saved by?
     _ranks_of_state = 0  # that a checkpoint after a failure is of; 0: those there are
     _before_shards: Any = None  # the model without values, for a failure of ranks
+    _own_shards: Any = None  # trained_model.Shards, after one
     _past: Any  # what models such as XLNet want back with the next batch
     _sharding: Sharding | None = None
     _clips_model_alone = False  # while train() runs

@@ -240,16 +240,6 @@ def save_scaler(trainer: TrainerRun, output_dir: str) -> None:
         add_object(trainer, output_dir, SCALER, scaler.state_dict(), "_save_scaler")
 
 
-def save_weight_average(trainer: TrainerRun, output_dir: str) -> None:
-    """Save weight_average.pt, the averaged weights, if there are any; of a sharded
-    model each rank its part. Hook."""
-    average, sharded = trainer.weight_average, trainer._shard_group is not None
-    if average is not None and (sharded or trainer.args.should_save):
-        name = of_rank(trainer, AVERAGE, sharded)
-        hook = "_save_weight_average"
-        add_object(trainer, output_dir, name, average.state_dict(), hook)
-
-
 def save_rng_state(trainer: TrainerRun, output_dir: str) -> None:
     """Save rng_state.pth, the states of all generators; of several ranks each its
     rng_state_RANK.pth. Hook."""

@@ -868,7 +868,7 @@ class TrainerRun(TrainerBase):
     _save = checkpoint.save
     _save_optimizer_and_scheduler = shards.save_optimizer_and_scheduler
     _save_scaler = checkpoint.save_scaler
-    _save_weight_average = checkpoint.save_weight_average
+    _save_weight_average = shards.save_weight_average
     _save_rng_state = checkpoint.save_rng_state
     save_state = checkpoint.save_state
     _sorted_checkpoints = checkpoint.sorted_checkpoints

@@ -22,7 +22,6 @@ from ctrainer.trainer.checkpoint import (
     add_file,
     add_object,
     is_overridden,
-    of_rank,
     saved_object,
 )
 
@@ -116,6 +115,7 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
         )
         trainer.model_wrapped = trainer.model
         trainer._shard_group = trainer.model.communicator
+    survivors.update_together(trainer)
     if checkpoint is not None and (anew or _has_shards(checkpoint)):
         load_sharded(trainer, checkpoint)
 
@@ -196,7 +196,7 @@ def share_weights(trainer: TrainerRun, folder: str) -> dict[str, Any] | None:
     assert trainer._sharding is not None
     in_checkpoint = trainer._staged_folder is not None
     wanted = trainer._sharding.saves_full or is_overridden(trainer, "_save")
-    if in_checkpoint and not wanted:
+    if in_checkpoint and (not wanted or trainer._own_shards is not None):
         return {}
     from ctrainer.fsdp import trained_model
 
@@ -209,7 +209,7 @@ def save_optimizer_and_scheduler(trainer: TrainerRun, output_dir: str) -> None:
     if trainer._shard_group is not None:
         save_shards(trainer, output_dir)
         name = residual_file(trainer)
-        if name is not None:
+        if name is not None and trainer._own_shards is None:
             state = trainer.model.feedback_state_dict()
             add_object(trainer, output_dir, name, state, hook)
     if trainer.args.should_save:
@@ -223,11 +223,38 @@ def save_optimizer_and_scheduler(trainer: TrainerRun, output_dir: str) -> None:
 def save_shards(trainer: TrainerRun, folder: str) -> None:
     from ctrainer.fsdp import trained_model
 
-    model, optimizer = trainer.model, trainer.optimizer
-    if trained_model.is_first_replica(model, trainer._communicator):
-        add_file(
-            trainer, folder, lambda to: trained_model.save(to.folder, model, optimizer)
+    if _saved_part(trainer) is not None:
+        own = trainer._own_shards or trained_model.Shards.of(
+            trainer.model, trainer.optimizer
         )
+        add_file(trainer, folder, lambda to: own.save(to.folder))
+
+
+def _saved_part(trainer: TrainerRun) -> int | None:
+    """The number of this rank's shards, if it saves them for all that have the same."""
+    from ctrainer.fsdp import trained_model
+
+    own = trainer._own_shards
+    if own is not None:  # of a group that is left
+        return own.rank if own.is_wanted else None
+    first = trained_model.is_first_replica(trainer.model, trainer._communicator)
+    return trainer.model.rank if first else None
+
+
+def save_weight_average(trainer: TrainerRun, output_dir: str) -> None:
+    """Save weight_average.pt, the averaged weights, if there are any; of a sharded
+    model each part. Hook."""
+    average, name = trainer.weight_average, files.AVERAGE
+    if average is None:
+        return
+    if trainer._shard_group is None:
+        wanted = trainer.args.should_save
+    else:
+        part = _saved_part(trainer)
+        wanted, name = part is not None, f"weight_average_{part}.pt"
+    if wanted:
+        hook = "_save_weight_average"
+        add_object(trainer, output_dir, name, average.state_dict(), hook)
 
 
 def residual_file(trainer: TrainerRun) -> str | None:
@@ -311,7 +338,7 @@ def load_weight_average(trainer: TrainerRun, checkpoint: str | None) -> None:
     if state is not None:
         average.load_state_dict(state)
         return
-    name = of_rank(trainer, files.AVERAGE, model is not None)
+    name = files.AVERAGE if model is None else f"weight_average_{model.rank}.pt"
     without = "the average starts from its weights"
     state = saved_object(trainer, checkpoint, name, without)
     if state is not None:

@@ -1,14 +1,15 @@
 """Trainer: how the ranks that are left continue when others have died.
 
-They form a new group, which takes the state of the rank that is furthest: in a run
-whose ranks all have the whole model it saves a checkpoint of the last whole update.
-Shards of the ranks that died are lost, so that a sharded run goes back to its last
-checkpoint, with its model made anew.
+They form a new group and save a checkpoint of the last whole update, from which it
+resumes: the furthest rank does, or with hybrid sharding those of a replica of which no
+shard is lost. Else a sharded run goes back to its last checkpoint. Its model is made
+anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ctrainer import _C
 from ctrainer.comm import run as ranks
 from ctrainer.runtime.errors import RankFailure
+from ctrainer.runtime.stop import end_by
 from ctrainer.trainer import checkpoint
 
 if TYPE_CHECKING:
@@ -32,8 +34,12 @@ def least(trainer: TrainerRun) -> int | None:
 
 def stand_by(trainer: TrainerRun) -> None:
     """Let the others find this rank while train() runs. Collective."""
-    if least(trainer) is None or trainer._communicator.world_size == 1:
+    trainer._half_updated = trainer._updates_together = False
+    trainer._least_ranks = trainer._stop_signal = 0
+    enough = least(trainer)
+    if enough is None or trainer._communicator.world_size == 1:
         return
+    trainer._least_ranks = enough
     if "torch" in sys.modules:  # now, rather than after a failure
         from ctrainer.runtime.torch_process import import_compiler
 
@@ -46,67 +52,143 @@ def resume_after(
 ) -> str | bool | None:
     """After a train() that has failed: form the group of the ranks that are left, and
     return what train() resumes from: what it was to resume from, where it had not begun
-    yet. Raises `error` where they do not continue."""
+    yet. Raises `error` where they do not continue, and ends this rank by the signal
+    that has asked it to stop."""
     lost = least(trainer) is not None and isinstance(error, RankFailure)
     lost &= ranks.stands_by()
     run, where = trainer._run, None
+    found: str | bool | None
     if lost and run is not None and run.start_time is not None:
         where = place_before(trainer, run)
-    before = trainer.args.world_size
+    before, place = trainer.args.world_size, trainer.args.process_index
+    joins, number = lost and in_torch(), trainer._stop_signal
     with contextlib.suppress(BaseException):
         trainer._leave_run()
-    while lost:
+    if lost:
+        leave_wrapper(trainer)
+    while lost and not number:
         try:
-            regroup(trainer, error)
-            return resume if where is None else state_of(trainer, where, before, resume)
+            found, number = trainer._call_loop(
+                functools.partial(
+                    _regrouped, trainer, error, where, before, resume, joins
+                )
+            )
+            if not number:
+                return found
         except RankFailure as another:
             lost, error = another is not error, another
-            trainer._leave_ranks()
+            number = trainer._stop_signal
+        trainer._leave_ranks()
     ranks.end_standby()
+    if number and trainer._least_ranks:
+        end_by(number, logger, f"rank {place} leaves: {error}")
     raise error
 
 
-def regroup(trainer: TrainerRun, error: BaseException) -> None:
-    """Take a place among the ranks that are left; raises `error` for too few."""
-    before, began, enough = trainer.args.world_size, time.monotonic(), least(trainer)
-    if trainer._shard_group is not None:
-        from ctrainer.fsdp import trained_model
+def leave_wrapper(trainer: TrainerRun) -> None:
+    """Let the parameters forget the wrapper that averages their gradients over the old
+    ranks; the error's frames may hold it."""
+    reducer = getattr(trainer.model_wrapped, "reducer", None)
+    if isinstance(reducer, _C.GradReducer):
+        reducer.close()
 
-        trained_model.close_groups(trainer.model)
-    joined = leave_torch()
-    lost = ranks.regroup(trainer.state.global_step)
+
+def _regrouped(
+    trainer: TrainerRun,
+    error: BaseException,
+    where: dict[str, Any] | None,
+    before: int,
+    resume: str | bool | None,
+    joins: bool,
+) -> str | bool | None:
+    """Form the group and return what train() resumes from."""
+    part, parts = 0, 1
+    if trainer._shard_group is not None:
+        part, parts = take_shards(trainer, where is not None)
+    if trainer._half_updated:
+        part = -1
+    left = regroup(trainer, error, joins, part, parts)
+    trainer._run = None  # another failure is one of the run that begins now
+    had_begun = b"" if where is None else b"1"
+    if not all(trainer._together("looking for ranks", lambda: had_begun)):
+        where = None  # nor has any rank made an update
+    return state_of(trainer, left, where, before, resume)
+
+
+def regroup(
+    trainer: TrainerRun, error: BaseException, joins: bool, part: int, parts: int
+) -> ranks.Regrouped:
+    """Take a place among the ranks that are left, in torch.distributed's group too if
+    the rank joins that; raises `error` for too few."""
+    before, began, enough = trainer.args.world_size, time.monotonic(), least(trainer)
+    leave_torch()
+    left = ranks.regroup(trainer.state.global_step, part, parts)
     n = trainer.args.world_size
     assert enough is not None
     if n < enough:
         error.add_note(f"{n} ranks are left, and min_world_size is {enough}")
         raise error
-    if joined:
+    if joins:
         trainer.args.join_torch()
     logger.warning(
         "%s. Continuing without rank %s, with %d of %d ranks, found in %.2g seconds.",
-        error, ", ".join(map(str, lost)), n, before, time.monotonic() - began,
+        error, ", ".join(map(str, left.lost)), n, before, time.monotonic() - began,
     )  # fmt: skip
+    return left
+
+
+def take_shards(trainer: TrainerRun, trained: bool) -> tuple[int, int]:
+    """Leave the groups of the units, and of a model that has replicas and is trained
+    keep what a checkpoint would have of this rank's shards; which part of how many
+    that is, or -1."""
+    from ctrainer.fsdp import trained_model
+
+    model = trainer.model
+    if trainer._own_shards is None and trained and model.replicas is not None:
+        trainer._own_shards = trained_model.Shards.of(model, trainer.optimizer)
+    trained_model.close_groups(model)
+    own = trainer._own_shards
+    return (-1, model.world_size) if own is None else (own.rank, own.world_size)
 
 
 def state_of(
-    trainer: TrainerRun, where: dict[str, Any], before: int, resume: str | bool | None
+    trainer: TrainerRun,
+    left: ranks.Regrouped,
+    where: dict[str, Any] | None,
+    before: int,
+    resume: str | bool | None,
 ) -> str | bool | None:
-    """What the run resumes from."""
-    if trainer._shard_group is not None:
-        return last_shards(trainer)
-    if trainer.state.global_step == 0:
-        return resume
-    return save_state(trainer, where, before)
+    """What the run resumes from. where: its place; None: training had not begun."""
+    sharded, at_begin = trainer._sharding is not None, trainer.state.global_step == 0
+    found: str | bool | None
+    if where is None:
+        found = resume or (last_checkpoint(trainer) if sharded else resume)
+    elif at_begin and not sharded and left.progress is not None:
+        found = resume
+    elif left.progress is None or (sharded and trainer.args.save_only_model):
+        found = last_checkpoint(trainer)
+    else:
+        found = save_state(trainer, left, where, before)
+    if sharded:
+        make_anew(trainer)
+    return found
 
 
-def leave_torch() -> bool:
-    """Leave torch.distributed's group, whose ranks are the old ones; was there one?"""
+def in_torch() -> bool:
+    """Whether this process is in torch.distributed's group."""
+    if "torch" not in sys.modules:
+        return False
     from ctrainer.comm import processes
 
-    if not processes.is_initialized():
-        return False
-    processes.leave()
-    return True
+    return processes.is_initialized()
+
+
+def leave_torch() -> None:
+    """Leave that group, whose ranks are the old ones, if this process is in it."""
+    if in_torch():
+        from ctrainer.comm import processes
+
+        processes.leave()
 
 
 def place_before(trainer: TrainerRun, run: _C.Run) -> dict[str, Any]:
@@ -129,10 +211,15 @@ def place_before(trainer: TrainerRun, run: _C.Run) -> dict[str, Any]:
     return where
 
 
-def save_state(trainer: TrainerRun, where: dict[str, Any], saved_by: int) -> str:
-    """Save what the ranks have; all take that of the first, the furthest."""
+def save_state(
+    trainer: TrainerRun, left: ranks.Regrouped, where: dict[str, Any], saved_by: int
+) -> str:
+    """Save what the ranks have; all take that of the first, or of those that save their
+    shards."""
     trial = trainer._trial
     trainer._resume_state, trainer._ranks_of_state = where, saved_by
+    if trainer._own_shards is not None:
+        trainer._own_shards.is_wanted = left.saves
     try:
         trainer._save_atomically(trainer.model_wrapped, trial)
         trainer._together("saving a checkpoint", trainer._wait_for_save)
@@ -143,23 +230,34 @@ def save_state(trainer: TrainerRun, where: dict[str, Any], saved_by: int) -> str
     return first.decode()
 
 
-def last_shards(trainer: TrainerRun) -> str:
-    """The last checkpoint, and the model as it was before it was sharded."""
+def last_checkpoint(trainer: TrainerRun) -> str:
     found = checkpoint.last_checkpoint(trainer) or trainer.state.resumed_from
     if not found:
         raise RuntimeError(
-            "shards of the model are lost with the ranks that died, and there is no "
-            "checkpoint yet from which the others could resume"
+            "parts of the training's state are lost with the ranks that died, and "
+            "there is no checkpoint yet from which the others could resume"
         )
-    trainer.optimizer = trainer.lr_scheduler = trainer._shard_group = None
-    if trainer.model_init is None:
-        trainer.model = trainer.model_wrapped = trainer._before_shards
     return found
+
+
+def make_anew(trainer: TrainerRun) -> None:
+    """Put the model in its place as it was before it was sharded."""
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer._shard_group = trainer._own_shards = None
+    if trainer.model_init is None and trainer._before_shards is not None:
+        trainer.model = trainer.model_wrapped = trainer._before_shards
+
+
+def update_together(trainer: TrainerRun) -> None:
+    """Let each replica of the shards make an update on all of its ranks, or on none."""
+    trainer._updates_together = (
+        least(trainer) is not None and trainer.model.replicas is not None
+    )
 
 
 def keep_unsharded(trainer: TrainerRun) -> None:
     """Keep the model as it is before it is sharded, without the values of its
-    parameters, for last_shards()."""
+    parameters, for make_anew()."""
     if least(trainer) is None or trainer.model_init is not None:
         return
     from ctrainer.fsdp import trained_model

@@ -11,6 +11,8 @@ from torch import nn
 
 import ctrainer
 
+Arguments = ctrainer.TrainingArguments
+
 
 class Net(nn.Module):
     """A regression with dropout, whose generator therefore matters."""
@@ -38,7 +40,7 @@ def rows(n: int) -> list[dict[str, torch.Tensor]]:
 
 
 def make(folder: str, cls: type = ctrainer.Trainer, **options: Any) -> Any:
-    args = ctrainer.TrainingArguments(
+    args = Arguments(
         folder,
         **{
             "use_cpu": True, "report_to": "none", "disable_tqdm": True,

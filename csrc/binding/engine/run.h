@@ -10,6 +10,7 @@
 
 #include "binding/runtime/ctpy.h"
 #include "core/base/owner.h"
+#include "core/base/wait.h"
 #include "core/comm/comm.h"
 
 typedef struct Trainer {
@@ -17,8 +18,9 @@ typedef struct Trainer {
 #define CTPY_OBJECT(name) PyObject *name;
 #define CTPY_VALUE(type, name) type name;
 #include "binding/engine/fields.def"
-    PyObject *signatures; /* dict: function -> what keywords it accepts; never NULL */
-    int agreed_signal;    /* that all ranks know of; 0: none */
+    PyObject *signatures;  /* dict: function -> what keywords it accepts; never NULL */
+    int agreed_signal;     /* that all ranks know of; 0: none */
+    ct_deadline leaves_at; /* by a signal to some ranks alone; 0: none */
 } Trainer;
 
 /* One train(), made by _inner_training_loop(). */

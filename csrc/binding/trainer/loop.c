@@ -76,6 +76,7 @@ enum {
     EPOCH_STOP,
     TRAINING_STOP,
     SIGNAL,
+    NO_SIGNAL,
     WISHES
 };
 
@@ -124,6 +125,38 @@ is_any_due(const double *wishes)
     return wishes[LOG] > 0.0 || wishes[EVALUATE] > 0.0 || wishes[SAVE] > 0.0;
 }
 
+/* Seconds between the arrivals, on two ranks, of a signal to all ranks. */
+#define SIGNAL_SECONDS 5.0
+
+/* Whether ranks with a signal leave the ranks without, which are enough to continue:
+ * 1, 0, or -1 with an exception, also on a rank that leaves now. */
+static int
+some_leave(PyObject *op, const double *wishes)
+{
+    Trainer *self = (Trainer *)op;
+    const int number = ctpy_signal_requested();
+    double left = number == 0;
+    if (self->least_ranks == 0 || wishes[SIGNAL] == 0.0 || wishes[NO_SIGNAL] == 0.0) {
+        return 0;
+    }
+    if (ctpy_trainer_reduce(op, &left, 1, CT_REDUCE_SUM) < 0) {
+        return -1;
+    }
+    if (left < (double)self->least_ranks) {
+        return 0;
+    }
+    if (self->leaves_at.at_seconds == 0.0) {
+        self->leaves_at = ct_deadline_after(SIGNAL_SECONDS);
+    }
+    if (number != 0 && ct_deadline_left(self->leaves_at) == 0.0) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "signal %d has asked this rank to stop; the others continue",
+                     number);
+        return -1;
+    }
+    return 1;
+}
+
 /* A request of one rank's control (to log, evaluate, save or stop), or a signal that
  * one rank has received, becomes the request of all ranks. *due: some rank logs,
  * evaluates or saves, and callbacks of the other ranks will see the request; false with
@@ -142,12 +175,19 @@ ranks_agree(PyObject *op, bool *due)
         return -1;
     }
     had[SIGNAL] = ctpy_signal_requested();
+    had[NO_SIGNAL] = had[SIGNAL] == 0.0;
     memcpy(wishes, had, sizeof wishes);
     if (ctpy_trainer_reduce(op, wishes, WISHES, CT_REDUCE_MAX) < 0) {
         return -1;
     }
-    ctpy_signal_request((int)wishes[SIGNAL]);
-    ((Trainer *)op)->agreed_signal = (int)wishes[SIGNAL];
+    const int leaves = some_leave(op, wishes);
+    if (leaves < 0) {
+        return -1;
+    }
+    if (!leaves) {
+        ctpy_signal_request((int)wishes[SIGNAL]);
+        ((Trainer *)op)->agreed_signal = (int)wishes[SIGNAL];
+    }
     *due = is_any_due(wishes);
     return grant_wishes(op, had, wishes);
 }
@@ -902,6 +942,8 @@ Trainer__call_loop(PyObject *op, PyObject *loop)
     self->in_update = false;
     self->batch_weight = 0.0;
     self->agreed_signal = 0;
+    self->leaves_at.at_seconds = 0.0;
+    self->stop_signal = output == NULL ? number : 0;
     Py_CLEAR(self->device_scale); /* the next run may be on another device */
     return output == NULL ? NULL : Py_BuildValue("(Ni)", output, number);
 }

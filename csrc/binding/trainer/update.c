@@ -514,6 +514,17 @@ judge_norm(PyObject *op, ctpy_update *u)
                : 0;
 }
 
+/* Waits for the ranks of the sharding group, each with its part of the summed
+ * gradients. A failed rank leaves the group, and no rank updates. */
+static int
+await_shards(PyObject *op)
+{
+    const Trainer *self = (const Trainer *)op;
+    return self->updates_together
+               ? call(self->shard_group, ctpy_state_borrow(op)->str_barrier)
+               : 0;
+}
+
 /* Clip, the callback before the step, the update, the callback after it. */
 static int
 update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
@@ -531,6 +542,10 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
     if (!u->begun && ctpy_trainer_fire(op, names->str_on_pre_optimizer_step) < 0) {
         return -1;
     }
+    if (await_shards(op) < 0) {
+        return -1;
+    }
+    ((Trainer *)op)->half_updated = true;
     if (u->s.engine == NULL) {
         u->s.result.updated =
             !u->s.result.spike &&
@@ -702,7 +717,7 @@ update_enqueue(PyObject *op, ctpy_update *u)
     ctpy_state *names = ctpy_state_borrow(op);
     ct_step_config config;
     ct_step_scale scale;
-    if (u->blocks != NULL) {
+    if (u->blocks != NULL || ((Trainer *)op)->updates_together) {
         return 0;
     }
     int can = can_enqueue(op, u, &config, &scale);
@@ -845,6 +860,7 @@ ctpy_finish_update(PyObject *op, ctpy_run *run, PyObject **learning_rate)
         (!u.s.result.updated || step_schedule(op) == 0) &&
         drop_gradients(op, run, &u) == 0 && advance_counters(op, run) == 0) {
         ((Trainer *)op)->in_update = false;
+        ((Trainer *)op)->half_updated = false;
         Py_CLEAR(run->before);
         result = ctpy_trainer_fire(op, names->str_on_step_end);
     }

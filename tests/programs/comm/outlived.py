@@ -27,7 +27,7 @@ for victims in options["victims"]:  # of each failure, by the first numbers
     if rank == options.get("busy"):
         time.sleep(1.0)  # it computes, and comes all the same
     began = time.monotonic()
-    lost = run.regroup(options["progress"][rank])
+    lost = run.regroup(options["progress"][rank]).lost
     group = run.world(60.0)
     ones = np.ones(1)
     group.all_reduce(ones)

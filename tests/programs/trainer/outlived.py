@@ -1,5 +1,6 @@
 """A training in which ranks are killed in the middle, and what it is compared with."""
 
+import contextlib
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from programs.run import folder, options, rank, tell
 from torch import nn
 
 import ctrainer
-from ctrainer.comm import world
+from ctrainer.comm import RankFailure, world
 
 killed = options.get("killed", [])  # ranks, which die after step `at`
 at, resume = options["at"], options.get("resume")
@@ -29,26 +30,39 @@ class Net(rank_checkpoints.Net):
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None):
         if dies("forward"):
             die()
+        if dies("signal"):
+            die(signal.SIGTERM)
+        if where == "signal" and 8 > trainer.state.global_step >= at:
+            time.sleep(3.0)
         return super().forward(x, labels)
 
 
-def dies(place: str) -> bool:
+def fails(place: str) -> bool:
     there = trainer.state.global_step == at and world().world_size == options["of"]
-    return place == where and rank in killed and there
+    return place == where and there
 
 
-def die() -> None:
-    """By SIGKILL, or by an error of the rank's own."""
+def dies(place: str) -> bool:
+    return fails(place) and rank in killed
+
+
+def die(number: int = signal.SIGKILL) -> None:
+    """By a signal, or by an error of the rank's own."""
     with open(f"{folder}/killed{rank}", "w") as file:
         file.write(str(time.time()))
     if options.get("raises"):
         raise ValueError("of this rank alone")
     if options.get("agents"):  # torchrun's, which starts the ranks of a machine
         os.kill(os.getppid(), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), number)
 
 
 class Trainer(ctrainer.Trainer):
+    def create_optimizer(self, *args, **kwargs):
+        if rank == options.get("resuming") and world().world_size < options["of"]:
+            die()  # while the others resume
+        return super().create_optimizer(*args, **kwargs)
+
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
         if dies("backward"):
@@ -57,9 +71,18 @@ class Trainer(ctrainer.Trainer):
 
 
 class Watch(ctrainer.TrainerCallback):
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        if dies("update"):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if dies("agreed"):
             die()
+        if fails("agreed") and rank == 1:  # it has not got what others have
+            time.sleep(0.5)
+            raise RankFailure("rank 3 died")
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if dies("update") or dies("updated"):
+            die()
+        if fails("updated"):  # on all ranks, before the update is counted
+            world().barrier()
 
     def on_log(self, args, state, control, **kwargs):
         if dies("log"):
@@ -72,7 +95,15 @@ class Watch(ctrainer.TrainerCallback):
             control.should_training_stop = control.should_save = True
 
 
+class Arguments(ctrainer.TrainingArguments):
+    def join_torch(self):
+        if rank == options.get("joining") and self.world_size < options["of"]:
+            die()
+        super().join_torch()
+
+
 rank_checkpoints.Net = Net
+rank_checkpoints.Arguments = Arguments
 trainer = rank_checkpoints.make(
     options.get("output", folder),
     Trainer,
@@ -95,10 +126,14 @@ died = [
 ]
 history = [entry for entry in rank_checkpoints.history(trainer) if "loss" in entry]
 dist = torch.distributed
+shards = trainer._shard_group is not None
+with trainer.model.summon_full_params() if shards else contextlib.nullcontext():
+    weights = rank_checkpoints.weights(trainer)
 tell(
     {
         "losses": {entry["step"]: entry["loss"] for entry in history},
-        "weights": "" if trainer._shard_group else rank_checkpoints.weights(trainer),
+        "weights": weights,
+        "evaluated": trainer.evaluate()["eval_loss"],
         "place": [trainer.args.process_index, trainer.args.world_size],
         "torch": [dist.get_rank(), dist.get_world_size()],
         "seconds": times[0] - max(died) if died else None,

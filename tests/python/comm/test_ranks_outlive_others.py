@@ -52,6 +52,30 @@ def test_children_of_the_dead_are_not_waited_for(tmp_path: Path) -> None:
     assert told[1][0]["seconds"] < 30
 
 
+@pytest.mark.parametrize(
+    ("parts", "progress", "holders", "members"),
+    [
+        ([0, 1, 0, 1], [4, 4, 4, 4], [0, 1], [0, 1, 2, 3]),
+        ([0, 1, 0, 1], [4, 4, 5, 5], [2, 3], [2, 3, 0, 1]),
+        ([0, 1, 0, 1], [4, 5, 5, 4], [2, 1], [1, 2, 0, 3]),
+        ([0, 1, 0, 1], [5, 4, 4, 4], [2, 1], [1, 2, 3, 0]),  # part 1 of 5 is nowhere
+        ([0, -1, 0, 1], [4, 4, 4, 4], [0, 3], [0, 2, 3, 1]),
+        ([0, -1, 0, -1], [4, 4, 4, 4], [], [0, 1, 2, 3]),
+    ],
+)
+def test_ranks_that_have_all_parts_come_first(
+    parts: list[int], progress: list[int], holders: list[int], members: list[int]
+) -> None:
+    def meet(group: _C.Communicator) -> None:
+        standby = Standby(group, "127.0.0.1")
+        met = standby.meet(progress[group.rank], 30.0, parts[group.rank], 2)
+        assert (met.holders, met.members) == (holders, members)
+        held = {progress[rank] for rank in holders}
+        assert met.progress == (held.pop() if held else None)
+
+    on_ranks(4, meet)
+
+
 def test_another_program_that_connects_is_left_out() -> None:
     def meet(group: _C.Communicator) -> None:
         standby = Standby(group, "127.0.0.1")
