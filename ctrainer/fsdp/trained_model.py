@@ -469,6 +469,12 @@ def _cut_alike(model: Any, path: str) -> bool:
     )
 
 
+def block_size(folder: str) -> int:
+    """That of the checkpoint's shards."""
+    _, metadata = described(_shard_paths(folder)[0])
+    return int(metadata.get("block_size", 1))
+
+
 def same_layout(model: Any, folder: str) -> bool:
     """Are the checkpoint's shards those of as many ranks and the same units?"""
     path = os.path.join(folder, file_name(model.rank, model.world_size))
@@ -632,9 +638,10 @@ def shard(
     args: Any,
     group: _C.Communicator,
     refilled: bool = False,
+    block_size: int | None = None,
 ) -> TrainedModel:
     """`model` in units over the ranks of `group`, computing as args.bf16 and args.fp16
-    say. Collective.
+    say, cut at multiples of `block_size` elements. Collective.
 
     All ranks take rank 0's values, a unit at a time, unless sharding.synchronizes is
     False. A model on the meta device that gets no values so begins with new ones, or
@@ -655,6 +662,7 @@ def shard(
         if refilled
         else initial_values.initializer(model),
         "sync_module_states": sharding.synchronizes,
+        "block_size": block_size,
     }
 
     ranks = groups[0] if isinstance(groups, tuple) else groups

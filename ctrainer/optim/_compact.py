@@ -40,6 +40,7 @@ class _Compact(EngineOptimizer):
     """What they share."""
 
     _arrays: ClassVar[Mapping[str, torch.dtype]]
+    state_block = GROUP
     precision_defaults: ClassVar[Mapping[str, Any]] = {
         "master_weight_bits": 24,
         "maximize": False,

@@ -66,6 +66,7 @@ class _EightBit(EngineOptimizer):
 
     _arrays: tuple[tuple[int, bool], ...]
     takes_keep_32bit = True  # a trainer gives it the embeddings
+    state_block = BLOCK
     precision_defaults: ClassVar[Mapping[str, Any]] = {
         "optim_bits": 8,
         "min_8bit_size": 4096,

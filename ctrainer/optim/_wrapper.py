@@ -62,6 +62,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _kind: str
     _native_step = True  # step() is ours, so the trainer may call the engine itself
     _counts = True  # state[param] has a count of updates
+    state_block: int | None = None  # elements of a parameter that share a scale
     # The arrays of state[param], zeros like the parameter: "name", or "name if option"
     # for the groups with that option.
     _moments: tuple[str, ...] = ()

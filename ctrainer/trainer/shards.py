@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctrainer import integrations
 from ctrainer.arguments.fsdp import sharding_of
+from ctrainer.arguments.optimizers import RECIPES
 from ctrainer.checkpoint.files import naming
 from ctrainer.runtime import messages
 from ctrainer.trainer import checkpoint as files
@@ -111,13 +112,38 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
         survivors.keep_unsharded(trainer)
         anew = trained_model.begins_anew(trainer.model, trainer._sharding, group)
         trainer.model = trained_model.shard(
-            trainer.model, trainer._sharding, trainer.args, group, refilled
+            trainer.model,
+            trainer._sharding,
+            trainer.args,
+            group,
+            refilled,
+            _block_size(trainer, checkpoint),
         )
         trainer.model_wrapped = trainer.model
         trainer._shard_group = trainer.model.communicator
     survivors.update_together(trainer)
     if checkpoint is not None and (anew or _has_shards(checkpoint)):
         load_sharded(trainer, checkpoint)
+
+
+def _block_size(trainer: TrainerRun, checkpoint: str | None) -> int | None:
+    """Of how many elements a scale is in the state of the optimizer that the arguments
+    name, so that ranks cut parameters between blocks; None where there are no scales.
+
+    A resumed run keeps the cuts of its checkpoint: 8-bit state that was cut elsewhere
+    fits no others.
+    """
+    if checkpoint is not None and _has_shards(checkpoint):
+        from ctrainer.fsdp import trained_model
+
+        return trained_model.block_size(checkpoint)
+    from ctrainer import optim
+
+    name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    cls = getattr(optim, RECIPES[name].cls) if name in RECIPES else None
+    if trainer.optimizer_cls_and_kwargs is not None:
+        cls, _ = trainer.optimizer_cls_and_kwargs
+    return getattr(cls, "state_block", None)
 
 
 def check_optimizer(trainer: TrainerRun) -> None:

@@ -269,6 +269,51 @@ def of_quantized_state(folder: str) -> dict[str, tuple[bool, list[float]]]:
     return same
 
 
+def cut_on_blocks(folder: str) -> dict[str, Any]:
+    """Whether sharded runs with 8-bit and compact state end as whole ones do, and the
+    blocks of their shards; and the same of one that resumes from shards that were cut
+    elsewhere, beside the run that saved them."""
+    eight: dict[str, Any] = {"optim": "adamw_8bit", "optim_args": "min_8bit_size=1"}
+    found = {}
+    for options in (eight, {"optim": "adamw_compact"}):
+        ends = [_end(_odd(folder, sharded, **options)) for sharded in (False, True)]
+        found[options["optim"]] = _alike(*ends)
+
+    def without_blocks(params: Any, **options: Any) -> Any:
+        return ctrainer.optim.AdamW8bit(params, min_8bit_size=1, **options)
+
+    parts = {"optimizer_cls_and_kwargs": (without_blocks, {"lr": 1e-2})}
+    first = _end(_odd(f"{folder}/cut", parts=parts, save_strategy="steps"))
+    again = _end(_odd(folder, **eight), f"{folder}/cut/checkpoint-2")
+    found["resumed"] = _alike(first, again)
+    return found
+
+
+def _odd(folder: str, sharded: bool = True, **options: Any) -> Any:
+    """A run whose layers have cuts within scales, wherever nobody looks at these."""
+    model = tiny.gpt2(n_embd=15, n_head=1)
+    given: dict[str, Any] = {
+        "max_grad_norm": 0.0, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
+        "output_dir": folder, "fsdp": "full_shard auto_wrap" if sharded else None,
+    }  # fmt: skip
+    return tiny.make(ctrainer.Trainer, model, tiny.tokens(), **{**given, **options})
+
+
+def _end(made: Any, checkpoint: str | None = None) -> tuple[int, dict[str, Any]]:
+    made.train(resume_from_checkpoint=checkpoint)
+    if not hasattr(made.model, "get_shard_metadata"):
+        return 0, made.model.state_dict()
+    full = made.model.full_state_dict()
+    block = made.model.get_shard_metadata()["block_size"]
+    return block, {name: value.clone() for name, value in full.items()}
+
+
+def _alike(
+    first: tuple[int, dict[str, Any]], again: tuple[int, dict[str, Any]]
+) -> tuple[bool, int]:
+    return furthest(first[1], again[1]) == 0.0, again[0]
+
+
 def of_other_units(folder: str) -> list[float]:
     """A run that goes on from the shards of `saved` with other units."""
     config = {"transformer_layer_cls_to_wrap": "GPT2Attention,GPT2MLP"}

@@ -129,6 +129,20 @@ def test_quantized_state_is_resumed_by_as_many_ranks_and_by_one(
     assert runs.told(alone)["losses"][-10:] == pytest.approx(losses, rel=1e-2)
 
 
+def test_ranks_cut_parameters_where_scales_of_the_state_begin(told: list[Any]) -> None:
+    """Updates have the bits of those of whole parameters, which are not clipped."""
+    for rank in told:
+        assert rank["blocks"]["adamw_8bit"] == [True, 256]
+        assert rank["blocks"]["adamw_compact"] == [True, 32]
+
+
+def test_a_run_with_8_bit_state_keeps_the_cuts_of_its_checkpoint(
+    told: list[Any],
+) -> None:
+    for rank in told:
+        assert rank["blocks"]["resumed"] == [True, 1]
+
+
 def test_a_run_in_codes_goes_on_with_what_they_have_missed(
     told: list[Any], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
