@@ -26,6 +26,7 @@ from ctrainer.arguments.settings import (
 )
 
 Stage = Annotated[int, Range("{0, 1, 2, 3}")]
+Power = Annotated[int, Range("[0, 1023]")]  # of 2, that a double holds
 Dtype = Literal["fp32", "fp16", "bf16"]
 
 
@@ -177,7 +178,7 @@ _OFFLOAD_PARAM = {
 _FP16 = {
     "enabled": Key(bool, "computes in float16, as fp16=True"),
     "loss_scale": Key(NotNegative, "0: the loss scale is dynamic"),
-    "initial_scale_power": Key(Natural, "of two, at the beginning"),
+    "initial_scale_power": Key(Power, "of two, at the beginning"),
     "loss_scale_window": Key(Count, "updates without overflow until the scale doubles"),
     "hysteresis": Key(Natural, "overflows until the scale is halved"),
     "consecutive_hysteresis": Key(bool, "an update without overflow refills it"),

@@ -66,6 +66,13 @@ def test_clipping_may_be_auto_by_the_rules_of_4_5() -> None:
     assert args.hf_deepspeed_config.get_value("gradient_clipping") == 0.3
 
 
+@pytest.mark.parametrize("power", [1024, 2**63 - 1])
+def test_a_loss_scale_that_no_number_holds_is_rejected(power: int) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": power}
+    with pytest.raises(ValueError, match=r"fp16.initial_scale_power.* \[0, 1023\]"):
+        HfDeepSpeedConfig({"fp16": fp16})
+
+
 @pytest.mark.parametrize("name", ["sharded_ddp", "fsdp"])
 @pytest.mark.parametrize("value", [Path("/tmp"), 3, {"simple": 1}])
 def test_a_word_of_another_type_is_rejected_by_name(name: str, value: Any) -> None:
