@@ -31,11 +31,11 @@ COMMANDS = {
         "make dictionaries and binarised data of text",
     ),
     "fairseq-train": ("ctrainer.fairseq.train", "train a model of fairseq's kind"),
-    "original": ("ctrainer.fairseq.original", "run a program of an installed fairseq"),
-    "plan": (
+    "memory": (
         "ctrainer.fsdp.memory_plan",
-        "print memory and traffic of sharded training on 8 to 1024 GPUs",
+        "print memory and traffic of a model that is trained on several GPUs",
     ),
+    "original": ("ctrainer.fairseq.original", "run a program of an installed fairseq"),
     "replay": ("ctrainer.commands.replay", "run a failed update again"),
     "zero-to-fp32": (
         "ctrainer.compat.deepspeed.zero_to_fp32",

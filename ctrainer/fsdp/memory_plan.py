@@ -13,18 +13,21 @@ order of operations and the quantization of this engine.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ctrainer.arguments.optimizers import RECIPES
 from ctrainer.runtime.command_line import HelpFormatter
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BLOCK = 256  # quantized values with one scale, a float32
 _ALIGN = 8  # bytes that messages are padded to
-_PIECES = 4 << 20  # elements of state in memory, of a file
+_PIECE = 1 << 20  # elements of a shard that are in memory at once, of a file
+_PIECES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,14 @@ class MemoryPlan:
         reduce_traffic (int): Sent to reduce gradients over the sharding group.
         replica_traffic (int): Sent to average gradients over the replicas.
         machine_traffic (int): Of it all, what leaves a machine, all its ranks together.
-        host (int, default 0): Of the shards, in host memory rather than the GPU's.
-        disk (int, default 0): Of the shards, in a file.
+        host (int, default 0): What is offloaded and not in files.
+        disk (int, default 0): What is in files.
         secondary (int, default 0): Secondary shards, from the forward to the backward.
+        unreduced (int, default 0): Gradients of all units, in float32, until the last
+            micro-batch.
+        copies (int, default 0): In host memory, of shards in files.
+        released (int, default 0): Of the peak, what is released before all shards have
+            gradients.
 
     Example:
         >>> from ctrainer.fsdp import UnitSize, memory_plan
@@ -99,9 +107,12 @@ class MemoryPlan:
     reduce_traffic: int
     replica_traffic: int
     machine_traffic: int  # bytes that leave a machine, of all its ranks together
-    host: int = 0  # shards that are offloaded, and pieces of state on disk
+    host: int = 0  # what is offloaded and not in files
     disk: int = 0
     secondary: int = 0  # shards of a machine's ranks, of the units that are released
+    unreduced: int = 0  # gradients of all units, of micro-batches but the last
+    copies: int = 0  # of shards in files
+    released: int = 0  # before all shards have gradients
 
     @property
     def sharded(self) -> int:
@@ -112,14 +123,25 @@ class MemoryPlan:
     def transient(self) -> int:
         """The peak of the engine's ledger, whatever the ranks; the ledger does not
         count quantized values."""
-        return self.gathered + self.prefetched + self.full_gradients + self.secondary
+        gradients = max(self.full_gradients, self.unreduced)
+        gathered = self.gathered + self.prefetched + self.secondary
+        return gathered + gradients + self.copies
 
     @property
     def total(self) -> int:
         """Bytes of a rank at the fullest moment; of its GPU where shards are offloaded,
         without the buffer that a shard is copied through."""
-        staying = 0 if self.host else self.sharded
-        return staying + self.feedback + self.transient + self.quantized
+        if not self.host:
+            return self.resident
+        return self.feedback + self.transient - self.copies + self.quantized
+
+    @property
+    def resident(self) -> int:
+        """Bytes of a rank that computes on the CPU, at the fullest moment. Gradients of
+        shards are freed after an update, and come while `released` goes."""
+        staying = self.host - self.copies if self.host else self.sharded
+        absent = min(self.gradients, self.released)
+        return staying - absent + self.feedback + self.transient + self.quantized
 
     @property
     def codes(self) -> int:
@@ -152,10 +174,13 @@ def memory_plan(
     error_feedback: bool = True,
     group_size: int | None = None,
     machine_size: int = 8,
-    offload: str | None = None,
+    offload_optimizer: str | None = None,
+    offload_param: str | None = None,
+    read_ahead: int = 5,
     secondary_shards: int | None = None,
+    micro_batches: int = 1,
 ) -> MemoryPlan:
-    """Return the bytes that a step of one micro-batch takes and sends.
+    """Return the bytes that an update takes and sends.
 
     The fullest moment is that of a root whose parameters are used before and after the
     other units, as an embedding and a head are; else there is less at once.
@@ -186,11 +211,16 @@ def memory_plan(
         machine_size (int, default 8): Ranks of a machine. What leaves it is counted as
             collectives send it that bring data to another machine once: NCCL's, and
             those of a group over machines.
-        offload (str | None, default None): "cpu": shards, their gradients and the
-            optimizer's state are in host memory; "nvme": the state is in a file, of
-            which host memory has 4 pieces of 2**20 elements; None: all on the GPU.
+        offload_optimizer, offload_param (str | None, default None): "cpu", of either:
+            shards, their gradients and the optimizer's state are in host memory.
+            "nvme": there, but for the state or the shards, which are in files, of which
+            host memory has 4 pieces of 2**20 elements. None for both: all on the GPU.
+        read_ahead (int, default 5): With shards in files, of how many units at most
+            host memory has copies.
         secondary_shards (int | None, default None): Ranks of a machine, which keep
             parameters for the backward; None, or all ranks: they do not.
+        micro_batches (int, default 1): Of an update; before the last gradients stay
+            whole on each rank, as in no_sync().
 
     Raises:
         ValueError: a size below 1, ranks that groups and machines do not divide, an
@@ -208,6 +238,7 @@ def memory_plan(
     """
     group = world_size if group_size is None else group_size
     _check_sizes(world_size, shard_size_multiple, prefetch, group, machine_size)
+    _check_counts(micro_batches=micro_batches, read_ahead=read_ahead)
     step = _Step(
         [_Padded(unit, group, shard_size_multiple) for unit in units],
         _Sent(group, _bytes_of("compute_dtype", compute_dtype),
@@ -217,13 +248,17 @@ def memory_plan(
         reshard_after_forward,
         keeps_residual=error_feedback and reduce_bits is not None,
         secondary=_machine(secondary_shards, group),
+        micro_batches=micro_batches,
     )  # fmt: skip
     shards = sum(size.shards for size in step.units) // group
     gradients = sum(size.gradients for size in step.units) // group
     trainable = sum(size.trainable for size in step.units) // group
     state = math.ceil(trainable * optimizer_bytes)
-    pieces = math.ceil(_PIECES * optimizer_bytes)
-    host, disk = _offloaded(offload, shards + gradients, state, pieces)
+    of_state, of_shards = _check_places(offload_optimizer, offload_param)
+    disk = state * (of_state == "nvme") + shards * (of_shards == "nvme")
+    copies = step.copies(read_ahead) if of_shards == "nvme" else 0
+    pieces = _PIECES * min(step.longest(), _PIECE) * disk // max(trainable, 1)
+    host = shards + gradients + state - disk + min(pieces, disk) + copies
     return MemoryPlan(
         world_size=world_size,
         group_size=group,
@@ -239,9 +274,12 @@ def memory_plan(
         reduce_traffic=step.reduce_traffic(),
         replica_traffic=step.replica_traffic(world_size // group),
         machine_traffic=step.machine_traffic(world_size, machine_size),
-        host=host,
+        host=host if of_state or of_shards else 0,
         disk=disk,
         secondary=step.secondary_bytes(),
+        unreduced=step.unreduced(),
+        copies=copies,
+        released=step.released() + copies,
     )
 
 
@@ -257,15 +295,13 @@ def _machine(secondary_shards: int | None, group: int) -> int | None:
     return secondary_shards
 
 
-def _offloaded(
-    offload: str | None, shards: int, state: int, pieces: int
-) -> tuple[int, int]:
-    """Bytes in host memory and on disk."""
-    if offload not in (None, "cpu", "nvme"):
-        raise ValueError(f"offload must be 'cpu', 'nvme' or None, not {offload!r}")
-    if offload == "nvme":
-        return shards + min(state, pieces), state
-    return (shards + state if offload else 0), 0
+def _check_places(*places: str | None) -> Sequence[str | None]:
+    for name, place in zip(("optimizer", "param"), places, strict=True):
+        if place not in (None, "cpu", "nvme"):
+            raise ValueError(
+                f"offload_{name} must be 'cpu', 'nvme' or None, not {place!r}"
+            )
+    return places
 
 
 class _Padded:
@@ -341,6 +377,7 @@ class _Step:
     reshards: bool
     keeps_residual: bool
     secondary: int | None  # ranks of a machine
+    micro_batches: int
 
     @property
     def _roots(self) -> list[_Padded]:
@@ -348,8 +385,12 @@ class _Step:
 
     @property
     def _again(self) -> list[_Padded]:
-        """Those that are gathered a second time, for the backward."""
+        """Those that are gathered again, for backwards and the next micro-batches."""
         return [u for u in self.units if not u.kept] if self.reshards else []
+
+    @property
+    def _times(self) -> int:
+        return 2 * self.micro_batches - 1
 
     @property
     def _fullest(self) -> _Padded:
@@ -359,10 +400,31 @@ class _Step:
         inner = [unit for unit in self.units if not unit.kept]
         return max(inner, key=size, default=_Padded(UnitSize(()), 1, 1))
 
+    def _kept_and(self, inner: list[_Padded]) -> int:
+        return sum(unit.full(self.gather.item) for unit in [*self._roots, *inner])
+
     def gathered(self) -> int:
-        staying = self._roots if self.reshards else self.units
-        at_once = [*staying, self._fullest] if self._again else staying
-        return sum(unit.full(self.gather.item) for unit in at_once)
+        inner = [unit for unit in self.units if not unit.kept]
+        return self._kept_and([self._fullest] if self.reshards else inner)
+
+    def unreduced(self) -> int:
+        elements = sum(unit.trainable for unit in self.units)
+        return elements * 4 if self.micro_batches > 1 else 0
+
+    def released(self) -> int:
+        """Units that stay gathered or keep their gradients up to their backward."""
+        units = self.gathered() - self._kept_and([self._fullest])
+        return units + max(self.unreduced() - self.full_gradients(), 0)
+
+    def longest(self) -> int:
+        """Elements of the longest trained shard."""
+        groups = (n for unit in self.units for n, _ in unit.of_trainable)
+        return max(groups, default=0) // self.gather.ranks
+
+    def copies(self, read_ahead: int) -> int:
+        """Of the largest shards; a copy is released once its unit is gathered."""
+        shards = sorted(unit.shards // self.gather.ranks for unit in self.units)
+        return sum(shards[-read_ahead:])
 
     def secondary_bytes(self) -> int:
         of_machine = (unit.full(self.gather.item) for unit in self._again)
@@ -407,14 +469,14 @@ class _Step:
 
     def _gathered_parts(self) -> int:
         """Of the gathers over the whole group."""
-        units = self.units + ([] if self.secondary else self._again)
+        units = self.units + ([] if self.secondary else self._again * self._times)
         return sum(self.gather.parts(unit.of_all) for unit in units)
 
     def _reduced_parts(self) -> int:
         return sum(self.reduce.parts(unit.of_trainable) for unit in self.units)
 
     def gather_traffic(self) -> int:
-        within = self.secondary_bytes() * ((self.secondary or 1) - 1)
+        within = self.secondary_bytes() * ((self.secondary or 1) - 1) * self._times
         return self._gathered_parts() * (self.gather.ranks - 1) + within
 
     def reduce_traffic(self) -> int:
@@ -464,6 +526,12 @@ def _check_sizes(
             f"of group_size {group} and machine_size {machine} one must be a multiple "
             f"of the other, and world_size {world} of machine_size"
         )
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} must be 1 or more, not {count}")
 
 
 def _bytes_of(name: str, dtype: str) -> int:
@@ -535,10 +603,27 @@ class Decoder:
     def parameters(self) -> int:
         return self.layers * self.block + self.root
 
-    def units(self, item: int = 4) -> list[UnitSize]:
-        """With flatten_parameters; item: bytes of a shard's element."""
-        block = UnitSize((self.block,), item_bytes=(item,))
-        return [UnitSize((self.root,), (), True, (item,))] + [block] * self.layers
+    def sizes(self) -> list[int]:
+        """The parameters of the root and of each block."""
+        return [self.root] + [self.block] * self.layers
+
+    def units(self) -> list[UnitSize]:
+        """With flatten_parameters, of float32."""
+        return _units(self.sizes(), 4, None)
+
+
+def _units(sizes: Sequence[int], item: int, frozen_bits: int | None) -> list[UnitSize]:
+    """item: bytes of a shard's element. frozen_bits: of the frozen blocks; None: all
+    are trained."""
+    root, *blocks = sizes
+    if frozen_bits is None:
+        return [UnitSize((root,), (), True, (item,))] + [
+            UnitSize((block,), item_bytes=(item,)) for block in blocks
+        ]
+    return [UnitSize((), (root,), True, (item,))] + [
+        UnitSize((), (math.ceil(block * frozen_bits / 8),), item_bytes=(1,))
+        for block in blocks
+    ]
 
 
 # Source: config.json of Llama 3.2 1B, Llama 3.1 8B and 70B.
@@ -551,8 +636,8 @@ WORLD_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 _COLUMNS = (
     "parameters", "gradients", "optimizer", "feedback", "gathered", "prefetched",
-    "full_gradients", "quantized", "total", "gather_traffic", "reduce_traffic",
-    "replica_traffic", "machine_traffic", "secondary", "host", "disk",
+    "full_gradients", "unreduced", "quantized", "total", "gather_traffic",
+    "reduce_traffic", "replica_traffic", "machine_traffic", "secondary", "host", "disk",
 )  # fmt: skip
 
 
@@ -577,18 +662,62 @@ def table(plans: Sequence[MemoryPlan]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ctrainer plan",
+        prog="ctrainer memory",
         description="Print memory and traffic of sharded training.",
         formatter_class=HelpFormatter,
     )
     add, dtypes = parser.add_argument, list(DTYPE_BYTES)
-    add("--model", choices=list(DECODERS), default="8B", help="Size of the decoder.")
+    add(
+        "model",
+        metavar="MODEL",
+        help=f"Size of a decoder, {', '.join(DECODERS)}, or what transformers' "
+        "from_pretrained() takes, of which only the configuration is read.",
+    )
+    add(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=3,
+        help="Stage: 0 shards nothing; 1 and 2, gradients and the optimizer's state; "
+        "3, parameters, too.",
+    )
     add(
         "--world_size",
         type=int,
         nargs="+",
         default=WORLD_SIZES,
         help="Numbers of GPUs, a row of the table for each.",
+    )
+    for name, what in (("optimizer", "the optimizer's state"), ("param", "the shards")):
+        add(
+            f"--offload_{name}",
+            choices=("cpu", "nvme"),
+            help=f"nvme, {what} in files; cpu, of either option, shards, gradients and "
+            "state in host memory; unset, on the GPU.",
+        )
+    add(
+        "--read_ahead",
+        type=int,
+        default=5,
+        help="Units that are prefetched from files, with --offload_param nvme.",
+    )
+    add(
+        "--optimizer",
+        choices=sorted(RECIPES),
+        default="adamw_torch",
+        help="Optimizer, as optim of TrainingArguments.",
+    )
+    add(
+        "--optimizer_bytes",
+        type=float,
+        help="Bytes of state for each parameter; unset, those of --optimizer.",
+    )
+    add(
+        "--gradient_accumulation_steps",
+        dest="micro_batches",
+        type=int,
+        default=1,
+        help="Micro-batches of an update.",
     )
     add(
         "--compute_dtype",
@@ -603,35 +732,18 @@ def _parser() -> argparse.ArgumentParser:
         help="Dtype of the shards and their gradients.",
     )
     add(
+        "--frozen_bits",
+        type=int,
+        choices=(4, 8),
+        help="Bits of the blocks' parameters, all of which are frozen; adapters on "
+        "them are not counted. Unset, all are trained.",
+    )
+    add(
         "--reduce_dtype",
         choices=dtypes,
         help="Dtype of the reduced gradients; unset, that of --compute_dtype.",
     )
-    add(
-        "--optimizer_bytes",
-        type=float,
-        default=8,
-        help="Bytes of optimizer state for each parameter; 2.03125 with 8-bit AdamW.",
-    )
     add("--prefetch", type=int, default=0, help="Units to prefetch.")
-    add(
-        "--no_reshard_after_forward",
-        action="store_true",
-        help="Keep the parameters gathered between forward and backward pass.",
-    )
-    add(
-        "--zero",
-        type=int,
-        choices=(1, 2, 3),
-        help="Stage of a DeepSpeed configuration; 1 and 2 are "
-        "--no_reshard_after_forward.",
-    )
-    add(
-        "--offload",
-        choices=("cpu", "nvme"),
-        help="Where shards and the optimizer's state are: cpu, in host memory; nvme, "
-        "the state in a file; unset, on the GPU.",
-    )
     add(
         "--gather_bits",
         type=int,
@@ -664,21 +776,78 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def state_bytes(optim: str, dtype: str) -> float:
+    """Bytes of state for each parameter of a large matrix. optim: of RECIPES."""
+    import torch
+
+    from ctrainer import optim as optimizers
+
+    matrix = torch.empty(4096, 4096, dtype=getattr(torch, dtype), device="meta")
+    recipe = RECIPES[optim]
+    made = getattr(optimizers, recipe.cls)([matrix], lr=1e-3, **recipe.fixed)
+    state = made._new_state(matrix, made.param_groups[0]).values()
+    nbytes = sum(t.nbytes for t in state if isinstance(t, torch.Tensor))
+    return round(nbytes / matrix.numel(), 5)
+
+
+def _sizes(name: str) -> list[int]:
+    """The parameters of a model's root, and of its blocks."""
+    if name in DECODERS:
+        return DECODERS[name].sizes()
+    from ctrainer.adapters.empty_model import empty_model
+    from ctrainer.arguments.fsdp import Sharding
+    from ctrainer.fsdp import trained_model
+
+    module = empty_model(name)
+    sizes = trained_model.own_sizes(module, trained_model.choose(module, Sharding()))
+    return list(sizes.values())
+
+
+_SHARDING = (
+    "offload_optimizer offload_param gather_bits reduce_bits reduce_dtype prefetch "
+    "group_size secondary_shards"
+).split()
+
+
+def plan_of_stage(
+    stage: int, units: Iterable[UnitSize], world_size: int, **options: Any
+) -> MemoryPlan:
+    """memory_plan() of a stage of ZeRO, of which 0 has no options of sharding."""
+    if stage > 0:
+        options["reshard_after_forward"] = stage == 3
+        return memory_plan(units, world_size, **options)
+    for name in _SHARDING:
+        if options.get(name):
+            raise ValueError(f"{name}={options[name]!r} needs a stage above 0")
+    options |= {"group_size": 1, "reduce_dtype": "float32", "shard_size_multiple": 1}
+    plan = memory_plan(units, world_size, reshard_after_forward=False, **options)
+    # What autocast keeps of a forward for its backward.
+    narrow = options.get("compute_dtype", "float32") != "float32"
+    cast = plan.gathered if narrow else 0
+    return dataclasses.replace(
+        plan,
+        gathered=cast,
+        full_gradients=0,
+        unreduced=0,
+        released=cast if options.get("micro_batches", 1) == 1 else 0,
+    )
+
+
 def main(arguments: list[str]) -> int:
-    """`ctrainer plan`."""
+    """`ctrainer memory`."""
     parser = _parser()
     given: dict[str, Any] = vars(parser.parse_args(arguments))
-    model, sizes = DECODERS[given.pop("model")], given.pop("world_size")
-    keeps, stage = given.pop("no_reshard_after_forward"), given.pop("zero")
-    if keeps and stage == 3:
-        parser.error("--zero 3 reshards; leave --no_reshard_after_forward out")
-    given["reshard_after_forward"] = not keeps and stage in (None, 3)
+    name, sizes, stage = (given.pop(n) for n in ("model", "world_size", "zero"))
     given["error_feedback"] = not given.pop("no_error_feedback")
-    units = model.units(DTYPE_BYTES[given.pop("param_dtype")])
+    dtype, optim = given.pop("param_dtype"), given.pop("optimizer")
+    if given["optimizer_bytes"] is None:
+        given["optimizer_bytes"] = state_bytes(optim, dtype)
     try:
-        plans = [memory_plan(units, size, **given) for size in sizes]
-    except ValueError as error:
+        counts = _sizes(name)
+        units = _units(counts, DTYPE_BYTES[dtype], given.pop("frozen_bits"))
+        plans = [plan_of_stage(stage, units, size, **given) for size in sizes]
+    except (OSError, ValueError) as error:
         parser.error(str(error))
-    print(f"{in_gb(model.parameters)} G parameters, GB on each GPU")
+    print(f"{in_gb(sum(counts))} G parameters, GB on each GPU")
     print(table(plans))
     return 0

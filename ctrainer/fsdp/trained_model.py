@@ -704,18 +704,26 @@ def _in_memory(
 ) -> set[int]:
     """The ids of the units whose shards stay in memory where others are in files: those
     that come first, of which a rank has at most so many elements."""
-    left, found, taken = sharding.max_in_memory, set(), set[nn.Parameter]()
+    left, found = sharding.max_in_memory, set()
+    for module, size in own_sizes(model, chosen).items():
+        own = -(-size // ranks)
+        if own <= left:
+            left -= own
+            found.add(id(module))
+    return found
+
+
+def own_sizes(model: nn.Module, chosen: set[int]) -> dict[nn.Module, int]:
+    """The root and the chosen modules, in the model's order, and how many parameters
+    each has beside those of inner ones."""
+    taken = set[nn.Parameter]()
     units = [m for m in model.modules() if m is model or id(m) in chosen]
     own = {}
     for module in reversed(units):  # what is in inner units first
         params = [p for p in module.parameters() if p not in taken]
         taken.update(params)
-        own[id(module)] = -(-sum(p.numel() for p in params) // ranks)
-    for module in units:
-        if own[id(module)] <= left:
-            left -= own[id(module)]
-            found.add(id(module))
-    return found
+        own[module] = sum(p.numel() for p in params)
+    return {module: own[module] for module in units}
 
 
 def begins_anew(model: nn.Module, sharding: Sharding, group: _C.Communicator) -> bool:

@@ -17,7 +17,7 @@ from ctrainer.runtime.command_line import with_default
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = (
     *("consolidate", "demo", "ds-to-universal", "env", "fairseq-preprocess"),
-    *("fairseq-train", "original", "plan", "replay", "zero-to-fp32"),
+    *("fairseq-train", "memory", "original", "replay", "zero-to-fp32"),
 )
 
 

@@ -64,7 +64,7 @@ def test_programs_are_those_of_the_package() -> None:
     done = subprocess.run(program, check=True, capture_output=True, text=True)
     named = commands(r"(?m)(?:^\$ |`)ctrainer ([a-z-]+)")
     named |= commands(r"(?m)^ctrainer ([a-z-]+) --")
-    assert {"consolidate", "plan", "replay", "fairseq-train"} <= named
+    assert {"consolidate", "memory", "replay", "fairseq-train"} <= named
     # One way to write a command; the page on commands alone says that there are two.
     assert commands(r"python -m ctrainer (\S+)") == {"COMMAND`"}
     assert not [name for name in named if name not in done.stdout]

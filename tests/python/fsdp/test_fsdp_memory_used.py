@@ -160,7 +160,8 @@ def test_the_plan_of_any_model_is_what_the_engine_counts(
             units_of(model), world, secondary_shards=local, optimizer_bytes=of_state,
             compute_dtype=str(full)[6:], prefetch=len(prefetch) // 2,
             reduce_dtype="float32" if wide else None, shard_size_multiple=256,
-            offload="nvme" if "disk" in name else None, reshard_after_forward=reshards,
+            offload_optimizer="nvme" if "disk" in name else None,
+            reshard_after_forward=reshards,
         )  # fmt: skip
         optimizer = make(p for p in model.parameters() if p.requires_grad)
         if "disk" in name:

@@ -22,6 +22,8 @@ CASES: list[dict[str, Any]] = [
     {"gather_bits": 8, "reduce_bits": 4},
     {"gather_bits": 4, "reduce_bits": 8, "error_feedback": False},
     {"reshard_after_forward": False},
+    {"micro_batches": 3},
+    {"micro_batches": 3, "reshard_after_forward": False},
 ]
 
 
@@ -43,6 +45,8 @@ def blocks(wrap: Any) -> FSDP:
 
 def step(shared: Any, replicas: Any, options: dict[str, Any]) -> FSDP:
     group = shared if replicas is None else (shared, replicas)
+    options = dict(options)
+    micro_batches = options.pop("micro_batches", 1)
 
     def wrap(module: nn.Module) -> FSDP:
         return FSDP(
@@ -51,6 +55,9 @@ def step(shared: Any, replicas: Any, options: dict[str, Any]) -> FSDP:
         )  # fmt: skip
 
     model = blocks(wrap)
+    for _ in range(micro_batches - 1):
+        with model.no_sync():
+            model(torch.ones(4, 16)).square().sum().backward()
     model(torch.ones(4, 16)).square().sum().backward()
     return model
 
