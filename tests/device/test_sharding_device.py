@@ -126,22 +126,27 @@ def test_no_memory_is_taken_after_the_second_update(
 
 
 def four_units(
-    group: _C.Communicator, device: torch.device, offload: bool = True
+    group: _C.Communicator, device: torch.device, offload: bool = True, **options: Any
 ) -> FSDP:
     layers = [nn.Linear(16, 16).to(device) for _ in range(4)]
     given: dict[str, Any] = {"on_neuron": False, "process_group": group}
-    given |= {"cpu_offload": offload, "flatten_parameters": True}
+    given |= {"cpu_offload": offload, "flatten_parameters": True, **options}
     return FSDP(nn.Sequential(*(FSDP(layer, **given) for layer in layers)), **given)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"forward_prefetch": True, "backward_prefetch": "BACKWARD_PRE"}],
+    ids=["in turn", "prefetch"],
+)
 def test_the_host_waits_for_copies_at_the_ends_of_passes_alone(
-    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(fsdp_options, "_usable", lambda device: device)
     updates, passes = 4, 2
 
     def waits(group: _C.Communicator, device: torch.device, offload: bool) -> int:
-        model = four_units(group, device, offload)
+        model = four_units(group, device, offload, **options)
         batch, before = torch.ones(2, 16, device=device), 0
         for step in range(updates + 1):
             if step == 1:  # memory is taken, and other memory freed, in the first
