@@ -19,9 +19,9 @@ runtime/engine.py, runtime/zero, checkpoint/ds_to_universal.py.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -65,21 +65,36 @@ def of_class(cls: Any, **attributes: Any) -> Any:
 def load(path: str) -> Any:
     """The object in a file of torch.save, mapped to memory.
 
-    Raises ValueError naming the file, and the first object that is neither plain data
-    nor of STAND_INS.
+    Raises ValueError naming a file that differs from its checksums, or the file and the
+    first object that is neither plain data nor of STAND_INS.
     """
+    _C.archive_index(path, None)
     try:
         with torch.serialization.safe_globals(STAND_INS):  # type: ignore[arg-type]
             return torch.load(path, "cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as problem:
+    except Exception as problem:
         named = re.search(r"GLOBAL (\S+)|class (\S+)", str(problem))
         what = named and (named[1] or named[2])
         raise ValueError(
             f"{path} has an object of {what}, which is neither plain data nor of "
             f"{', '.join(name for _, name in STAND_INS)}: it is not unpickled"
             if what
-            else f"{path} cannot be read: {str(problem).splitlines()[0]}"
+            else f"{path} cannot be read: {repr(problem).splitlines()[0]}"
         ) from None
+
+
+_MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
+
+
+@contextlib.contextmanager
+def _as_one(folder: str) -> Iterator[None]:
+    """Raise ValueError for what files lack that are whole in themselves."""
+    try:
+        yield
+    except _MISFITS as problem:
+        raise ValueError(
+            f"{folder}: its files are not those of one checkpoint of ZeRO: {problem!r}"
+        ) from problem
 
 
 def save(obj: Any, path: str) -> None:
@@ -107,8 +122,8 @@ def folder_of(checkpoint_dir: str, tag: str | None, latest: str = "latest") -> s
         path = os.path.join(checkpoint_dir, latest)
         if not os.path.isfile(path):
             raise FileNotFoundError(f"Unable to find 'latest' file at {path}")
-        with open(path, encoding="utf-8") as file:
-            tag = file.read().strip()
+        with open(path, encoding="utf-8", errors="replace") as file:
+            tag = file.read(1000).strip()
     folder = os.path.join(checkpoint_dir, tag)
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"Directory '{folder}' doesn't exist")
@@ -180,6 +195,11 @@ class Checkpoint:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
+        with _as_one(folder):
+            self._read()
+
+    def _read(self) -> None:
+        folder = self.folder
         models = _by_rank(folder, "*_model_states.pt")
         if not models:
             raise FileNotFoundError(f"can't find *_model_states.pt files in {folder}")
@@ -273,6 +293,11 @@ class Checkpoint:
         """
         make: dict[str, Callable[[], Any]] = {}
         module, buffers = self.model["module"], self.model.get("buffer_names")
+        if self.stage == 0 and self.parameters:
+            raise FileNotFoundError(
+                f"can't find *_optim_states.pt files in directory '{self.folder}', "
+                "which have the values of parameters"
+            )
         if self.stage == 0:
             return Lazy({n: partial(_float, value) for n, value in module.items()})
         for name in buffers or ():
@@ -297,14 +322,20 @@ class Checkpoint:
 
     def value(self, name: str, key: str) -> Any:
         """A parameter's values ("fp32") or what the optimizer has of it."""
+        with _as_one(self.folder):
+            return self._value(name, key)
+
+    def _value(self, name: str, key: str) -> Any:
         if self.universal:
             path = os.path.join(self.folder, "zero", name, f"{key}.pt")
-            if not os.path.exists(path):  # a count, which all have alike
-                return self._states(0)[self._group[name]][key]
+            counts = self._states(0).get(self._group[name], {})
+            if not os.path.lexists(path) and key in counts:  # which all have alike
+                return counts[key]
             found = load(path)
-            found = found["param"] if isinstance(found, dict) else found
-            if isinstance(found, torch.Tensor) and found.dim() > 0:  # flat, of stage 3
-                found = found.view(self.parameters[name])
+            with _as_one(path):
+                found = found["param"] if isinstance(found, dict) else found
+                if isinstance(found, torch.Tensor) and found.dim() > 0:
+                    found = found.view(self.parameters[name])  # flat, of stage 3
             return found
         flat = self._flat[name]
         if key == "fp32":

@@ -329,6 +329,12 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     os.remove(place / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     with pytest.raises(ValueError, match=r"Expected 2 of .* found 1 files"):
         get(str(place))
+    for kept in ("2_fp32", "3_fp32"):
+        place = shutil.copytree(runs.KEPT / kept, tmp_path / kept)
+        for path in place.glob("global_step4/*_optim_states.pt"):
+            path.unlink()
+        with pytest.raises(FileNotFoundError, match=r"can't find \*_optim_states.pt"):
+            get(str(place))
     with pytest.raises(ValueError, match="max_shard_size is '5 miles'"):
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
             str(place), str(tmp_path / "out"), "5 miles"
