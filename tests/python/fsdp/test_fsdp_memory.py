@@ -245,8 +245,9 @@ ALL = [f"{world}:{name}" for world in (1, 2) for name in CASES]
 
 @pytest.mark.timeout(3600)
 def test_ranks_take_the_memory_that_the_plan_says() -> None:
-    """But for two layers of 12: torch has gradients beside those of units, and copies
-    of bfloat16 weights. 2 MiB are shared with the other rank."""
+    """But for two layers of 12, or four in bfloat16 without sharding: torch has
+    gradients beside those of units, and copies of bfloat16 weights. 2 MiB are shared
+    with the other rank."""
     runs = draws(len(MEASURED), len(ALL))
     done = run_alone("fsdp.measured_memory", *(MEASURED if runs < len(ALL) else ALL))
     assert done.returncode == 0, done.stderr
@@ -255,4 +256,5 @@ def test_ranks_take_the_memory_that_the_plan_says() -> None:
     layer = 4 * WIDTH * (WIDTH + 1)
     for name, world, peak, said in lines:
         shared = 2**21 * (world - 1)
-        assert -layer < peak - shared - said < 2 * layer, (name, world, peak, said)
+        most = (4 if name == "stage 0 in bfloat16" else 2) * layer
+        assert -layer < peak - shared - said < most, (name, world, peak, said)
