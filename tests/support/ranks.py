@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -68,23 +70,79 @@ def started(
         yield processes
 
 
-def run(folder: Path, program: str, world: int = 2, **options: Any) -> list[Rank]:
+def run(
+    folder: Path, program: str, world: int = 2, apart: bool = False, **options: Any
+) -> list[Rank]:
     """Run a module of tests/programs in `world` processes, which find what they are
-    in programs.run: rank, world, folder, these options (of JSON), and tell()."""
+    in programs.run: rank, world, folder, these options (of JSON), and tell(). Other
+    programs may have imported modules before; apart: none has."""
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = ["-m", f"programs.{program}", str(folder), json.dumps(options)]
     job, port = uuid.uuid4().hex, free_port()
-    environs = [torchrun(rank, world, job, port) for rank in range(world)]
-    with started(
-        arguments, environs, cwd=folder, stderr=subprocess.STDOUT
-    ) as processes:
-        outputs = [
-            process.communicate(timeout=LIMIT_SECONDS)[0] for process in processes
-        ]
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    environ.pop("PYTEST_CURRENT_TEST", None)
+    forking = _Forking(environ) if apart else _forking(frozenset(environ.items()))
+    codes = forking.run(
+        f"programs.{program}",
+        [
+            {
+                "arguments": [str(folder), json.dumps(options)],
+                "environ": {**environ, **torchrun(rank, world, job, port)},
+                "folder": str(folder),
+                "output": str(folder / f"output{rank}.txt"),
+            }
+            for rank in range(world)
+        ],
+    )
     return [
-        Rank(process.returncode, output, _told(folder / f"told{rank}.json"))
-        for rank, (process, output) in enumerate(zip(processes, outputs, strict=True))
+        Rank(
+            code,
+            (folder / f"output{rank}.txt").read_text(),
+            _told(folder / f"told{rank}.json"),
+        )
+        for rank, code in enumerate(codes)
     ]
+
+
+class _Forking:
+    """Two processes of programs.forked, of which ranks are forked: two, for each hashes
+    strings in its own way, and the order of sets may not be that of all ranks."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "programs.forked"], env=environ, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+
+    def run(self, program: str, ranks: list[dict[str, Any]]) -> list[int]:
+        """The exit codes of these ranks, which no exception of ours outlives."""
+        codes = [0] * len(ranks)
+        try:
+            for which, process in enumerate(self.processes):
+                request = {"program": program, "seconds": LIMIT_SECONDS}
+                assert process.stdin is not None
+                print(json.dumps({**request, "ranks": ranks[which::2]}),
+                      file=process.stdin, flush=True)  # fmt: skip
+            for which, process in enumerate(self.processes):
+                assert process.stdout is not None
+                codes[which::2] = json.loads(process.stdout.readline())
+        except BaseException:
+            for process in self.processes:
+                process.send_signal(signal.SIGALRM)
+            _forking.cache_clear()
+            raise
+        return codes
+
+    def __del__(self) -> None:
+        for process in self.processes:
+            process.communicate()
+
+
+@functools.lru_cache(maxsize=2)
+def _forking(environ: frozenset[tuple[str, str]]) -> _Forking:
+    return _Forking(dict(environ))
 
 
 def run_alone(

@@ -1,17 +1,13 @@
 """ctrainer.compat.deepspeed's checkpoints on 2 ranks: DeepSpeed's are loaded and
 trained on, and its own written, loaded and compared."""
 
-import sys
 from typing import Any
 
+import deepspeed_engines as runs
 import torch
 from programs.run import folder, options, tell
 
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
-
-import deepspeed_engines as runs  # noqa: E402
-
-from ctrainer.compat import deepspeed  # noqa: E402
+from ctrainer.compat import deepspeed
 
 
 def made(stage: int, dtype: str, in_groups: bool = False, **more: Any) -> Any:

@@ -1,18 +1,14 @@
 """ctrainer.compat.deepspeed's engine and module zero, on 2 ranks."""
 
 import contextlib
-import sys
 from typing import Any
 
+import deepspeed_engines as runs
 import torch
 from programs.run import tell
 
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
-
-import deepspeed_engines as runs  # noqa: E402
-
-from ctrainer.compat import deepspeed  # noqa: E402
-from ctrainer.compat.deepspeed import zero  # noqa: E402
+from ctrainer.compat import deepspeed
+from ctrainer.compat.deepspeed import zero
 
 
 def made(stage: int, dtype: str, in_groups: bool = False, **options: Any) -> Any:

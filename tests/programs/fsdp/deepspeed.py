@@ -1,14 +1,9 @@
 """Trainer with DeepSpeed configurations and sharded_ddp, on 2 ranks."""
 
-import sys
-
+import deepspeed_trainings as runs
 from programs.run import folder, tell
 
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
-
-import deepspeed_trainings as runs  # noqa: E402
-
-from ctrainer.optim import _disk  # noqa: E402
+from ctrainer.optim import _disk
 
 _disk._LEAST = 1  # bytes, for a tiny model
 results = {}

@@ -1,15 +1,9 @@
 """HF's Trainer with fsdp on 2 ranks."""
 
-import sys
-
+import sharded_trainings as runs
 from programs.run import folder, rank, tell
 
 from ctrainer.comm import machines, world
-
-# transformers imports these where they are, and no run here needs them
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
-
-import sharded_trainings as runs  # noqa: E402
 
 assert world(60).world_size == 2
 machines._this_machine = lambda: f"machine {rank}"  # as for hybrid sharding

@@ -1,15 +1,10 @@
 """Fine-tunings on the shards of 2 ranks."""
 
-import sys
 import traceback
 
+import fine_tunings
 import torch
 from programs.run import folder, options, tell
-
-# transformers imports these where they are, and no run here needs them
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
-
-import fine_tunings  # noqa: E402
 
 failed = {}
 for case in fine_tunings.table()[options["first"] : options["end"]]:

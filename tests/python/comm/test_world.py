@@ -14,7 +14,7 @@ from ctrainer.comm import run
 
 
 def test_ranks_share_one_group_and_join_again_after_leaving(tmp_path) -> None:
-    found = ranks.told(ranks.run(tmp_path, "comm.world"))
+    found = ranks.told(ranks.run(tmp_path, "comm.world", apart=True))
     assert found == ["done 0", "done 1"]
 
 
