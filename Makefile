@@ -52,7 +52,7 @@ FORMATTED := $(wildcard csrc/*/*.[hc] csrc/*/*/*.[hc] benchmarks/*.c benchmarks/
     tests/cuda/*.cpp tests/cuda/*.h tests/cuda/emul/*.cpp tests/cuda/emul/*.h tests/cuda/emul/libs/*.cpp tests/cuda/emul/torch/*.cpp)
 BENCHES := $(filter-out benchmarks/report.py,$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install install-test demo test test-all test-python test-engine test-device test-sharding gpu bench lint format ext check-core asan asan-core asan-ext tsan clean
+.PHONY: install install-test demo test test-all test-python test-engine test-device test-on-device test-sharding emulation gpu bench lint format ext check-core asan asan-core asan-ext tsan clean
 .PHONY: dist wheels docs bench-kernels mutants fuzz step-files
 install: $(INSTALLED)
 install-test: $(TESTABLE)
@@ -84,26 +84,30 @@ $(TESTABLE): $(INSTALLED) | ext
 demo: ext
 	@trap : INT; $(PY) examples/code_search.py || test $$? -eq 130
 
-# The parts of Python's are for make -j2. Each part runs, whatever the others find.
+# For make -j2: the longest part begins first. Each runs, whatever the others find.
 SHARDING := tests/python/fsdp
 test:
-	+$(MAKE) -k check-core test-python test-engine test-device test-sharding
+	+$(MAKE) -k test-python test-engine test-sharding test-device test-on-device check-core
 test-python: ext $(TESTABLE)
 	$(PY) -m pytest tests/python --ignore $(SHARDING)
 test-sharding: ext $(TESTABLE)
 	$(PY) -m pytest $(SHARDING)
-test-engine: ext $(TESTABLE) $(BUILD)/libcore.a # which its own call of make would build beside us
+test-engine: ext $(TESTABLE) emulation
 	$(PY) -m pytest tests --ignore tests/python --ignore tests/device
-# Torch has a GPU of the emulation in these processes. After test-engine, which builds it,
-# too. The second runs tests of the host once more, on that GPU, with small draws.
+# Torch has a GPU of the emulation in these processes. The second runs tests of the host
+# once more, on that GPU, with small draws.
 ON_DEVICE := $(addprefix tests/python/,optim callbacks trainer/test_trainer_precision.py \
     trainer/test_fp16_training.py $(addprefix fairseq/test_fairseq_, \
     optimizers.py sharding.py trainer.py))
 ALL_ON_DEVICE := $(addprefix tests/python/,optim callbacks fairseq trainer checkpoint \
     evaluate data bmuf ddp) tests/binding/trainer tests/binding/evaluate tests/parity
-test-device: ext $(TESTABLE) test-engine
+test-device: ext $(TESTABLE) emulation
 	$(PY) -m pytest tests/device
+test-on-device: ext $(TESTABLE) emulation
 	PYTHONPATH=tests/support CTRAINER_EXHAUSTIVE=0 $(PY) -m pytest -p on_device $(ON_DEVICE)
+# Once for all of them, which would each build it.
+emulation: $(TESTABLE) $(BUILD)/libcore.a
+	+$(MAKE) -s cuda-emul-build cuda-emul-python cuda-emul-torch
 
 test-all:
 	CTRAINER_EXHAUSTIVE=1 PYTEST_TIMEOUT=7200 $(MAKE) test ON_DEVICE='$(ALL_ON_DEVICE)'

@@ -1,6 +1,7 @@
 # The CUDA part of the Makefile.
 #
-#   make cuda         compile and link ctrainer._cuda with nvcc, then cuda-emul
+#   make cuda         compile and link ctrainer._cuda with nvcc, then what make test has not
+#                     run: cuda-emul-asan, and the tests of the plugin and its machine code
 #   make cuda-emul    run the sources of cuda/ on the CPU, plainly and under sanitizers
 #   make cuda-check   run them on a GPU; a test that finds none exits 77: skipped
 NVCC ?= nvcc
@@ -25,15 +26,15 @@ PLUGIN_CORE := base/alloc base/status base/wait \
     comm/comm device/update
 EMUL_FLAGS := -O1 -g -Wall -Wextra -Wshadow -Werror -ffp-contract=off -fPIC -pthread $(SAN)
 
-.PHONY: cuda cuda-emul cuda-emul-build cuda-emul-libraries cuda-emul-python cuda-emul-torch cuda-emul-plain cuda-check
-cuda: cuda-emul $(TESTABLE)
+.PHONY: cuda cuda-emul cuda-emul-build cuda-emul-libraries cuda-emul-python cuda-emul-torch cuda-emul-plain cuda-emul-asan cuda-check
+cuda: cuda-emul-asan $(TESTABLE)
 	command -v $(NVCC) >/dev/null || test -x /usr/local/cuda/bin/nvcc || \
 	  $(PY) -m pip install -q --disable-pip-version-check $(NVCC_WHEELS)
 	CTRAINER_CUDA=1 PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
-	$(PY) -m pytest tests/cuda --ignore tests/cuda/test_emulation.py
-	$(PY) -m pytest tests/device
+	$(PY) -m pytest $(addprefix tests/cuda/test_,module.py ptx.py cubins.py fsdp_gpu.py)
 
-cuda-emul: cuda-emul-plain
+cuda-emul: cuda-emul-plain cuda-emul-asan
+cuda-emul-asan:
 	$(MAKE) BUILD=$(BUILD)/asan SAN="-O1 -g -fsanitize=address,undefined \
 	  -fno-sanitize-recover=all" cuda-emul-plain
 
@@ -86,7 +87,7 @@ $(EMUL)/_cuda.so: $(EMUL_OBJECTS) $(EMUL)/module.o $(PLUGIN_CORE:%=$(EMUL)/core/
 	$(CXX) -shared -pthread -o $@ $^ -ldl -lm
 
 # The same where torch has a device of its own over that memory, of the kind kDLExtDev.
-TORCH_DIR = $(shell $(PY) -c 'import torch; print(torch.__path__[0])')
+TORCH_DIR = $(shell $(PY) -c 'import importlib.util as i; print(*i.find_spec("torch").submodule_search_locations)')
 TORCH_DEVICE := -DCT_CUDA_DLPACK=12
 $(EMUL)/torch/device.cu.o: cuda/device.cu $(CUDA_HEADERS)
 	@mkdir -p $(@D)
