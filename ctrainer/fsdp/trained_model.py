@@ -621,7 +621,9 @@ def without_values(model: nn.Module) -> nn.Module:
 
 
 def close_groups(model: TrainedModel) -> None:
-    """Leave the groups of all units, so that no rank waits for this one."""
+    """Forget the pass that has failed, with its prefetches, and leave the groups of all
+    units, so that no rank waits for this one."""
+    model._unit.abandon()
     groups = (
         group
         for unit in model.units()

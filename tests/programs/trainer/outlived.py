@@ -24,7 +24,11 @@ class Net(rank_checkpoints.Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers[1] = nn.Identity()
+        torch.manual_seed(0)
+        self.layers[1] = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+        self.layers[1].register_full_backward_hook(
+            lambda *_: die() if dies("middle") else None
+        )
         self.steps = 0
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None):

@@ -17,11 +17,13 @@ from ctrainer import TrainingArguments
 pytest.importorskip("torch")
 
 SHARDED = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 20}}
+HYBRID = {**SHARDED, "fsdp": "hybrid_shard auto_wrap"}  # a machine has a replica
 
 
 def replicas(shards: int) -> dict[str, Any]:
     """Each of so many ranks has a part of the model that other ranks have, too."""
-    stage = {"stage": 3, "mics_shard_size": shards}
+    stage = {"stage": 3, "mics_shard_size": shards,
+             "stage3_param_persistence_threshold": 20}  # fmt: skip
     return {"deepspeed": {"zero_optimization": stage}, "ema_decay": 0.5}
 
 
@@ -116,6 +118,8 @@ def test_a_rank_that_raises_an_error_of_its_own_is_lost(tmp_path: Path) -> None:
         ([3], "update", PARTS, None),
         ([2], "log", {}, None),
         ([3], "backward", PARTS, None),
+        ([3], "middle", {}, None),
+        ([3], "middle", SHARDED, 3),
         ([1, 2, 3], "forward", {}, None),
         ([3], "updated", {}, 3),
         ([3], "signal", {}, 7),
@@ -144,6 +148,7 @@ def test_a_replica_continues_from_the_last_whole_update(tmp_path: Path) -> None:
         ([0, 1], "backward", 4),
         ([0, 3], "forward", 4),  # the others have both parts
         ([3], "agreed", 4),
+        ([2], "middle", 4),
         ([3], "update", 5),
         ([2], "log", 4),
         ([1, 3], "forward", 3),  # a part is lost
@@ -177,7 +182,7 @@ def test_another_is_killed_meanwhile(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("arguments", [{}, SHARDED])
+@pytest.mark.parametrize("arguments", [{}, SHARDED, HYBRID])
 def test_a_machine_is_lost(
     first: bool, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -195,6 +200,8 @@ def test_a_machine_is_lost(
         told = json.loads((tmp_path / f"told{rank}.json").read_text())
         assert told["place"] == told["torch"] == [number, 2]
         assert max(map(int, told["losses"])) == 8
+        step = 3 if arguments is SHARDED else 4
+        assert told["resumed"].endswith(f"checkpoint-{step}")
         print(f"{told['seconds']:.2f} seconds to the first update of rank {number}")
         assert told["seconds"] < 30
 
