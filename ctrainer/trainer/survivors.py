@@ -145,6 +145,7 @@ def take_shards(trainer: TrainerRun, trained: bool) -> tuple[int, int]:
 
     model = trainer.model
     if trainer._own_shards is None and trained and model.replicas is not None:
+        checkpoint.set_mode("eval", trainer.optimizer)  # as checkpoint.write() does
         trainer._own_shards = trained_model.Shards.of(model, trainer.optimizer)
     trained_model.close_groups(model)
     own = trainer._own_shards

@@ -156,7 +156,14 @@ def test_a_replica_continues_from_the_last_whole_update(tmp_path: Path) -> None:
         ([3], "signal", 7),
     ],
 )
-@pytest.mark.parametrize("arguments", [{}, {"max_grad_norm": 0, "optim": "adafactor"}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"max_grad_norm": 0, "optim": "adafactor"},
+        {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
+    ],
+)
 def test_replicas_wherever_ranks_are_killed(
     killed: list[int],
     place: str,
