@@ -1,15 +1,11 @@
 """Trainer with drawn options on 2 ranks, one training after the other."""
 
-import sys
 import traceback
 
+import drawn_trainings as runs
 from programs.run import folder, options, tell
 
-sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn", "torchao")))
-
-import drawn_trainings as runs  # noqa: E402
-
-from ctrainer.optim import _disk  # noqa: E402
+from ctrainer.optim import _disk
 
 _disk._LEAST = 1  # bytes, for a tiny model
 results = {}

@@ -239,6 +239,7 @@ def test_the_state_of_an_optimizer_is_that_of_its_paper(
     assert state_bytes(optim, dtype) == pytest.approx(expected, abs=2e-4)
 
 
+READ_AHEAD = {"shards in files": 3, "all in files": 5}  # units
 MEASURED = ["1:shards in files", "2:all in files", "2:accumulated", "2:quantized"]
 ALL = [f"{world}:{name}" for world in (1, 2) for name in CASES]
 
@@ -247,7 +248,8 @@ ALL = [f"{world}:{name}" for world in (1, 2) for name in CASES]
 def test_ranks_take_the_memory_that_the_plan_says() -> None:
     """But for two layers of 12, or four in bfloat16 without sharding: torch has
     gradients beside those of units, and copies of bfloat16 weights. 2 MiB are shared
-    with the other rank."""
+    with the other rank. Units that are read ahead may come later than the fullest
+    moment."""
     runs = draws(len(MEASURED), len(ALL))
     done = run_alone("fsdp.measured_memory", *(MEASURED if runs < len(ALL) else ALL))
     assert done.returncode == 0, done.stderr
@@ -257,4 +259,5 @@ def test_ranks_take_the_memory_that_the_plan_says() -> None:
     for name, world, peak, said in lines:
         shared = 2**21 * (world - 1)
         most = (4 if name == "stage 0 in bfloat16" else 2) * layer
-        assert -layer < peak - shared - said < most, (name, world, peak, said)
+        late = READ_AHEAD.get(name, 0) * layer // world
+        assert -layer - late < peak - shared - said < most, (name, world, peak, said)
