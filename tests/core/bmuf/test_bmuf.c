@@ -1,5 +1,6 @@
 #define _GNU_SOURCE
 #include "core/base/alloc.h"
+#include "core/base/arena.h"
 #include "core/bmuf/bmuf.h"
 #include "ct_kernels.h"
 #include "ct_processes.h"
@@ -335,7 +336,7 @@ static size_t
 bytes_in_use(void)
 {
     const struct mallinfo2 found = mallinfo2();
-    return found.uordblks + found.hblkhd;
+    return found.uordblks + found.hblkhd + ct_arena_measure().used;
 }
 
 static void
