@@ -19,8 +19,8 @@ typedef struct Trainer {
 #define CTPY_VALUE(type, name) type name;
 #include "binding/engine/fields.def"
     PyObject *signatures;  /* dict: function -> what keywords it accepts; never NULL */
-    int agreed_signal;     /* that all ranks know of; 0: none */
     ct_deadline leaves_at; /* by a signal to some ranks alone; 0: none */
+    int agreed_signal;     /* that all ranks know of; 0: none */
 } Trainer;
 
 /* One train(), made by _inner_training_loop(). */
