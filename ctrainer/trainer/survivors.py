@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -109,9 +111,13 @@ def _regrouped(
         part = -1
     left = regroup(trainer, error, joins, part, parts)
     trainer._run = None  # another failure is one of the run that begins now
-    had_begun = b"" if where is None else b"1"
-    if not all(trainer._together("looking for ranks", lambda: had_begun)):
-        where = None  # nor has any rank made an update
+    plain = resume if isinstance(resume, bool | None) else os.fspath(resume)
+    said = json.dumps([where is not None, plain]).encode()
+    texts = trainer._together("finding where to resume", lambda: said)
+    for had_begun, theirs in map(json.loads, texts):
+        if not had_begun:  # nor has any rank made an update
+            where, resume = None, theirs
+            break
     return state_of(trainer, left, where, before, resume)
 
 

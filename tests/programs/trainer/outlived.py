@@ -62,6 +62,15 @@ def die(number: int = signal.SIGKILL) -> None:
 
 
 class Trainer(ctrainer.Trainer):
+    late = rank == options.get("late")
+
+    def _together(self, doing, function):
+        found = super()._together(doing, function)
+        if doing == "finding its folder" and self.late:
+            self.late = False  # the others train already
+            raise RankFailure("it has not got what they have")
+        return found
+
     def create_optimizer(self, *args, **kwargs):
         if rank == options.get("resuming") and world().world_size < options["of"]:
             die()  # while the others resume

@@ -60,7 +60,7 @@ def compare(
 
     step: from which the others resume; None: the one at which ranks are killed. after:
     the arguments for those that are left, where they differ. then: a rank that is
-    killed while the others are "joining" or "resuming".
+    killed while the others are "joining" or "resuming", or "late" to resume.
     """
     if step is None:
         step = at + (place == "update")
@@ -69,7 +69,8 @@ def compare(
         folder / "run", world, killed=killed, at=at, where=place, raises=raises,
         arguments={**arguments, "min_world_size": 1}, **dict([then] if then else []),
     )  # fmt: skip
-    killed = sorted({*killed, *then[1:]} if then else killed)
+    if then and then[0] != "late":
+        killed = sorted({*killed, then[1]})
     left = [found for rank, found in enumerate(done) if rank not in killed]
     for rank in killed:
         assert done[rank].code == (1 if raises else -15 if place == "signal" else -9)
@@ -178,13 +179,16 @@ def test_replicas_wherever_ranks_are_killed(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("arguments", [{}, replicas(2)])
-@pytest.mark.parametrize("then", [("joining", 0), ("joining", 2), ("resuming", 0)])
+@pytest.mark.parametrize(
+    "then", [("joining", 0), ("joining", 2), ("resuming", 0), ("late", 2)]
+)
 def test_another_is_killed_meanwhile(
     arguments: dict[str, Any], then: tuple[str, int], tmp_path: Path
 ) -> None:
     """Of the others both parts are left, where there are parts."""
-    killed = 3 if then[1] == 0 else 1
-    compare(tmp_path, [killed], 4, "forward", arguments, None, arguments, then=then)
+    killed = 1 if then == ("joining", 2) else 3
+    after = replicas(3) if arguments and then[0] == "late" else arguments
+    compare(tmp_path, [killed], 4, "forward", arguments, None, after, then=then)
 
 
 @pytest.mark.exhaustive
