@@ -96,7 +96,8 @@ without float32 parameters, `--frozen_bits 4` has frozen blocks below adapters.
 yours. On the CPU `plan.resident` is a rank's memory: in \
 `tests/python/fsdp/test_fsdp_memory.py` ranks took as much, in every stage and with \
 each of these options, but for two of 12 layers, four in bfloat16 with stage 0, and \
-2 MiB that ranks share.
+2 MiB that ranks share; with shards in files they took less where units that are \
+prefetched came late.
 """
 
 

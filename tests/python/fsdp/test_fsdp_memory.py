@@ -248,8 +248,8 @@ ALL = [f"{world}:{name}" for world in (1, 2) for name in CASES]
 def test_ranks_take_the_memory_that_the_plan_says() -> None:
     """But for two layers of 12, or four in bfloat16 without sharding: torch has
     gradients beside those of units, and copies of bfloat16 weights. 2 MiB are shared
-    with the other rank. Units that are read ahead may come later than the fullest
-    moment."""
+    with the other rank. Units that are prefetched from files may come later than
+    the fullest moment."""
     runs = draws(len(MEASURED), len(ALL))
     done = run_alone("fsdp.measured_memory", *(MEASURED if runs < len(ALL) else ALL))
     assert done.returncode == 0, done.stderr
