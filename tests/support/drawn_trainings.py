@@ -50,6 +50,18 @@ class Drawn:
         """Whether values are rounded to 16 or 8 bits."""
         return self.precision != "fp32" or "8bit" in self.optim
 
+    @property
+    def rough_step(self) -> float:
+        """How far rounding may move a weight: RMSprop's first steps are ten rates."""
+        return 10 * LR if self.optim == "rmsprop" else LR
+
+    @property
+    def resumes_alone(self) -> bool:
+        """Whether a rank without sharding resumes: of 8-bit state it has no blocks, and
+        the loss scale of a DeepSpeed configuration is that configuration's."""
+        scaled = self.precision == "fp16" and self.sharding.startswith("zero ")
+        return "8bit" not in self.optim and not scaled
+
 
 def drawn(number: int) -> Drawn:
     draw = random.Random(number)

@@ -441,6 +441,6 @@ def mutate(seconds: float, seed: int, folder: Path) -> dict[str, Case]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    seconds, seed, place = (*sys.argv[1:], "0", "")[:3]
-    folder = Path(place or tempfile.mkdtemp())
+    seconds, seed, *place = sys.argv[1:]
+    folder = Path(*place or [tempfile.mkdtemp()])
     sys.exit(bool(mutate(float(seconds), int(seed), folder)))
