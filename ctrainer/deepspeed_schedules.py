@@ -7,9 +7,11 @@ not be installed. Source: DeepSpeed, runtime/lr_schedules.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, cast
 
@@ -66,9 +68,9 @@ class _Scheduler:
     ) -> None:
         self.optimizer = _unwrapped(optimizer)
         self._schedules = _schedules(self._name, options, self.optimizer)
-        self.last_batch_iteration = last_batch_iteration
+        self.last_batch_iteration = _batch(last_batch_iteration)
         self._last_lr = _own_lrs(self.optimizer)
-        if last_batch_iteration == -1:
+        if self.last_batch_iteration == -1:
             self._go_to(-1)
 
     def _go_to(self, batch: int) -> None:
@@ -118,6 +120,18 @@ class _AfterWarmup(_Scheduler):
             last_batch_iteration (int | None, default None): From 0; None: the next.
         """
         super().step(last_batch_iteration)
+
+
+def _batch(value: Any) -> int:
+    """The number of a batch; raises ValueError for what is none."""
+    with contextlib.suppress(TypeError):
+        batch = operator.index(value)
+        if abs(batch) < 2**53:
+            return batch
+    raise ValueError(
+        f"last_batch_iteration is {value!r}; expected the number of the batch before "
+        "the first, or -1"
+    )
 
 
 def _schedules(name: str, options: Mapping[str, Any], of: Any) -> list[Schedule]:

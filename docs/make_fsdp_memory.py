@@ -95,9 +95,9 @@ without float32 parameters, `--frozen_bits 4` has frozen blocks below adapters.
 `memory_plan(units_of(module), world_size)` computes the plan of a wrapped module of \
 yours. On the CPU `plan.resident` is a rank's memory: in \
 `tests/python/fsdp/test_fsdp_memory.py` ranks took as much, in every stage and with \
-each of these options, but for two of 12 layers, four in bfloat16 with stage 0, and \
-2 MiB that ranks share; with shards in files they took less where units that are \
-prefetched came late.
+each of these options, but for two of 12 layers and 2 MiB that ranks share, without \
+the gaps of malloc's heap (MALLOC_MMAP_THRESHOLD_=131072); with \
+shards in files they took less where units that are prefetched came late.
 """
 
 

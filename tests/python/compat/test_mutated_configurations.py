@@ -90,3 +90,11 @@ def test_a_schedule_s_parameters_are_asked_for() -> None:
     section["params"] = {"total_num_steps": "many"}
     with pytest.raises(ValueError, match="total_num_steps is 'many'; expected"):
         deepspeed_schedules.from_config(section, optimizer)
+
+
+@pytest.mark.parametrize("batch", ["3", 1.5, None, [0], 2**53, -(10**30)])
+def test_the_batch_that_a_schedule_begins_behind_is_a_number(batch: Any) -> None:
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    section = {"type": "WarmupLR", "params": {"last_batch_iteration": batch}}
+    with pytest.raises(ValueError, match=r"last_batch_iteration is .*; expected the"):
+        deepspeed_schedules.from_config(section, optimizer)

@@ -246,18 +246,21 @@ ALL = [f"{world}:{name}" for world in (1, 2) for name in CASES]
 
 @pytest.mark.timeout(3600)
 def test_ranks_take_the_memory_that_the_plan_says() -> None:
-    """But for two layers of 12, or four in bfloat16 without sharding: torch has
-    gradients beside those of units, and copies of bfloat16 weights. 2 MiB are shared
-    with the other rank. Units that are prefetched from files may come later than
-    the fullest moment."""
+    """But for two layers of 12: torch has gradients beside those of units. Gaps in
+    malloc's heap are not there, and 2 MiB are shared with the other rank. Units that
+    are prefetched from files may come later than the fullest moment."""
     runs = draws(len(MEASURED), len(ALL))
-    done = run_alone("fsdp.measured_memory", *(MEASURED if runs < len(ALL) else ALL))
+    done = run_alone(
+        "fsdp.measured_memory",
+        *(MEASURED if runs < len(ALL) else ALL),
+        MALLOC_MMAP_THRESHOLD_="131072",
+    )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == runs
     layer = 4 * WIDTH * (WIDTH + 1)
     for name, world, peak, said in lines:
         shared = 2**21 * (world - 1)
-        most = (4 if name == "stage 0 in bfloat16" else 2) * layer
         late = READ_AHEAD.get(name, 0) * layer // world
-        assert -layer - late < peak - shared - said < most, (name, world, peak, said)
+        least, more = -layer - late, peak - shared - said
+        assert least < more < 2 * layer, (name, world, peak, said)
