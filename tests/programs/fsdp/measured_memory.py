@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import uuid
 from typing import Any
 
@@ -49,11 +50,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "run": {"offload_state": True}, "plan": {"offload_optimizer": "nvme"},
     },
     "shards in files": {
-        "wrap": {"shard_folder": "/tmp", "read_ahead": 3},
+        "wrap": {"shard_folder": tempfile.gettempdir(), "read_ahead": 3},
         "plan": {"offload_param": "nvme", "read_ahead": 3},
     },
     "all in files": {
-        "wrap": {"shard_folder": "/tmp"},
+        "wrap": {"shard_folder": tempfile.gettempdir()},
         "run": {"offload_state": True},
         "plan": {"offload_param": "nvme", "offload_optimizer": "nvme"},
     },
@@ -130,7 +131,7 @@ def sharded(case: dict[str, Any], width: int, depth: int) -> Any:
     make = cls.get(run.get("optim", ""), optim.AdamW)
     optimizer = make([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     if "offload_state" in run:
-        optimizer.offload_state("/tmp")
+        optimizer.offload_state(tempfile.gettempdir())
     train(model, optimizer, run.get("micro_batches", 1))
     return model, optimizer
 
