@@ -325,6 +325,15 @@ class TrainerRun(TrainerBase):
             (enable_full_determinism if full else set_seed)(self.args.seed)
 
     def _resolve_checkpoint(self, resume: str | bool | None) -> str | None:
+        own = "" if resume is None or resume is False else str(resume)
+        # A rank that has ended a run before waits here for the one that saves.
+        each = self._together("resuming", own.encode)
+        if len(set(map(bool, each))) > 1:
+            seen = ", ".join(f"rank {r}: {e.decode()!r}" for r, e in enumerate(each))
+            raise ValueError(
+                "some ranks resume from a checkpoint and others do not "
+                f"(resume_from_checkpoint is {seen}); give all of them one or none"
+            )
         if resume is None or resume is False:
             return None
         if resume is True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import tiny
@@ -88,7 +90,7 @@ def compare(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def trained(folder: str, rows: int, *callbacks: Any, base: Any = ctrainer.Trainer,
-            resume: str | None = None, **options: Any) -> Any:  # fmt: skip
+            resume: Any = None, **options: Any) -> Any:  # fmt: skip
     """Our trainer after a run of 6 updates over `tiny.rows` in their order."""
     args = ctrainer.TrainingArguments(
         folder,
@@ -119,6 +121,17 @@ class Wish(ctrainer.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.process_index == self.rank and state.global_step == self.step:
             control.should_training_stop = True
+
+
+class Late(ctrainer.TrainerCallback):
+    """Rank 0's last checkpoint is in its place a second after rank 1's run ends."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.process_index == 0:
+            written = f"{args.output_dir}/checkpoint-{state.max_steps}"
+            os.rename(written, f"{args.output_dir}/tmp")
+            time.sleep(1)
+            os.rename(f"{args.output_dir}/tmp", written)
 
 
 class Spoiling(ctrainer.Trainer):

@@ -8,6 +8,7 @@ from rank_trainings import (
     Exchanging,
     Failing,
     Holding,
+    Late,
     Moding,
     Spoiling,
     Wish,
@@ -40,6 +41,15 @@ shuffled = {
 drawn = trained(folder, 24, **{**shuffled, "save_strategy": "steps"})
 again = trained(folder, 24, resume=f"{folder}/checkpoint-4", **shuffled)
 found["drawn"] = [parameters(drawn).tolist(), parameters(again).tolist()]
+
+saving = {"save_strategy": "steps", "save_steps": 4, "per_device_train_batch_size": 4}
+trained(f"{folder}/late", 48, Late(), **saving)
+late = trained(f"{folder}/late", 48, resume=True, **saving)
+found["late"] = [late.state.resumed_from[-12:], parameters(late).tolist()]
+try:
+    trained(f"{folder}/late", 48, resume=[None, True][rank], **saving)
+except ValueError as problem:
+    found["differ"] = str(problem)
 
 stopped = trained(folder, 48, Wish(1, 4), per_device_train_batch_size=4)
 found["stopped"] = stopped.state.global_step

@@ -28,6 +28,12 @@ def test_like_one_process_and_alike_on_both(tmp_path) -> None:
         )  # fmt: skip
         assert found["exchanges"] == [[False, True, False, True], [True] * 4]
         assert found["drawn"][0] == found["drawn"][1] == ranks[0]["drawn"][0]
+        assert found["late"] == ["checkpoint-6", found["parameters"]]
+        assert found["differ"] == (
+            "some ranks resume from a checkpoint and others do not "
+            "(resume_from_checkpoint is rank 0: '', rank 1: 'True'); give all of them "
+            "one or none"
+        )
         assert found["stopped"] == 4
         assert (found["spoilt"], found["spoilt finite"]) == (1, True)
         assert found["spoilt sum"] == ranks[0]["spoilt sum"] != found["parameters"]

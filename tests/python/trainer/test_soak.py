@@ -8,7 +8,7 @@ from pathlib import Path
 import ranks
 from draws import draws
 
-PARTS = 20  # of a run, with a sample at the end of each
+PARTS = 10  # of a run, each with equally many saves and a sample at its end
 # The heap may grow by a few pages that other blocks hold in place; what an update
 # leaves behind, 100 bytes of it, would be 8 MB in 80,000 updates.
 GROWTH_BYTES = 2 << 20
@@ -29,6 +29,6 @@ def test_memory_descriptors_and_the_time_of_an_update_stay_level(
         assert {each["descriptors"] for each in warm} == {last["descriptors"]}
         assert {each["threads"] for each in warm} == {last["threads"]}
         ends = [each["seconds"] for each in samples]
-        parts = sorted(b - a for a, b in pairwise(ends))
-        tail = (ends[-1] - ends[-5]) / 4  # of the last parts, and the median of all
-        assert tail < 1.5 * parts[len(parts) // 2]
+        parts = [b - a for a, b in pairwise(ends)]
+        # What else the machine does is in some parts, what grows in each of the last.
+        assert min(parts[-3:]) < 1.5 * sorted(parts)[len(parts) // 2]
