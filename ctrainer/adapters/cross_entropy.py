@@ -266,6 +266,8 @@ def _chunks(
     rows = plan.chunk_rows
     columns = -(-classes // _ALIGN) * _ALIGN
     buffer = hidden.new_empty(rows, columns)
+    # oneDNN's products on AMX read beyond a row, and zero times NaN would be NaN.
+    buffer[:, classes:] = 0.0
     losses = torch.empty(n, dtype=torch.float64, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
     of_weight = _Sum(weight) if wanted[1] else None

@@ -59,6 +59,14 @@ def check_near(got: Any, leaves: list[Any], bound: float) -> None:
         assert error <= bound * theirs.grad.norm()
 
 
+@pytest.fixture
+def nan_in_new_memory() -> Any:
+    torch.use_deterministic_algorithms(True)  # fills it
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
 @pytest.mark.parametrize("number", range(draws(24, 400)))
 def test_drawn_losses_and_gradients_are_those_of_all_logits(number: int) -> None:
     draw = random.Random(number)
