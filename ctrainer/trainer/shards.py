@@ -42,6 +42,12 @@ _EXCLUDED = {
     "bf16_full_eval": "shards are float32; set bf16, in which the model then computes",
 }
 
+_MAKE_OPTIMIZERS = (
+    "create_optimizer",
+    "create_optimizer_and_scheduler",
+    "get_optimizer_cls_and_kwargs",
+)
+
 
 def plan_shards(trainer: TrainerRun) -> None:
     """Read how the model is to be sharded; what does not go with it is rejected."""
@@ -127,10 +133,12 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
 
 
 def _block_size(trainer: TrainerRun, checkpoint: str | None) -> int | None:
-    """Of how many elements a scale is in the state of the optimizer that the arguments
-    name, so that ranks cut parameters between blocks; None where there are no scales.
+    """Of how many elements a scale is in the optimizer's state, so that ranks cut
+    parameters between blocks; None where there are no scales.
 
-    A resumed run keeps the cuts of its checkpoint: 8-bit state that was cut elsewhere
+    The optimizer is made of the cut parameters: where an override or a function makes
+    it, blocks are those of 8-bit state, which hold whole groups of compact state. A
+    resumed run keeps the cuts of its checkpoint: 8-bit state that was cut elsewhere
     fits no others.
     """
     if checkpoint is not None and _has_shards(checkpoint):
@@ -140,9 +148,12 @@ def _block_size(trainer: TrainerRun, checkpoint: str | None) -> int | None:
     from ctrainer import optim
 
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    cls = getattr(optim, RECIPES[name].cls) if name in RECIPES else None
+    cls: Any = getattr(optim, RECIPES[name].cls) if name in RECIPES else object
     if trainer.optimizer_cls_and_kwargs is not None:
         cls, _ = trainer.optimizer_cls_and_kwargs
+    made = any(is_overridden(trainer, hook) for hook in _MAKE_OPTIMIZERS)
+    if made or not isinstance(cls, type):
+        cls = optim.AdamW8bit
     return getattr(cls, "state_block", None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,24 +280,49 @@ def cut_on_blocks(folder: str) -> dict[str, Any]:
         ends = [_end(_odd(folder, sharded, **options)) for sharded in (False, True)]
         found[options["optim"]] = _alike(*ends)
 
-    def without_blocks(params: Any, **options: Any) -> Any:
-        return ctrainer.optim.AdamW8bit(params, min_8bit_size=1, **options)
+    class Overriding(ctrainer.Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            params = (self.model if model is None else model).parameters()
+            self.optimizer = ctrainer.optim.AdamW8bit(params, **given)
+            return self.optimizer
 
-    parts = {"optimizer_cls_and_kwargs": (without_blocks, {"lr": 1e-2})}
+    class Named(ctrainer.Trainer):
+        @staticmethod
+        def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
+            return ctrainer.optim.AdamW8bit, given
+
+    class Elsewhere(ctrainer.optim.AdamW8bit):
+        state_block = None
+
+    given = {"lr": 1e-2, "min_8bit_size": 1, "weight_decay": 0.0}
+    made = {"optimizer_cls_and_kwargs": (partial(ctrainer.optim.AdamW8bit), given)}
+    for name, kind, parts in (
+        ("create_optimizer", Overriding, {}),
+        ("get_optimizer_cls_and_kwargs", Named, {}),
+        ("a function", ctrainer.Trainer, made),
+    ):
+        ends = [
+            _end(_odd(folder, sharded, kind, parts=parts)) for sharded in (False, True)
+        ]
+        found[name] = _alike(*ends)
+
+    parts = {"optimizer_cls_and_kwargs": (Elsewhere, given)}
     first = _end(_odd(f"{folder}/cut", parts=parts, save_strategy="steps"))
     again = _end(_odd(folder, **eight), f"{folder}/cut/checkpoint-2")
     found["resumed"] = _alike(first, again)
     return found
 
 
-def _odd(folder: str, sharded: bool = True, **options: Any) -> Any:
+def _odd(
+    folder: str, sharded: bool = True, kind: Any = ctrainer.Trainer, **options: Any
+) -> Any:
     """A run whose layers have cuts within scales, wherever nobody looks at these."""
     model = tiny.gpt2(n_embd=15, n_head=1)
     given: dict[str, Any] = {
         "max_grad_norm": 0.0, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
         "output_dir": folder, "fsdp": "full_shard auto_wrap" if sharded else None,
     }  # fmt: skip
-    return tiny.make(ctrainer.Trainer, model, tiny.tokens(), **{**given, **options})
+    return tiny.make(kind, model, tiny.tokens(), **{**given, **options})
 
 
 def _end(made: Any, checkpoint: str | None = None) -> tuple[int, dict[str, Any]]:

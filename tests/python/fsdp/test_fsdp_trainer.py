@@ -134,6 +134,8 @@ def test_ranks_cut_parameters_where_scales_of_the_state_begin(told: list[Any]) -
     for rank in told:
         assert rank["blocks"]["adamw_8bit"] == [True, 256]
         assert rank["blocks"]["adamw_compact"] == [True, 32]
+        for maker in ("create_optimizer", "get_optimizer_cls_and_kwargs", "a function"):
+            assert rank["blocks"][maker] == [True, 256]
 
 
 def test_a_run_with_8_bit_state_keeps_the_cuts_of_its_checkpoint(
