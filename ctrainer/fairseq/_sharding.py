@@ -188,11 +188,14 @@ class ShardedEMA(EMA):
 
     def __init__(self, average: Any, model: Any, config: Any) -> None:
         self.config, self.model = config, average
+        self.decay = float(config.ema_decay)
+        self._follow(model)
         seed = getattr(config, "ema_seed_model", None)
         if seed:
             average.load_state_dict(tools.load_file(seed)["model"], strict=True)
-        self.decay = float(config.ema_decay)
-        self._follow(model)
+        else:  # the model may have been updated since it was copied
+            weights = tools.floats_of(self._weights.state_dict())
+            tools.copy_others(self._averages, self._weights, weights)
 
     @property
     def fp32_params(self) -> dict[str, Any]:  # type: ignore[override]

@@ -771,6 +771,11 @@ class Step(_C.FairseqTrainer):
     def _new_ema(self) -> Any:
         if not self.is_fsdp:
             return EMA(self._model, self.cfg.ema, self.device)
+        if not self._stores_ema:
+            raise ValueError(
+                "the average of a sharded model is sharded beside it, which "
+                "ema.store_ema asks for; set it before the trainer is made"
+            )
         sharded = self.model  # and its copy, made in the same moment
         return _sharding.ShardedEMA(self._average_model, sharded, self.cfg.ema)
 
