@@ -15,6 +15,11 @@ from ctrainer.arguments.fsdp import Sharding
 from ctrainer.fsdp import trained_model
 
 
+# Processors with products of float16 round those of a rank's rows and of all rows in
+# other places: a loss by less than half of float16's last bit.
+_NEAR = {"fp32": 1e-6, "bf16": 1e-6, "fp16": 2**-11}
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return ranks.told(ranks.run(tmp_path_factory.mktemp("zero"), "fsdp.deepspeed"))
@@ -32,8 +37,8 @@ def test_two_ranks_train_as_plain_torch_does_in_one_process(
     stage, _, dtype = runs.CASES[name]
     for rank in found:
         ours, theirs = rank[name], wanted[dtype]
-        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
-        assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-6)
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=_NEAR[dtype])
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=_NEAR[dtype])
         assert ours["rates"] == pytest.approx(theirs["rates"], rel=1e-12)
         assert ours["sharded"] == (stage > 0)
         assert (ours["stage"], ours["optimizer"]) == (stage, "AdamW")
@@ -77,8 +82,8 @@ def test_sharded_ddp_trains_as_plain_torch_does_in_one_process(
     words, dtype = name.rsplit(" ", 1)
     for rank in found:
         ours, theirs = rank[name], wanted[dtype]
-        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
-        assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-6)
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=_NEAR[dtype])
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=_NEAR[dtype])
         assert ours["units"] == (3 if "auto_wrap" in words else 1)
 
 
