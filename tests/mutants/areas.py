@@ -513,7 +513,8 @@ AREAS = {
         {
             core("fsdp/shard_file"):
                 "core/fsdp/test_fsdp_shard_file.c python/fsdp/test_shards_in_files.py",
-            core("fsdp/unit"):
+            core("fsdp/unit", "fsdp/reduce", "fsdp/quantized") + " "
+            "csrc/core/fsdp/internal.h":
                 "core/fsdp/test_fsdp.c python/fsdp/test_fsdp_quantized.py "
                 "core/fsdp/test_fsdp_quantized.c "
                 "python/fsdp/test_fsdp_missing_gradients.py",

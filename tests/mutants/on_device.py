@@ -236,7 +236,7 @@ DEVICE = (
         NCCL,
     ),
     Fixed(
-        "csrc/core/fsdp/unit.c",
+        "csrc/core/fsdp/reduce.c",
         "drop a synchronisation",
         "ct_status status = ct_comm_follow(comm, stream, err);",
         "ct_status status = CT_OK;",
@@ -245,7 +245,7 @@ DEVICE = (
         behind="ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm",
     ),
     Fixed(
-        "csrc/core/fsdp/unit.c",
+        "csrc/core/fsdp/reduce.c",
         "drop a synchronisation",
         "return reducing ? ct_comm_precede(comm, unit->stream, err) : CT_OK;",
         "return reducing ? CT_OK : CT_OK;",
