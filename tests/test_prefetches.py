@@ -24,7 +24,7 @@ def test_the_engine_s_prefetches_are_in_its_machine_code(level: str) -> None:
     """GCC deletes calls of functions that it takes to do nothing."""
     headers = [ROOT / "csrc", sysconfig.get_path("include"), np.get_include()]
     command = ["gcc", level, "-std=c11", *(f"-I{folder}" for folder in headers)]
-    command += ["-S", "-o-", str(ROOT / "csrc/binding/optim/engine.c")]
+    command += ["-S", "-o-", str(ROOT / "csrc/binding/optim/update.c")]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.findall(r"^\s+prefetch\w+\s", code, re.MULTILINE)
     assert len(found) >= OF_STATE + OF_A_TENSOR

@@ -87,7 +87,7 @@ AREAS = {
             "csrc/cpu/body/compact.h ctrainer/optim/_compact.py" + " " +
             math("compact"):
                 "core/cpu/test_compact.c binding/optim/test_compact.py",
-            binding("optim/engine"):
+            binding("optim/engine", "optim/parts", "optim/update"):
                 "binding/optim/test_optimizer.py python/optim/test_trainer_average.py "
                 "binding/optim/test_weight_average.py binding/engine/test_clipping.py "
                 "binding/optim/test_parts.py device/test_optimizers_device.py "

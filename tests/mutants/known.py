@@ -87,7 +87,7 @@ EQUIVALENT = (
         "the short way for a float, which has no fill_: the long one ends alike",
     ),
     (
-        "csrc/binding/optim/engine.c",
+        "csrc/binding/optim/update.c",
         "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average + 1;",
         "const Py_ssize_t hint = k == 0 ? 0 : self->slots[k - 1].average;",
         "hint is where the search begins, which goes over all places whatever it is",

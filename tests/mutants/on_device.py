@@ -124,7 +124,7 @@ DEVICE = (
         NCCL,
     ),
     Fixed(
-        "csrc/binding/optim/engine.c",
+        "csrc/binding/optim/update.c",
         "skip a check",
         "ct_status status = ct_device_switch(device, &ordinal, &err);",
         "ct_status status = CT_OK;",
@@ -188,7 +188,7 @@ DEVICE = (
         ENQUEUED,
     ),
     Fixed(
-        "csrc/binding/optim/engine.c",
+        "csrc/binding/optim/update.c",
         "delete a call",
         "return failed ? -1 : self->result.updated ? 0 : optim_count_steps(self);",
         "return failed;",

@@ -160,4 +160,49 @@ int optim_check_like(const optim_slot *slot, const ctpy_view *param,
 /* Writes the step counts of the parameters of an update, made or taken back. */
 int optim_count_steps(OptimEngine *self);
 
+/* ---- parts.c --------------------------------------------------------------------- */
+
+/* An empty side counts as 1: no rule works on an empty parameter, and some divide by
+ * the sides. */
+static inline size_t
+optim_side(int64_t length)
+{
+    return length > 0 ? (size_t)length : 1;
+}
+
+/* Reads the dimensions of the slot's parameter from its attribute, where the view knows
+ * no shape. */
+int
+optim_ask_for_shape(OptimEngine *self, const optim_slot *slot, ct_optim_param *param);
+
+/* Reads which parameters are parts, for the groups that look at whole parameters and
+ * for random bits; a ValueError for a flat parameter. */
+int optim_read_parts(OptimEngine *self);
+
+/* Passes the files of the slots' parameters to the core, and keeps the files alive. */
+int optim_read_files(OptimEngine *self);
+
+/* Sets an empty gradient for parts without elements on this rank where another rank has
+ * a gradient, among the slots with the communicator of slots[first]; slots before
+ * `first` have other communicators. has: memory of a number for each slot. Collective.
+ */
+int optim_reduce_presence(OptimEngine *self, size_t first, double *has);
+
+/* ---- update.c -------------------------------------------------------------------- */
+
+/* RuntimeError with `what` while a step is under way. */
+int optim_check_idle(const OptimEngine *self, const char *what);
+
+/* Waits for the result of an enqueued update, and takes the counts of a skipped update
+ * back. */
+int optim_await(OptimEngine *self);
+
+/* Both phases at once: gradients are read once. */
+int optim_update(OptimEngine *self, PyObject *wrapper, ct_step_config *config,
+                 double loss_scale);
+
+/* Before a graph with an update is replayed: sends the constants of the next update to
+ * the device, and counts the update. */
+int optim_prepare_replay(OptimEngine *self, PyObject *wrapper);
+
 #endif
