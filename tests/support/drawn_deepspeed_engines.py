@@ -94,8 +94,10 @@ def configuration(case: Drawn, folder: str) -> dict[str, Any]:
             params["adam_w_mode"] = False
         config["optimizer"] = {"type": case.optimizer, "params": params}
     if case.schedule:
-        params = {"warmup_max_lr": LR, "warmup_num_steps": WARMUP,
-                  "warmup_type": "log" if case.schedule == "log" else "linear"}  # fmt: skip
+        kind = "log" if case.schedule == "log" else "linear"
+        params = {
+            "warmup_max_lr": LR, "warmup_num_steps": WARMUP, "warmup_type": kind
+        }  # fmt: skip
         if case.schedule == "decay":
             params["total_num_steps"] = TOTAL
         name = "WarmupDecayLR" if case.schedule == "decay" else "WarmupLR"
@@ -150,7 +152,10 @@ def made(case: Drawn, initialize: Any, folder: str) -> Any:
     if case.optimizer == "SGD":
         given["optimizer"] = lambda params: sgd(case, params)
     return initialize(
-        model=model, model_parameters=params, config=configuration(case, folder), **given
+        model=model,
+        model_parameters=params,
+        config=configuration(case, folder),
+        **given,
     )[0]
 
 

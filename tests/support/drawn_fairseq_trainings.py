@@ -144,12 +144,11 @@ def ours(case: Drawn, ranks: int) -> Any:
         "distributed_training__zero_sharding": case.zero,
     }
     made = tiny.trainer(
-        model_of(case), optimizer__lr=[case.rate], optimization__lr=[case.rate],
+        model_of(case), **changes, optimization__lr=[case.rate],
         optimization__clip_norm=case.clip, common__fp16_init_scale=128,
         optimization__update_freq=[case.accumulates * RANKS // ranks],
         ema__store_ema=case.averages, ema__ema_decay=EMA_DECAY, ema__ema_fp32=True,
         **PRECISIONS[case.precision], **(sharded if ranks > 1 else {}),
-        **{k: v for k, v in changes.items() if k != "optimizer__lr"},
     )  # fmt: skip
     made.reset_dummy_batch(tiny.batches(1)[0])
     assert made.optimizer is not None  # made when it is asked for

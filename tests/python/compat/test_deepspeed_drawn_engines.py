@@ -7,10 +7,10 @@ from typing import Any
 import drawn_deepspeed_engines as runs
 import pytest
 import ranks
-import torch
+from drawn_trainings import apart
 from draws import draws
 
-NUMBERS = range(draws(24, 400))
+NUMBERS = range(draws(10, 400))
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +32,5 @@ def test_options_together_train_as_torch_does(found: list[Any], number: int) -> 
         assert result["rates"] == pytest.approx(wanted["rates"], rel=1e-9), case
         own = wanted["loss"][rank :: runs.RANKS]
         assert result["loss"] == pytest.approx(own, rel, 1e-2 * case.is_rough), case
-        apart = furthest(result["weights"], wanted["weights"])
-        assert apart < (4 * runs.LR if case.is_rough else 2e-4), case
-
-
-def furthest(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """By how much a weight of two models differs at most."""
-    assert one.keys() == other.keys()
-    differ = [torch.tensor(one[n]) - torch.tensor(other[n]) for n in one]
-    return max(float(difference.abs().max()) for difference in differ)
+        furthest = apart(result["weights"], wanted["weights"]).max()
+        assert furthest < (4 * runs.LR if case.is_rough else 2e-4), case

@@ -14,7 +14,6 @@ from torch import nn
 from ctrainer.arguments.fsdp import Sharding
 from ctrainer.fsdp import trained_model
 
-
 # Processors with products of float16 round those of a rank's rows and of all rows in
 # other places: a loss by less than half of float16's last bit.
 _NEAR = {"fp32": 1e-6, "bf16": 1e-6, "fp16": 2**-11}
