@@ -14,9 +14,9 @@ from torch import nn
 from ctrainer.arguments.fsdp import Sharding
 from ctrainer.fsdp import trained_model
 
-# Processors with products of float16 round those of a rank's rows and of all rows in
-# other places: a loss by less than half of float16's last bit.
-_NEAR = {"fp32": 1e-6, "bf16": 1e-6, "fp16": 2**-11}
+# With AMX a product of float16 is rounded in other places on other counts of threads,
+# which moves a norm of one process by 6e-5.
+_NEAR = {"fp32": 1e-6, "bf16": 1e-6, "fp16": 2e-4}
 
 
 @pytest.fixture(scope="module")
