@@ -25,7 +25,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -219,6 +219,8 @@ class Checkpoint:
             load(path) if self.universal else self.ranks[0] if self.ranks else {}
         )
         self.stage = int(self.common.get("zero_stage", 0))
+        if self.stage == 3:  # each rank has its part of frozen parameters
+            self._check_count("*_model_states.pt", len(models))
         shapes = self.model.get("param_shapes") or []
         shapes = [shapes] if isinstance(shapes, Mapping) else shapes
         self.names = [list(group) for group in shapes]
@@ -226,14 +228,18 @@ class Checkpoint:
         self._group = {n: g for g, names in enumerate(self.names) for n in names}
         self._flat = {} if self.universal or not self.ranks else self._places(shapes)
 
-    def _places(self, shapes: list[Mapping[str, Any]]) -> dict[str, Flat]:
+    def _check_count(self, pattern: str, found: int) -> None:
+        """Raise ValueError unless each rank has its file."""
         world = self.common["partition_count"]
         world = max(world) if isinstance(world, list) else world
-        if world != len(self.ranks):
+        if world != found:
             raise ValueError(
-                f"Expected {world} of '*_optim_states.pt' under '{self.folder}' but "
-                f"found {len(self.ranks)} files."
+                f"Expected {world} of '{pattern}' under '{self.folder}' but "
+                f"found {found} files."
             )
+
+    def _places(self, shapes: list[Mapping[str, Any]]) -> dict[str, Flat]:
+        self._check_count("*_optim_states.pt", len(self.ranks))
         padded = self.common.get("param_alignment_paddings") or []
         if any(any(group) for group in padded):
             raise ValueError(f"{self.folder}: parameter_alignment is not supported")
@@ -291,6 +297,10 @@ class Checkpoint:
 
         frozen: with those that the optimizer has not.
         """
+        with _as_one(self.folder):
+            return Lazy(self._weights(frozen))
+
+    def _weights(self, frozen: bool) -> Mapping[str, Callable[[], Any]]:
         make: dict[str, Callable[[], Any]] = {}
         module, buffers = self.model["module"], self.model.get("buffer_names")
         if self.stage == 0 and self.parameters:
@@ -299,9 +309,9 @@ class Checkpoint:
                 "which have the values of parameters"
             )
         if self.stage == 0:
-            return Lazy({n: partial(_float, value) for n, value in module.items()})
+            return {name: partial(self._held, name) for name in module}
         for name in buffers or ():
-            make[name] = partial(_float, module[name])
+            make[name] = partial(self._held, name)
         for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
             if frozen:
                 make[name] = partial(self._frozen, name, torch.Size(shape))
@@ -311,14 +321,20 @@ class Checkpoint:
             if first in make:
                 make[name] = make[first]
         if self.stage < 3 and frozen:  # stage 1 has frozen ones here alone
-            for name, value in module.items():
-                make.setdefault(name, partial(_float, value))
-        return Lazy(make)
+            for name in module:
+                make.setdefault(name, partial(self._held, name))
+        return make
+
+    def _held(self, name: str) -> torch.Tensor:
+        """What the model's file has whole."""
+        with _as_one(self.folder):
+            return _float(self.model["module"][name])
 
     def _frozen(self, name: str, shape: torch.Size) -> torch.Tensor:
         of = self.models if self.stage == 3 else self.models[:1]
-        parts = [model["frozen_param_fragments"][name].reshape(-1) for model in of]
-        return _float(torch.cat(parts)[: shape.numel()].view(shape))
+        with _as_one(self.folder):
+            parts = [model["frozen_param_fragments"][name].reshape(-1) for model in of]
+            return _float(torch.cat(parts)[: shape.numel()].view(shape))
 
     def value(self, name: str, key: str) -> Any:
         """A parameter's values ("fp32") or what the optimizer has of it."""
@@ -393,12 +409,34 @@ class Checkpoint:
         return found
 
     def keys_of(self, name: str) -> list[str]:
-        """What the optimizer has of a parameter."""
-        keys = list(self._states(0).get(self._group[name], {}))
+        """What the optimizer has of a parameter.
+
+        Raises FileNotFoundError where another parameter of its group has more.
+        """
+        group = self._group[name]
+        keys = dict.fromkeys(self._states(0).get(group, {}))
         if self.universal:
-            pattern = os.path.join(glob.escape(self.folder), "zero", name, "*.pt")
-            keys += [os.path.basename(p)[:-3] for p in glob.glob(pattern)]
-        return [key for key in dict.fromkeys(keys) if key != "fp32"]
+            own, of_group = self._files[name], self._files_of_groups[group]
+            for key in of_group.keys() - own - keys.keys():
+                path = os.path.join(self.folder, "zero", name, f"{key}.pt")
+                raise FileNotFoundError(f"{path} is missing: {of_group[key]} has one")
+            keys |= dict.fromkeys(sorted(own))
+        return list(keys)
+
+    @cached_property
+    def _files(self) -> dict[str, set[str]]:
+        """The keys of the files of each parameter in a universal checkpoint."""
+        folder = os.path.join(glob.escape(self.folder), "zero")
+        found = {}
+        for name in self.parameters:
+            paths = glob.glob(os.path.join(folder, name, "*.pt"))
+            found[name] = {os.path.basename(path)[:-3] for path in paths} - {"fp32"}
+        return found
+
+    @cached_property
+    def _files_of_groups(self) -> list[dict[str, str]]:
+        """The same of each group's parameters, and one of these that has the file."""
+        return [{k: name for name in n for k in self._files[name]} for n in self.names]
 
     def loss_scaler(self) -> State:
         """The state of the loss scale, by DeepSpeed's names; {} without."""
