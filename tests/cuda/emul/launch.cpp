@@ -1,12 +1,16 @@
 #include "emul.h"
 
 #include <numeric>
-#include <setjmp.h>
 #include <ucontext.h>
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/common_interface_defs.h>
 #endif
+
+/* Between fibres by the compiler's own jumps: the sanitizer takes each one of the
+ * library, and each call that does not return, for an exception that leaves the stack,
+ * which it then clears. */
+#define SWITCHES __attribute__((noipa, no_sanitize("address")))
 
 namespace emul {
 
@@ -28,7 +32,7 @@ enum class state {
 
 struct fibre {
     ucontext_t context; /* before it runs first; */
-    jmp_buf left;       /* then this, which costs no system call */
+    void *left[5];      /* then this, which costs no system call */
     bool has_run;
     std::unique_ptr<char[]> stack;
     state at;
@@ -39,7 +43,7 @@ struct fibre {
 
 std::vector<fibre> fibres(most_threads);
 unsigned n_fibres, running;
-jmp_buf scheduler;
+void *scheduler[5];
 const std::function<void()> *body;
 
 #ifdef __SANITIZE_ADDRESS__
@@ -48,7 +52,14 @@ size_t host_stack_bytes;
 void *host_fake_stack;
 #endif
 
-void
+/* Of its own: a function that jumps itself is not seen to be jumped to. */
+SWITCHES void
+jump(void **to)
+{
+    __builtin_longjmp(to, 1);
+}
+
+SWITCHES void
 leave(state at)
 {
     fibre &me = fibres[running];
@@ -56,8 +67,8 @@ leave(state at)
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_start_switch_fiber(&me.fake_stack, host_stack, host_stack_bytes);
 #endif
-    if (_setjmp(me.left) == 0) {
-        _longjmp(scheduler, 1);
+    if (__builtin_setjmp(me.left) == 0) {
+        jump(scheduler);
     }
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_finish_switch_fiber(me.fake_stack, &host_stack, &host_stack_bytes);
@@ -76,7 +87,7 @@ start()
     }
 }
 
-void
+SWITCHES void
 enter(unsigned thread)
 {
     fibre &it = fibres[thread];
@@ -86,9 +97,9 @@ enter(unsigned thread)
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_start_switch_fiber(&host_fake_stack, it.stack.get(), stack_bytes);
 #endif
-    if (_setjmp(scheduler) == 0) {
+    if (__builtin_setjmp(scheduler) == 0) {
         if (it.has_run) {
-            _longjmp(it.left, 1);
+            jump(it.left);
         }
         it.has_run = true;
         setcontext(&it.context);
