@@ -459,9 +459,9 @@ void
 wait_for_device()
 {
     held_lock held(device_lock);
-    for (CUstream_st &it : streams) { /* grows at its end alone */
-        if (is_mine(it)) {
-            wait_for(held, &it.queue);
+    for (size_t i = 0; i < streams.size(); i++) { /* meanwhile others add some */
+        if (is_mine(streams[i])) {
+            wait_for(held, &streams[i].queue);
         }
     }
 }

@@ -34,7 +34,7 @@ GROUPS = {"shm": 2, "python": 2, "hierarchical": 4}  # how many ranks each has
 def test_groups_outlive_children_however_they_end(
     tmp_path: Path, backend: str, seed: int
 ) -> None:
-    world, n = GROUPS[backend], draws(10 if backend == "shm" else 5, 10)
+    world, n = GROUPS[backend], draws(5, 10)
     options = {"backend": backend, "seed": seed, "n": n}
     made = ranks.run(tmp_path, "comm.forked_children", world, **options)
     first, *others = ranks.told(made)
@@ -49,7 +49,7 @@ def test_groups_outlive_children_however_they_end(
 )
 @pytest.mark.parametrize("seed", range(draws(1, 3)))
 def test_groups_over_mpi_outlive_children(tmp_path: Path, seed: int) -> None:
-    given = [str(tmp_path), str(seed), str(draws(5, 10))]
+    given = [str(tmp_path), str(seed), str(draws(3, 10))]
     program = [sys.executable, "-m", "programs.comm.forked_children_mpi", *given]
     done = subprocess.run(
         [str(MPIEXEC), "-n", "2", *program],
@@ -57,7 +57,7 @@ def test_groups_over_mpi_outlive_children(tmp_path: Path, seed: int) -> None:
         capture_output=True, text=True, timeout=ranks.LIMIT_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(f"whole {draws(5, 10)}") == 2
+    assert done.stdout.count(f"whole {draws(3, 10)}") == 2
 
 
 @pytest.mark.parametrize(
