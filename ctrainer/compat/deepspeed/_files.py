@@ -344,8 +344,8 @@ class Checkpoint:
     def _value(self, name: str, key: str) -> Any:
         if self.universal:
             path = os.path.join(self.folder, "zero", name, f"{key}.pt")
-            counts = self._states(0).get(self._group[name], {})
-            if not os.path.lexists(path) and key in counts:  # which all have alike
+            counts = self._counts_of(name)
+            if not os.path.lexists(path) and key in counts:
                 return counts[key]
             found = load(path)
             with _as_one(path):
@@ -414,14 +414,19 @@ class Checkpoint:
         Raises FileNotFoundError where another parameter of its group has more.
         """
         group = self._group[name]
-        keys = dict.fromkeys(self._states(0).get(group, {}))
-        if self.universal:
-            own, of_group = self._files[name], self._files_of_groups[group]
-            for key in of_group.keys() - own - keys.keys():
-                path = os.path.join(self.folder, "zero", name, f"{key}.pt")
-                raise FileNotFoundError(f"{path} is missing: {of_group[key]} has one")
-            keys |= dict.fromkeys(sorted(own))
-        return list(keys)
+        if not self.universal:
+            return list(self._states(0).get(group, {}))
+        own, of_group = self._files[name], self._files_of_groups[group]
+        counts = self._counts_of(name)
+        for key in of_group.keys() - own - counts.keys():
+            path = os.path.join(self.folder, "zero", name, f"{key}.pt")
+            raise FileNotFoundError(f"{path} is missing: {of_group[key]} has one")
+        return list(dict.fromkeys([*counts, *sorted(own)]))
+
+    def _counts_of(self, name: str) -> State:
+        """What a universal checkpoint has once for all parameters of the group; its
+        vectors are those of rank 0 alone."""
+        return scalars_of(self._states(0).get(self._group[name], {}))
 
     @cached_property
     def _files(self) -> dict[str, set[str]]:

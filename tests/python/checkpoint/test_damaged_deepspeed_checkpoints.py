@@ -24,6 +24,10 @@ CASES = {
         *("2_fp32", "universal/zero/first.weight"),
         "2_fp32/universal/zero/head.weight",
     ),
+    "parameter of 3": (
+        *("3_fp32", "universal/zero/head.weight"),
+        "3_fp32/universal/zero/first.weight",
+    ),
 }
 
 
@@ -82,3 +86,23 @@ def test_damages_reach_the_commands(tmp_path: Path) -> None:
     (tmp_path / "ck/latest").write_bytes(b"\xff\xfe")
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "ck"))
+
+
+@pytest.mark.parametrize(
+    ("folder", "part", "told"),
+    [
+        ("3_fp32/global_step4", "zero_pp_rank_1_mp_rank_00_model_states.pt", "found 1"),
+        ("3_fp32/universal", "zero_pp_rank_1_mp_rank_00_model_states.pt", "found 1"),
+        ("2_fp32/universal", "zero/first.weight/step.pt", "step.pt is missing"),
+        ("3_fp32/universal", "zero/head.bias/exp_avg.pt", "exp_avg.pt is missing"),
+    ],
+)
+def test_a_file_that_is_missing_is_told(
+    folder: str, part: str, told: str, tmp_path: Path
+) -> None:
+    """A rank's part of frozen parameters, or one of the files of a parameter."""
+    shutil.copytree(runs.KEPT / folder, tmp_path / "ck")
+    assert read(str(tmp_path / "ck"))[2]
+    (tmp_path / "ck" / part).unlink()
+    with pytest.raises((FileNotFoundError, ValueError), match=told):
+        read(str(tmp_path / "ck"))
