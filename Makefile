@@ -2,7 +2,7 @@
 #
 #   make demo      install if need be, then fine-tune a model that searches code
 #   make test      add what the tests need, then run every test; with -j2 in two processes
-#   make test-all  the same with every example of the generated tests: an hour or more
+#   make test-all  the same with every example of the generated tests: hours
 #   make install   make $(VENV) and install ctrainer into it, editable, with what the demo needs
 #   make install-test   add what the tests, the benchmarks and lint need
 #   make bench     run the benchmarks and write their tables into the docs

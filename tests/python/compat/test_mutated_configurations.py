@@ -22,7 +22,7 @@ from ctrainer.compat.deepspeed import HfDeepSpeedConfig
 def test_mutated_configurations_are_read_or_rejected_with_a_reason(
     tmp_path: Path,
 ) -> None:
-    seconds = str(draws(3, 600))  # of CPU time
+    seconds = str(draws(3, 200))  # of CPU time
     done = ranks.run_alone("compat.mutated_configurations", seconds, "1", str(tmp_path))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 

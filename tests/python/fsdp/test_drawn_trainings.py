@@ -10,7 +10,7 @@ import pytest
 import ranks
 from draws import draws
 
-NUMBERS = range(draws(12, 300))
+NUMBERS = range(draws(12, 100))
 
 
 @pytest.fixture(scope="module")
