@@ -3,7 +3,9 @@
  * Adjacent free ranges are merged, and adjacent empty ranges.
  *
  * Moved pages bring their own mapping along, so that a range may consist of several of
- * the system's mappings. The content of moved pages is never needed.
+ * the system's mappings, which the system does not merge, and of which a process has
+ * 65,530 at most (vm.max_map_count). After so many moves each range that is not in use
+ * is mapped anew. The content of moved pages is never needed.
  *
  * A block may never have been touched, so a free range may be without pages: the block
  * that gets the range has page faults then. There is no advice to use huge pages, as
@@ -31,7 +33,8 @@
 enum {
     GRAIN = 16 << 10,  /* ranges are of multiples, as shorter ones do not pay a move */
     LEAST = 128 << 10, /* shorter blocks of a library are malloc's */
-    OF_MEMORY = 4      /* addresses are as many times the machine's memory */
+    OF_MEMORY = 4,     /* addresses are as many times the machine's memory */
+    MOST_MOVES = 1024  /* each leaves three mappings more, at most */
 };
 
 typedef enum state {
@@ -56,6 +59,7 @@ static struct {
     size_t bytes;
     range **used;    /* by the number of the block's first grain */
     range *lists[3]; /* by state; none of USED */
+    size_t moves;    /* since mappings were merged */
     ct_arena_size size;
 } arena = {.busy = PTHREAD_MUTEX_INITIALIZER, .once = PTHREAD_ONCE_INIT};
 
@@ -178,6 +182,16 @@ free_end(size_t bytes)
 
 /* ---- pages ----------------------------------------------------------------------- */
 
+/* Maps addresses, these or any, without pages; NULL where the system does not. */
+static void *
+map(void *data, size_t bytes)
+{
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *made = mmap(data, bytes, PROT_READ | PROT_WRITE,
+                      flags | (data == NULL ? 0 : MAP_FIXED), -1, 0);
+    return made == MAP_FAILED ? NULL : made;
+}
+
 bool
 ct_arena_move(void *to, void *from, size_t bytes)
 {
@@ -204,11 +218,32 @@ fill(const range *r)
         if (!ct_arena_move(r->data + done, from->data, from->bytes)) {
             (void)madvise(from->data, from->bytes, MADV_DONTNEED);
         }
+        arena.moves++;
         done += from->bytes;
         arena.size.free -= from->bytes;
         delist(from);
         settle(from, EMPTY);
     }
+}
+
+/* A range that cannot be mapped is never handed out again. */
+static void
+merge_mappings(void)
+{
+    while (arena.lists[FREE] != NULL) {
+        range *r = arena.lists[FREE];
+        delist(r);
+        settle(r, EMPTY);
+    }
+    for (range *r = arena.lists[EMPTY], *next; r != NULL; r = next) {
+        next = r->next;
+        if (!map(r->data, r->bytes)) {
+            delist(r);
+            enlist(r, USED);
+        }
+    }
+    arena.size.free = 0;
+    arena.moves = 0;
 }
 
 /* ---- opening --------------------------------------------------------------------- */
@@ -225,14 +260,6 @@ unlock(void)
     (void)pthread_mutex_unlock(&arena.busy);
 }
 
-static void *
-reserve(size_t bytes)
-{
-    void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return data == MAP_FAILED ? NULL : data;
-}
-
 /* Under a limit of addresses the arena would take addresses of others. */
 static void
 open_arena(void)
@@ -244,9 +271,9 @@ open_arena(void)
     if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) {
         return;
     }
-    char *data = reserve(bytes);
+    char *data = map(NULL, bytes);
     range **used =
-        data == NULL ? NULL : (range **)reserve(bytes / GRAIN * sizeof(range *));
+        data == NULL ? NULL : (range **)map(NULL, bytes / GRAIN * sizeof(range *));
     range *all = used == NULL ? NULL : range_new(data, bytes, NULL);
     if (all == NULL) {
         if (data != NULL) {
@@ -266,6 +293,9 @@ open_arena(void)
 static range *
 take(size_t bytes)
 {
+    if (arena.moves >= MOST_MOVES) {
+        merge_mappings();
+    }
     range *r = shortest(FREE, bytes);
     const bool is_free = r != NULL;
     r = is_free ? r : shortest(EMPTY, bytes);

@@ -159,6 +159,46 @@ free_pages_go_back_when_they_are_trimmed(void)
     CHECK(ct_memory_resident() < before - 60 * MIB && ct_arena_measure().free == 0);
 }
 
+static size_t
+mappings(void)
+{
+    FILE *file = fopen("/proc/self/maps", "r");
+    size_t lines = 0;
+    CHECK(file != NULL);
+    for (int c; (c = getc(file)) != EOF;) {
+        lines += c == '\n';
+    }
+    CHECK(fclose(file) == 0);
+    return lines;
+}
+
+/* However long a process runs: it may have 65,530. */
+static void
+mappings_are_merged(void)
+{
+    enum {
+        TURNS = 30000,
+        MOST = 7500
+    };
+    ct_random r = {7};
+    char *blocks[BLOCKS] = {NULL};
+    for (size_t turn = 0; turn < TURNS; turn++) {
+        char **b = &blocks[ct_random_below(&r, BLOCKS)];
+        if (*b != NULL) {
+            CHECK(ct_arena_free(*b));
+        }
+        *b = ct_arena_alloc((1 + ct_random_below(&r, 1024)) * 16 * KIB);
+        CHECK(*b != NULL);
+        **b = 1;
+        CHECK(turn % 5000 != 0 || mappings() < MOST);
+    }
+    CHECK(mappings() < MOST);
+    for (size_t i = 0; i < BLOCKS; i++) {
+        CHECK(blocks[i] == NULL || ct_arena_free(blocks[i]));
+    }
+    ct_arena_trim();
+}
+
 /* The pages are those of the largest sum of blocks in use, and the ends of huge pages.
  */
 static void
@@ -324,6 +364,7 @@ main(void)
     for (uint64_t seed = 1; seed < 4; seed++) {
         pages_are_as_many_as_were_in_use_at_once(seed);
     }
+    mappings_are_merged();
     mappings_have_the_pages_of_blocks();
     a_forked_child_has_its_own_blocks();
     threads_have_blocks_of_their_own();
