@@ -226,7 +226,7 @@ fill(const range *r)
     }
 }
 
-/* A range that cannot be mapped is never handed out again. */
+/* A range that the system does not map is not used again. */
 static void
 merge_mappings(void)
 {
