@@ -15,8 +15,6 @@ enum {
     MOST_SPANS = 40,
 #ifdef __SANITIZE_THREAD__
     LISTS = 4, /* each takes minutes; what counts is that threads meet */
-#elif defined __SANITIZE_ADDRESS__
-    LISTS = 11,
 #else
     LISTS = 31,
 #endif
