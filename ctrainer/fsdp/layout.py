@@ -568,7 +568,9 @@ def _views_of(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces
         view._numbers = (view._part.begin, entry.numel)
         view._shard_file = getattr(shard, "_shard_file", None)
         view._orig_size = entry.param.size()
-        view._entry = entry
+        # Not the parameter, whose hook has the unit and so its views: torch's hooks
+        # hide such cycles from Python's collector.
+        view._unit = entry.param._unit
         pieces.append((view, own.start))
     return pieces
 

@@ -206,8 +206,6 @@ def _units_of(params: list[Any]) -> list[Any]:
 
 
 def _unit_of(param: Any) -> Any:
-    entry = getattr(param, "_entry", None)  # of a part that an optimizer has
-    param = param if entry is None else entry.param
     unit = getattr(param, "_unit", lambda: None)()
     return None if unit is None else unit.owner()
 

@@ -345,10 +345,13 @@ def test_steps_after_the_first_take_no_pages_of_the_system(
     assert faults() - before < 256
 
 
-def test_units_are_collected() -> None:
-    model = wrap(nn.Sequential(wrap(nn.Linear(2, 2)), nn.Linear(2, 2)))
+@pytest.mark.parametrize("option", ["", "flatten_parameters", "use_orig_params"])
+def test_units_are_collected(option: str) -> None:
+    options = {option: True} if option else {}
+    inner = wrap(nn.Linear(2, 2), **options)
+    model = wrap(nn.Sequential(inner, nn.Linear(2, 2)), **options)
     model(torch.ones(1, 2)).sum().backward()
-    watched = weakref.ref(model[0]._unit)
-    del model
+    watched = weakref.ref(inner._unit)
+    del inner, model
     gc.collect()
     assert watched() is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections import Counter
 
 import fsdp_models as models
@@ -31,11 +33,16 @@ def test_any_model_trains_like_plain_torch(
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         expected = models.in_one_process(plain, spec)
 
-        def train(group: _C.Communicator) -> None:
+        def train(group: _C.Communicator) -> weakref.ref[_C.FSDPUnit]:
             model = models.sharded(copies[group.rank], spec, group)
             models.compare(models.on_a_rank(model, spec, group), expected, before, spec)
+            return weakref.ref(model._unit)
 
-        on_ranks(spec["world"], train)
+        units = on_ranks(spec["world"], train)
+    # A module that nobody has gives its memory back.
+    del plain, copies, train
+    gc.collect()
+    assert [unit() for unit in units] == [None] * spec["world"]
 
 
 def test_the_table_has_at_least_twenty_models_of_every_value() -> None:
