@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -126,8 +125,7 @@ def main() -> None:
     options.into.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="ctrainer-dist-") as folder:
         archive = sdist(ROOT, options.into.resolve())
-        with tarfile.open(archive) as tar:
-            tar.extractall(folder, filter="data")
+        shutil.unpack_archive(archive, folder)
         sources = Path(folder) / archive.name[:-7]
         built = wheel(sources, options.into.resolve())
         check_wheel(built)

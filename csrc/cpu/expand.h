@@ -21,7 +21,7 @@
 #include "cpu/each_dtype.h"
 #undef CT_SET
 
-#ifdef CT_HAVE_X86_LEVELS
+#ifdef CT_COMPILE_X86_LEVELS
 #pragma GCC push_options
 #pragma GCC target("sse4.2,popcnt,cx16,sahf,avx,avx2,bmi,bmi2,f16c,fma,lzcnt,movbe")
 #define CT_SET v3

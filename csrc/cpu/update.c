@@ -2,6 +2,7 @@
  *
  * Rules are compiled for float and double, and for bfloat16 in every array, to keep up
  * with memory. */
+#include "cpu/quant_search.h"
 #include "cpu/tile.h"
 
 #include "core/base/pool.h"
@@ -35,44 +36,6 @@ static dither_body *const ditherers[CT_ISA_COUNT][CT_F64 + 1] = CT_REAL_BODIES(d
 
 /* ---- 8-bit state ----------------------------------------------------------------- */
 
-/* A bucket holds the numbers of equal sign, exponent and first seven bits, from 2^-23
- * to 1. */
-enum {
-    BUCKETS = (23 << 7) + 1 /* of either sign */
-};
-
-/* What finds the nearest number of a map. */
-typedef struct quant_search {
-    const float *map; /* borrowed during an update; NULL: not made yet */
-    bool direct;      /* no bucket has two middles, and there are entries: */
-    /* For each bucket the lowest value and, eight bits up, a limit: keys with a greater
-     * second half have the next value. */
-    uint32_t entries[2 * BUCKETS];
-    float middles[CT_QUANT_MAP_SIZE - 1];
-} quant_search;
-
-/* One for each state of a rule. */
-typedef struct quant_searches {
-    quant_search of[CT_RULE_MAX_STATES];
-} quant_searches;
-
-enum {
-    LEAST = (127 - 23) << 23, /* 2^-23 */
-    MOST = 23 << 23,          /* the key of 1 */
-    NO_LIMIT = 0xffff         /* above every second half of a key */
-};
-
-/* A number's bits as an integer of the same order, negative for negative numbers. All
- * numbers below 2^-23 have equal keys. */
-static inline int32_t
-key_of(float unit)
-{
-    const int32_t sign = -(int32_t)(ct_bits_from_f32(unit) >> 31);
-    const int32_t size = (int32_t)ct_quant_magnitude(unit);
-    const int32_t above = size > LEAST ? size - LEAST : 0;
-    return (above < MOST ? above : MOST) ^ sign;
-}
-
 /* The two look-ups for every element use the gathers of AVX2; GCC does not generate
  * gathers from plain loops. The look-ups then take a third of the time, the update of
  * AdamW's quantized state two thirds. The loops of cpu/body/quant.h do the rest. */
@@ -100,8 +63,9 @@ __attribute__((target("avx2"))) static inline __m256i
 eight_quantized(const int32_t *keys, const uint32_t *entries)
 {
     const __m256i key = _mm256_loadu_si256((const __m256i *)(const void *)keys);
-    const __m256i entry = _mm256_i32gather_epi32(
-        (const int *)(const void *)(entries + BUCKETS), _mm256_srai_epi32(key, 16), 4);
+    const __m256i entry =
+        _mm256_i32gather_epi32((const int *)(const void *)(entries + QUANT_BUCKETS),
+                               _mm256_srai_epi32(key, 16), 4);
     const __m256i above = _mm256_cmpgt_epi32(
         _mm256_and_si256(key, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(entry, 8));
     return _mm256_sub_epi32(_mm256_and_si256(entry, _mm256_set1_epi32(0xff)), above);
@@ -173,92 +137,6 @@ static quantise_body *const quantisers[CT_ISA_COUNT][CT_F64 + 1] =
     CT_REAL_BODIES(quantise);
 
 _Static_assert(CT_TILE % CT_QUANT_BLOCK == 0, "a tile is made of whole blocks");
-
-/* Fills in entries up to the bucket of `key`, from the bucket *next on. False if the
- * bucket has a limit already. */
-static bool
-fill(quant_search *search, int32_t *next, int32_t key, uint32_t value, uint32_t limit)
-{
-    const int32_t bucket = (key >> 16) + BUCKETS;
-    if (bucket < *next) {
-        return false;
-    }
-    while (*next < bucket) {
-        search->entries[(*next)++] = value | (uint32_t)NO_LIMIT << 8;
-    }
-    search->entries[(*next)++] = value | limit << 8;
-    return true;
-}
-
-/* A middle too near to 0 for a key of its own cannot be a limit. */
-static bool
-has_key(float middle)
-{
-    return ct_quant_magnitude(middle) > LEAST &&
-           ct_quant_magnitude(middle) < LEAST + MOST;
-}
-
-static void
-make(quant_search *search, const float *map)
-{
-    int32_t next = 0;
-    search->map = map;
-    search->direct = true;
-    for (uint32_t i = 0; i + 1 < CT_QUANT_MAP_SIZE; i++) {
-        const float middle = ct_quant_middle(map[i], map[i + 1]);
-        const int32_t key = key_of(middle);
-        search->middles[i] = middle;
-        search->direct = search->direct && has_key(middle) &&
-                         fill(search, &next, key, i, (uint32_t)key & 0xffff);
-    }
-    search->direct =
-        search->direct && fill(search, &next, MOST, CT_QUANT_MAP_SIZE - 1, NO_LIMIT);
-}
-
-/* Mostly all parameters share a map; after loading a checkpoint each may have another.
- */
-static bool
-fits(const quant_search *search, const float *map)
-{
-    size_t i = 0;
-    if (search->map == NULL || search->map == map) {
-        return search->map != NULL;
-    }
-    while (i < CT_QUANT_MAP_SIZE && search->map[i] == map[i]) {
-        i++;
-    }
-    return i == CT_QUANT_MAP_SIZE;
-}
-
-static void
-quant_searches_init(quant_searches *searches)
-{
-    for (size_t k = 0; k < CT_RULE_MAX_STATES; k++) {
-        searches->of[k].map = NULL;
-    }
-}
-
-/* Whether the tables fit the maps of a span's state. */
-static bool
-quant_fits(const quant_searches *searches, const ct_update_span *span, size_t n_states)
-{
-    size_t k = 0;
-    while (k < n_states && fits(&searches->of[k], span->quant[k].map)) {
-        k++;
-    }
-    return k == n_states;
-}
-
-/* Remakes the tables that do not fit: some microseconds each. */
-static void
-quant_prepare(quant_searches *searches, const ct_update_span *span, size_t n_states)
-{
-    for (size_t k = 0; k < n_states; k++) {
-        if (!fits(&searches->of[k], span->quant[k].map)) {
-            make(&searches->of[k], span->quant[k].map);
-        }
-    }
-}
 
 /* ---- compact state and master weights -------------------------------------------- */
 

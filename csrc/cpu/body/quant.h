@@ -17,10 +17,10 @@ CT_NAME(look_up)(ct_isa isa, const ct_real *restrict x, float scale,
     int32_t keys[CT_QUANT_BLOCK];
     size_t i = 0;
     do {
-        keys[i] = key_of(ct_quant_unit((float)x[i], scale));
+        keys[i] = quant_key_of(ct_quant_unit((float)x[i], scale));
     } while (++i < n);
     for (i = gather_quantized(isa, keys, entries, quantized, n); i < n; i++) {
-        const uint32_t entry = entries[(keys[i] >> 16) + BUCKETS];
+        const uint32_t entry = entries[(keys[i] >> 16) + QUANT_BUCKETS];
         quantized[i] = (uint8_t)(entry + (((uint32_t)keys[i] & 0xffff) > entry >> 8));
     }
 }

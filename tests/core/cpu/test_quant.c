@@ -1,7 +1,7 @@
 /* 8-bit state: an update of it leaves the parameters and, once they are quantised
  * by plain loops, the state of the same update of floats. */
 #include "core/base/alloc.h"
-#include "cpu/update.c" /* for its tables, which nobody else needs */
+#include "cpu/quant_search.h"
 #include "ct_kernels.h"
 #include "ct_random.h"
 #include "ct_rule_examples.h"
