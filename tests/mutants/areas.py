@@ -81,7 +81,7 @@ AREAS = {
             "csrc/cpu/norm.c csrc/cpu/body/norm.h" + " " +
             math("norm"):
                 "core/cpu/test_norm.c",
-            "csrc/cpu/body/quant.h" + " " +
+            "csrc/cpu/quant_search.h csrc/cpu/body/quant.h" + " " +
             math("quant"):
                 "core/cpu/test_quant.c binding/optim/test_eight_bit.py",
             "csrc/cpu/body/compact.h ctrainer/optim/_compact.py" + " " +

@@ -18,29 +18,32 @@ from ctrainer import _C
 TABLE = models.table()
 
 
+def train_and_drop(spec: models.Spec) -> list[weakref.ref[_C.FSDPUnit]]:
+    """The outermost unit of each rank, once the models are trained and compared."""
+    plain = models.build(spec)
+    copies = [copy.deepcopy(plain) for _ in range(spec["world"])]
+    before = {name: v.clone() for name, v in plain.state_dict().items()}
+    expected = models.in_one_process(plain, spec)
+
+    def train(group: _C.Communicator) -> weakref.ref[_C.FSDPUnit]:
+        model = models.sharded(copies[group.rank], spec, group)
+        models.compare(models.on_a_rank(model, spec, group), expected, before, spec)
+        return weakref.ref(model._unit)
+
+    return on_ranks(spec["world"], train)
+
+
 @pytest.mark.parametrize("number", range(draws(25, models.COUNT)))
-def test_any_model_trains_like_plain_torch(
+def test_any_model_trains_like_plain_torch_and_leaves_no_memory(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = TABLE[number]
     if spec["released"] == "told":
         monkeypatch.delenv("CTRAINER_FSDP_POISON")
-    plain = models.build(spec)
-    copies = [copy.deepcopy(plain) for _ in range(spec["world"])]
-    before = {name: v.clone() for name, v in plain.state_dict().items()}
     with warnings.catch_warnings():
         # A reentrant checkpoint of what needs no gradient says so, in both runs.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-        expected = models.in_one_process(plain, spec)
-
-        def train(group: _C.Communicator) -> weakref.ref[_C.FSDPUnit]:
-            model = models.sharded(copies[group.rank], spec, group)
-            models.compare(models.on_a_rank(model, spec, group), expected, before, spec)
-            return weakref.ref(model._unit)
-
-        units = on_ranks(spec["world"], train)
-    # A module that nobody has gives its memory back.
-    del plain, copies, train
+        units = train_and_drop(spec)
     gc.collect()
     assert [unit() for unit in units] == [None] * spec["world"]
 
