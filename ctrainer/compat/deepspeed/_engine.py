@@ -192,6 +192,7 @@ class DeepSpeedEngine(ModuleShown):
         self.world_size = self.dp_world_size = self.communicator.world_size
         self.local_rank = place().local_rank
         self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self._passes = 0  # of the update under way
         self.global_samples = 0
         self.training_dataloader: DataLoader[Any] | None = None
         self._boundary: bool | None = None
@@ -377,9 +378,10 @@ class DeepSpeedEngine(ModuleShown):
         self._check_optimizer("step")
         if not self._syncs:
             raise RuntimeError("step() is called in no_sync(): call it after the block")
-        self._applied = False
-        if self.is_gradient_accumulation_boundary():
+        self._applied, is_last = False, self.is_gradient_accumulation_boundary()
+        if is_last:
             self._update(lr_kwargs or {})
+        self._passes = 0 if is_last else self._passes + 1
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
@@ -438,7 +440,7 @@ class DeepSpeedEngine(ModuleShown):
         update."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._passes + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next pass is the last one of its update, whatever the number
@@ -619,7 +621,8 @@ class DeepSpeedEngine(ModuleShown):
         return int(self._config.gradient_accumulation_steps)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change gradient_accumulation_steps so that an update has so many samples.
+        """Change gradient_accumulation_steps so that an update has so many samples,
+        from the next one on (DeepSpeed's next one may have fewer).
 
         Args:
             train_batch_size (int): A multiple of a pass of all ranks.

@@ -338,6 +338,7 @@ def read(
         samples = engine.global_steps * engine.train_batch_size()
         engine.global_samples = model.get("global_samples", samples)
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        engine._passes = 0
     return {key: value for key, value in model.items() if key not in _OURS}
 
 

@@ -3,6 +3,7 @@ own trainings and plain torch."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -181,3 +182,34 @@ def test_blocks_of_init_need_stage_3() -> None:
         deepspeed.zero.GatheredParameters(weight),
     ):
         pass
+
+
+# In DeepSpeed an update after a change has fewer passes, each divided as if of all,
+# where the passes before are no multiple of the new number.
+@pytest.mark.parametrize("stage", range(4))
+def test_the_batch_of_an_update_may_change(stage: int) -> None:
+    rows, passes = 2, (1, 3, 2, 1)
+    whole = torch.nn.Linear(3, 2)
+    sharded = copy.deepcopy(whole)
+    update = {"lr": 0.1, "eps": 1e-3, "weight_decay": 0}
+    config = {"train_micro_batch_size_per_gpu": rows, "gradient_clipping": 0,
+              "optimizer": {"type": "AdamW", "params": update},
+              "zero_optimization": {"stage": stage}}  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=sharded, config=config)
+    optimizer = torch.optim.AdamW(whole.parameters(), **update)
+    for number, n in enumerate(passes):
+        engine.set_train_batch_size(n * rows)
+        assert engine.train_batch_size() == n * rows
+        data = torch.randn(n, rows, 3)
+        for i, batch in enumerate(data):
+            loss = engine(batch).square().mean()
+            assert loss.item() == pytest.approx(whole(batch).square().mean().item())
+            engine.backward(loss)
+            engine.step()
+            assert engine.was_step_applied() == (i == n - 1)
+        assert engine.global_steps == number + 1
+        (sum(whole(batch).square().mean() for batch in data) / n).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ValueError, match="5 is no multiple of 2"):
+        engine.set_train_batch_size(5)
