@@ -586,11 +586,16 @@ class DeepSpeedEngine(ModuleShown):
         rank. Collective."""
         unit: Any = self.module
         low = unit.compute_dtype if self._is_sharded else None
-        state = unit.full_state_dict() if self._is_sharded else unit.state_dict()
+        state: dict[str, Any] = (
+            unit.full_state_dict() if self._is_sharded else unit.state_dict()
+        )
         if self.global_rank != 0:
             return None
-        parameters = {name for name, _ in unit.named_parameters()}
-        return {n: v.to(low) if n in parameters else v for n, v in state.items()}
+        cast: dict[Any, torch.Tensor] = {}  # by its place: tied ones stay tied
+        for name, _ in unit.named_parameters(remove_duplicate=False):
+            place = state[name].data_ptr(), state[name].shape
+            state[name] = cast.setdefault(place, state[name].to(low))
+        return state
 
     # ---- what it knows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import deepspeed_engines as runs
@@ -213,3 +214,36 @@ def test_the_batch_of_an_update_may_change(stage: int) -> None:
         optimizer.zero_grad()
     with pytest.raises(ValueError, match="5 is no multiple of 2"):
         engine.set_train_batch_size(5)
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(5, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.table(rows)))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_weights_of_16_bits_are_saved_once(
+    tmp_path: Path, precision: str, stage: int
+) -> None:
+    plain = Tied()
+    config = {"train_micro_batch_size_per_gpu": 2, precision: {"enabled": True},
+              "optimizer": {"type": "AdamW", "params": {}},
+              "zero_optimization": {"stage": stage}}  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=copy.deepcopy(plain), config=config)
+    engine.save_16bit_model(tmp_path, "low.bin")
+    saved = torch.load(tmp_path / "low.bin", weights_only=True)
+    low = torch.float16 if precision == "fp16" else torch.bfloat16
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    assert saved.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        expected = value.to(low) if name in parameters else value
+        torch.testing.assert_close(saved[name], expected, rtol=0, atol=0)
+    assert saved["head.weight"].data_ptr() == saved["table.weight"].data_ptr()
