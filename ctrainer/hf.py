@@ -8,6 +8,7 @@ import inspect
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable
 from functools import update_wrapper
 from importlib import import_module
@@ -110,9 +111,12 @@ def _copies(name: str) -> list[ModuleType]:
     """Every module object called `name`: transformers puts a new one into sys.modules
     while it loads, and a script may hold the old."""
     import_module(name)
+    objects = gc.get_objects()
+    if gc.get_freeze_count():  # a parent's gc.freeze() hides what it has imported
+        objects += [v for m in list(sys.modules.values()) for v in vars(m).values()]
     # By type(): asked for its __class__, a lazy object of another package may load.
-    modules = (m for m in gc.get_objects() if issubclass(type(m), ModuleType))
-    return [m for m in modules if m.__name__ == name]
+    modules = {id(m): m for m in objects if issubclass(type(m), ModuleType)}
+    return [m for m in modules.values() if m.__name__ == name]
 
 
 def _holders(classes: set[type]) -> list[str]:

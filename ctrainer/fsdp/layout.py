@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.dlpack import from_dlpack
 
@@ -177,6 +178,7 @@ class Group:
     requires_grad: bool
     size: int = 0
     shard_shape: torch.Size = field(default_factory=lambda: torch.Size([0]))
+    keeps_dtype: bool = False  # also where layers compute in another
 
     @property
     def dtype(self) -> torch.dtype:
@@ -186,7 +188,7 @@ class Group:
     def gathered_as(self, compute: torch.dtype | None) -> torch.dtype:
         """The dtype of the gathered parameters. None: their own, which integers
         always keep."""
-        if compute is None or not self.dtype.is_floating_point:
+        if compute is None or self.keeps_dtype or not self.dtype.is_floating_point:
             return self.dtype
         return compute
 
@@ -371,6 +373,17 @@ def of_other_units(root: nn.Module) -> list[tuple[Place, Any]]:
         for name, param in module._parameters.items()
         if hasattr(param, "_sharded_param")
     ]
+
+
+def beside_statistics(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters of layers such as BatchNorm, which torch computes in the dtype of
+    their running statistics alone."""
+    return {
+        param
+        for layer in module.modules()
+        if isinstance(layer, _NormBase) and layer.running_mean is not None
+        for param in layer.parameters(recurse=False)
+    }
 
 
 def flat_group(name: str, entries: list[Entry]) -> Group:

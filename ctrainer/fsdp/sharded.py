@@ -386,11 +386,18 @@ class ShardedModule(nn.Module):
     def _wrap(self, module: nn.Module) -> None:
         """The wrapped module and its groups; flat ones are in front."""
         params = [p for p in module.parameters() if not hasattr(p, "_is_sharded")]
+        alike = self.buffer_dtype == self.compute_dtype
+        kept = set() if alike else layout.beside_statistics(module)
         kinds = [(True, dtype) for dtype in dict.fromkeys(p.dtype for p in params)]
         kinds += [(False, dtype) for _, dtype in kinds]
         flat = [
-            [p for p in params if (p.requires_grad, p.dtype) == kind]
+            [
+                p
+                for p in params
+                if (p.requires_grad, p.dtype) == kind and (p in kept) == keeps
+            ]
             for kind in (kinds if self.flatten_parameters else ())
+            for keeps in (False, True)
         ]
         self._fsdp_wrapped_module = FlattenParamsWrapper(
             module, flat, auto_unflatten_state_dict=False, _flatten=False
@@ -402,6 +409,7 @@ class ShardedModule(nn.Module):
         if not self.flatten_parameters:
             groups += [layout.lone_group(e) for e in layout.entries_of(self, params)]
         for group in groups:
+            group.keeps_dtype = group.entries[0].param in kept
             self._sharding.fit(group)
         self._groups = groups
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import mmap
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -589,7 +590,10 @@ def scenario_memory_is_everything_shared_and_one_unit(group: Any) -> None:
     root_bytes = model._groups[0].size * 4
     out = model(torch.randn(2, width))
     engine = model._unit
-    assert engine.peak_bytes == root_bytes + unit_bytes
+    # From a file the shard of the next unit is read ahead, to whole pages.
+    page, shard = mmap.PAGESIZE, unit_bytes // group.world_size
+    ahead = -(-shard // page) * page if "shard_folder" in EVERYWHERE else 0
+    assert 0 <= engine.peak_bytes - root_bytes - unit_bytes <= ahead
     assert engine.live_bytes == root_bytes
     out.sum().backward()
     assert engine.live_bytes == 0

@@ -239,6 +239,7 @@ class DeepSpeedEngine(ModuleShown):
             of_zero(config.hf),
             as_of_a_run,
             self.communicator,
+            casts_buffers=True,
         )
 
     def _skips_nonfinite(self) -> bool:

@@ -1,5 +1,7 @@
 """transformers' Trainer becomes ours, and transformers' again."""
 
+import gc
+
 import transformers
 
 from ctrainer import hf
@@ -22,3 +24,8 @@ hf.unpatch_transformers()
 assert transformers.Trainer is original
 assert transformers.trainer.Trainer is original
 assert issubclass(transformers.Seq2SeqTrainer, original)
+
+# As a process does that forks others, after the imports.
+gc.freeze()
+hf.patch_transformers()
+assert transformers.Trainer is Trainer

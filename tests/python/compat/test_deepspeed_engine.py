@@ -247,3 +247,21 @@ def test_weights_of_16_bits_are_saved_once(
         expected = value.to(low) if name in parameters else value
         torch.testing.assert_close(saved[name], expected, rtol=0, atol=0)
     assert saved["head.weight"].data_ptr() == saved["table.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_buffers_are_in_the_dtype_of_layers(precision: str, stage: int) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, precision: {"enabled": True},
+              "optimizer": {"type": "AdamW", "params": {}},
+              "zero_optimization": {"stage": stage}}  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=Tied(), config=config)
+    low = torch.float16 if precision == "fp16" else torch.bfloat16
+    loss = engine(torch.tensor([1, 2])).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    assert torch.isfinite(loss)
+    buffers = dict(engine.module.named_buffers())
+    dtypes = {name.split(".")[-1]: b.dtype for name, b in buffers.items()}
+    assert dtypes == {"running_mean": low, "running_var": low,
+                      "num_batches_tracked": torch.int64}  # fmt: skip

@@ -317,3 +317,48 @@ def test_mixed_precision_widens_what_a_trainer_trains_and_nothing_else(
     found = {param.requires_grad: param.dtype for param in made.parameters()}
     trained = torch.float32 if mixed else torch.bfloat16
     assert found == {True: trained, False: torch.bfloat16}
+
+
+class Normalized(nn.Module):
+    """Running statistics, which are float32 whatever computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("flat", [True, False])
+def test_batch_norm_computes_in_the_dtype_of_its_statistics(
+    flat: bool, dtype: torch.dtype
+) -> None:
+    plain = Normalized()
+    batches = torch.randn(3, 8, 4)
+
+    def train(group: _C.Communicator) -> None:
+        whole = copy.deepcopy(plain)
+        model = FSDP(
+            copy.deepcopy(plain), process_group=group, compute_dtype=dtype,
+            buffer_dtype=torch.float32, fp32_reduce_scatter=True,
+            flatten_parameters=flat, use_orig_params=flat, on_neuron=False,
+        )  # fmt: skip
+        for x in batches:  # all ranks have all of the batch
+            for each in (model, whole):
+                with torch.autocast("cpu", dtype):
+                    each(x).float().square().mean().backward()
+            optimizers = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, whole))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found, expected = model.full_state_dict(), whole.state_dict()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+    on_ranks(2, train)
