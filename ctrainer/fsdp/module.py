@@ -48,7 +48,9 @@ class FullyShardedDataParallel(ShardedModule):
             in the passes: float32, float16 or bfloat16, also by name; None: of each
             parameter its own, as integers always have. Inputs are not cast then.
         buffer_dtype (torch.dtype | str | None, default None): Of buffers; None:
-            compute_dtype, float32 in a module of float32, and else their own.
+            compute_dtype, float32 in a module of float32, and else their own. Where
+            it is not compute_dtype, layers with running statistics, such as BatchNorm,
+            compute in the dtype of their parameters.
         fp32_reduce_scatter (bool, default False): Reduce gradients in float32 whatever
             compute_dtype, as those of a unit of several dtypes always are.
         sharding_groups (lists of ranks | Communicator | None, default None): The
