@@ -113,7 +113,8 @@ def _copies(name: str) -> list[ModuleType]:
     import_module(name)
     objects = gc.get_objects()
     if gc.get_freeze_count():  # a parent's gc.freeze() hides what it has imported
-        objects += [v for m in list(sys.modules.values()) for v in vars(m).values()]
+        tables = [getattr(m, "__dict__", {}) for m in list(sys.modules.values())]
+        objects += [value for table in tables for value in list(table.values())]
     # By type(): asked for its __class__, a lazy object of another package may load.
     modules = {id(m): m for m in objects if issubclass(type(m), ModuleType)}
     return [m for m in modules.values() if m.__name__ == name]

@@ -641,11 +641,9 @@ def shard(
     group: _C.Communicator,
     refilled: bool = False,
     block_size: int | None = None,
-    casts_buffers: bool = False,
 ) -> TrainedModel:
     """`model` in units over the ranks of `group`, computing as args.bf16 and args.fp16
-    say, buffers too with `casts_buffers`, cut at multiples of `block_size` elements.
-    Collective.
+    say, cut at multiples of `block_size` elements. Collective.
 
     All ranks take rank 0's values, a unit at a time, unless sharding.synchronizes is
     False. A model on the meta device that gets no values so begins with new ones, or
@@ -668,8 +666,6 @@ def shard(
         "sync_module_states": sharding.synchronizes,
         "block_size": block_size,
     }
-    if casts_buffers:
-        options["buffer_dtype"] = None
 
     ranks = groups[0] if isinstance(groups, tuple) else groups
     stays = _in_memory(sharding, model, chosen, ranks.world_size)

@@ -227,11 +227,8 @@ struct outcome_twin {
 static inline std::vector<size_t>
 lengths(size_t n_small)
 {
-    std::vector<size_t> all = {1,   0,   31,   32,   33,   255,
-                               256, 257, 8191, 8192, 8193, 24577};
-#ifndef CT_EMUL
-    all.push_back(40000); /* half of the time of the emulation */
-#endif
+    std::vector<size_t> all = {1,   0,    31,   32,   33,    255,  256,
+                               257, 8191, 8192, 8193, 24577, 40000};
     if (getenv("CTRAINER_SMALL") != NULL) {
         all.resize(9);
         n_small = 3;

@@ -239,7 +239,6 @@ class DeepSpeedEngine(ModuleShown):
             of_zero(config.hf),
             as_of_a_run,
             self.communicator,
-            casts_buffers=True,
         )
 
     def _skips_nonfinite(self) -> bool:
@@ -594,8 +593,9 @@ class DeepSpeedEngine(ModuleShown):
             return None
         cast: dict[Any, torch.Tensor] = {}  # by its place: tied ones stay tied
         for name, _ in unit.named_parameters(remove_duplicate=False):
-            place = state[name].data_ptr(), state[name].shape
-            state[name] = cast.setdefault(place, state[name].to(low))
+            if name in state:
+                place = state[name].data_ptr(), state[name].shape
+                state[name] = cast.setdefault(place, state[name].to(low))
         return state
 
     # ---- what it knows

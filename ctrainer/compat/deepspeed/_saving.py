@@ -339,6 +339,7 @@ def read(
         engine.global_samples = model.get("global_samples", samples)
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
         engine._passes = 0
+        engine.zero_grad()  # of passes whose update never came
     return {key: value for key, value in model.items() if key not in _OURS}
 
 

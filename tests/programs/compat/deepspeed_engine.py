@@ -130,6 +130,8 @@ with zero.GatheredParameters([part, model.first.bias], modifier_rank=1):
         model.head.weight.data.fill_(2.0)
         model.first.bias.data.fill_(3.0)
 results["sizes"] = [*sizes, part.numel()]
+with zero.GatheredParameters(part):  # with nothing else of its unit
+    results["alone"] = part.numel()
 found = whole(engine)
 results["written"] = [found["head.weight"], found["first.bias"]]
 with zero.GatheredParameters(model.head.bias):
