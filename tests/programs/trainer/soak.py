@@ -37,6 +37,7 @@ class Sampling(ctrainer.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if state.global_step % (UPDATES // PARTS) == 0:
+            trainer._wait_for_save()  # its files are open until the disk has them
             self.samples.append(sample(state.global_step))
             tell(self.samples)
 
