@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from ctrainer import _C
 from ctrainer.fsdp import full_params, optim_state, shard_files, shard_metadata
 from ctrainer.fsdp.layout import cast_floats, tensor_over
 from ctrainer.fsdp.sharded import ShardedModule, TrainingState
@@ -192,6 +193,8 @@ class FullyShardedDataParallel(ShardedModule):
                 unit._unit.path = shard_files.original_name(f"{name}.").rstrip(".")
                 unit._unit.label = unit._unit.path or "the root"
         self._unit.set_units([unit._unit for unit in self.units()])
+        if self._returns_memory:  # what loading and sharding the module left behind
+            _C.malloc_trim()
         if self.disable_reshard_on_root:
             self.reshard_after_forward = False
         if self._debug_print and self.rank == 0:

@@ -329,7 +329,8 @@ class ShardedModule(nn.Module):
         options.check_parameters(module)
         initial_values.settle(module, init, groups, ShardedModule)
         self.home = options.home_of(module)
-        returns = return_memory and self.home.plugin is None and not _recycles()
+        self._returns_memory = return_memory and self.home.plugin is None
+        recycles = self._returns_memory and _recycles()
         self.communicator = self.home.group(communicator) or communicator
         self.replicas = self.home.group(replicas)
         self.borrowed = self._borrow(module)
@@ -368,7 +369,7 @@ class ShardedModule(nn.Module):
         hooked: Any = self  # this has no types in torch
         hooked.register_load_state_dict_pre_hook(layout.before_load)
         hooked.register_load_state_dict_post_hook(_after_load)
-        self._unit.return_memory = returns
+        self._unit.return_memory = self._returns_memory and not recycles
         if execute_sharding_on_init and not on_neuron:
             self.communicator.barrier()
 

@@ -939,6 +939,20 @@ ctpy_malloc_keep(PyObject *Py_UNUSED(module), PyObject *arg)
     return PyBool_FromLong(ct_malloc_keep(kept, kept * ENDS_KEPT));
 }
 
+static const char ctpy_malloc_trim_doc[] =
+    "malloc_trim($module, /)\n--\n\n"
+    "Return malloc's free whole pages to the system, unless there are few.\n\n"
+    "Without glibc nothing is done.";
+
+static PyObject *
+ctpy_malloc_trim(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
+{
+    Py_BEGIN_ALLOW_THREADS
+    ct_malloc_trim();
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static const char ctpy_recycle_blocks_doc[] =
     "recycle_blocks($module, library, /)\n--\n\n"
     "Serve the library's blocks of 128 KiB and more from memory that the units of\n"
@@ -959,6 +973,7 @@ PyMethodDef ctpy_runtime_ctpy_functions[] = {
     {"cpu_isa",         ctpy_cpu_isa,         METH_NOARGS, ctpy_cpu_isa_doc        },
     {"get_num_threads", ctpy_get_num_threads, METH_NOARGS, ctpy_get_num_threads_doc},
     {"malloc_keep",     ctpy_malloc_keep,     METH_O,      ctpy_malloc_keep_doc    },
+    {"malloc_trim",     ctpy_malloc_trim,     METH_NOARGS, ctpy_malloc_trim_doc    },
     {"malloc_tune",     ctpy_malloc_tune,     METH_O,      ctpy_malloc_tune_doc    },
     {"recycle_blocks",  ctpy_recycle_blocks,  METH_O,      ctpy_recycle_blocks_doc },
     {"set_cpu_isa",     ctpy_set_cpu_isa,     METH_O,      ctpy_set_cpu_isa_doc    },

@@ -242,3 +242,23 @@ def test_the_process_takes_less_than_a_third_of_what_it_would_without_sharding(
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     train(model, optimizer, 3)
     assert resident_kib("VmHWM") - before < without / 3
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_what_loading_a_model_left_behind_is_returned_at_its_first_forward(
+    returns: bool,
+) -> None:
+    """Pieces too short for the memory that units share, of 32 MiB."""
+    group = _C.Communicator(Alone(1))
+    model = wrap(group, nn.Linear(2, 2), return_memory=returns)
+    pieces = [torch.ones(16 << 10) for _ in range(512)]
+    kept = torch.ones(16 << 10)  # the end of the heap
+    del pieces
+    before = resident_kib("RssAnon")
+    model(torch.ones(1, 2))
+    returned = before - resident_kib("RssAnon")
+    assert kept.sum().item() == 16 << 10
+    if returns:
+        assert returned > 24 << 10
+    else:
+        assert returned < 1 << 10
