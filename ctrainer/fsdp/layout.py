@@ -386,6 +386,20 @@ def beside_statistics(module: nn.Module) -> set[nn.Parameter]:
     }
 
 
+def keep_unpacked(module: nn.Module) -> None:
+    """Keep bitsandbytes' 4-bit weights as they were loaded.
+
+    Where the processor has bfloat16 its layers replace them at an evaluation by whole
+    packed weights, of which a state_dict() and a later gather know nothing.
+    """
+    for layer in module.modules():
+        if getattr(layer, "support_avx512bf16_for_cpu", False):
+            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+            quantization = getattr(layer.weight, "quant_state", None)
+            if getattr(quantization, "packing_format_for_cpu", False):
+                layer.state_dict()  # unpacks the weight
+
+
 def flat_group(name: str, entries: list[Entry]) -> Group:
     dtypes = {entry.param.dtype for entry in entries}
     assert len(dtypes) == 1, f"expects all parameters to have same dtype: {dtypes}"

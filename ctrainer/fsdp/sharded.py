@@ -326,6 +326,7 @@ class ShardedModule(nn.Module):
             )
         sources = [self.replicas, self.communicator] if sync_module_states else []
         groups = [group for group in sources if group is not None]
+        layout.keep_unpacked(module)
         options.check_parameters(module)
         initial_values.settle(module, init, groups, ShardedModule)
         self.home = options.home_of(module)

@@ -280,12 +280,52 @@ def _copier(folder: str, nbytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
 def load_model(model: Any, folder: str) -> None:
     """Load this rank's shards, of a checkpoint of any number of ranks and any units.
 
-    Raises RuntimeError where the names or shapes of parameters differ.
+    Raises RuntimeError where the names or shapes of parameters differ, and ValueError
+    where scales of quantized weights do.
     """
     if _same_units(model, folder):
-        model.load_state_dict(_own(model, folder, "model"))
-    else:
-        model.load_full_state_dict(_whole_weights(folder))
+        _load_state(model, folder, _own(model, folder, "model"))
+        return
+    state = _whole_weights(folder)
+    unknown = state.keys() - full_params.empty_state(model).keys()
+    for name in _computed(model, folder, state, unknown):
+        del state[name]
+    model.load_full_state_dict(state)
+
+
+def _load_state(model: torch.nn.Module, folder: str, state: State) -> None:
+    """model.load_state_dict(), but for what modules compute for a state_dict()."""
+    found = model.load_state_dict(state, strict=False)
+    names = {shard_files.original_name(key): key for key in state}
+    unknown = {shard_files.original_name(key) for key in found.unexpected_keys}
+    saved = {name: state[key] for name, key in names.items()}
+    computed = _computed(model, folder, saved, unknown)
+    if found.missing_keys or unknown != computed:
+        left = names.keys() - computed
+        model.load_state_dict({names[name]: saved[name] for name in left})
+
+
+def _computed(
+    model: torch.nn.Module, folder: str, state: State, unknown: set[str]
+) -> set[str]:
+    """Those of the unknown names under which modules compute tensors for a
+    state_dict() that none of them loads, such as the scales of bitsandbytes' weights.
+
+    Raises ValueError where these are not as saved: weights would mean other numbers.
+    """
+    if not unknown:
+        return set()
+    own = model.state_dict().items()
+    here = {shard_files.original_name(k): v for k, v in own if torch.is_tensor(v)}
+    computed = here.keys() & unknown
+    for name in sorted(computed):
+        if not torch.equal(here[name], state[name]):
+            raise ValueError(
+                f"{folder}: {name} was saved with other values than the model's, which "
+                "cannot be loaded; make the model from the weights and with the "
+                "quantization that it was saved with"
+            )
+    return computed
 
 
 def load_weights(model: Any, folder: str) -> None:
@@ -319,9 +359,10 @@ def _load_mapped(model: Any, folder: str, files: list[str]) -> None:
 def load_into_whole(model: torch.nn.Module, folder: str) -> None:
     """Load the shards of all ranks into a model that is not sharded.
 
-    Raises RuntimeError where names or shapes differ.
+    Raises RuntimeError where names or shapes differ, and ValueError where scales of
+    quantized weights do.
     """
-    model.load_state_dict(_whole_weights(folder))
+    _load_state(model, folder, _whole_weights(folder))
 
 
 def optimizer_state(model: Any, optimizer: Any, folder: str) -> State | None:

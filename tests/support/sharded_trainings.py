@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import tiny
@@ -60,18 +61,42 @@ def adapted_bert() -> nn.Module:
 
 
 class Quantized(nn.Module):
-    """A frozen linear layer whose weight is of 8 bits."""
+    """A frozen linear layer whose weight is of 8 bits, as bitsandbytes has those of 4:
+    a state_dict() has scales, which nothing loads, and an evaluation on a processor
+    with bfloat16 replaces the weight by a packed one, here with its rows reversed."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
-        weight = (layer.weight.detach() / scale).round().to(torch.int8)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        absmax = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        weight = (layer.weight.detach() / absmax).round().to(torch.int8)
+        self.weight: Any = nn.Parameter(weight, requires_grad=False)
+        self.weight.quant_state = SimpleNamespace(
+            absmax=absmax, packing_format_for_cpu=False
+        )
         self.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
-        self.register_buffer("scale", scale)
+        self.support_avx512bf16_for_cpu = True
+
+    def _turn(self) -> None:
+        """Pack the weight, or unpack it."""
+        state = self.weight.quant_state
+        state.packing_format_for_cpu = not state.packing_format_for_cpu
+        state.absmax = state.absmax.flip(0)
+        self.weight.data = self.weight.data.flip(0)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep: bool) -> None:
+        if self.weight.quant_state.packing_format_for_cpu:
+            self._turn()
+        super()._save_to_state_dict(destination, prefix, keep)
+        destination[prefix + "weight.absmax"] = self.weight.quant_state.absmax
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.to(x.dtype) * self.scale.to(x.dtype)
+        state = self.weight.quant_state
+        packs = self.support_avx512bf16_for_cpu and not self.training
+        if packs and not (x.requires_grad or state.packing_format_for_cpu):
+            self._turn()
+        weight = self.weight.to(x.dtype) * state.absmax.to(x.dtype)
+        if state.packing_format_for_cpu:
+            weight = weight.flip(0)
         return nn.functional.linear(x, weight, self.bias.to(x.dtype))
 
 
@@ -197,7 +222,8 @@ def both(folder: str, name: str) -> list[Any]:
         made.train()
         results.append(told(made))
         full = getattr(made.model, "full_state_dict", made.model.state_dict)
-        weights.append({k: v.detach().clone() for k, v in full().items()})
+        state = {k: v for k, v in full().items() if not k.endswith("absmax")}
+        weights.append({k: v.detach().clone() for k, v in state.items()})
     if ctrainer.comm.world().rank == 0:
         torch.save(weights[1], f"{folder}/{name}.pt")
     return [*results, furthest(*weights)]
@@ -268,6 +294,35 @@ def of_quantized_state(folder: str) -> dict[str, tuple[bool, list[float]]]:
                    for t in (first, again)]  # fmt: skip
         same[optim] = torch.equal(*weights), told(first)["losses"][-10:]
     return same
+
+
+def of_quantized_base(folder: str) -> dict[str, Any]:
+    """What a run tells that evaluates and saves shards, one that resumes from them, and
+    the whole one; whether weights are packed in the first; and the error of a run with
+    another base."""
+    name = "quantized base"
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3,
+                               "eval_strategy": "steps", "eval_steps": 3}  # fmt: skip
+    first = trainer(f"{folder}/{name}", name, **options)
+    first.train()
+    found: dict[str, Any] = {"saved": told(first)}
+    layers = [m for m in first.model.modules() if isinstance(m, Quantized)]
+    found["packed"] = [m.weight.quant_state.packing_format_for_cpu for m in layers]
+    again = trainer(f"{folder}/{name} again", name, **options)
+    again.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-3")
+    found["resumed"] = told(again)
+    whole = trainer(f"{folder}/{name} whole", name, sharded=False, **options)
+    whole.train()
+    found["whole"] = told(whole)
+    other = trainer(f"{folder}/{name} other", name, **options)
+    for module in other.model.modules():
+        if isinstance(module, Quantized):
+            module.weight.quant_state.absmax *= 2
+    try:
+        other.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-3")
+    except ValueError as error:
+        found["other"] = str(error)
+    return found
 
 
 def cut_on_blocks(folder: str) -> dict[str, Any]:

@@ -129,6 +129,29 @@ def test_quantized_state_is_resumed_by_as_many_ranks_and_by_one(
     assert runs.told(alone)["losses"][-10:] == pytest.approx(losses, rel=1e-2)
 
 
+def test_a_run_on_a_quantized_base_is_resumed_by_as_many_ranks_and_by_one(
+    told: list[Any], folder: Path
+) -> None:
+    for rank in told:
+        found = rank["of 8 bits"]
+        saved, resumed, whole = (found[key] for key in ("saved", "resumed", "whole"))
+        assert resumed["losses"][-3:] == saved["losses"][-3:]
+        for key in ("eval", "predicted"):
+            assert resumed[key] == saved[key], key
+            assert saved[key] == pytest.approx(whole[key], rel=1e-6, abs=1e-6), key
+        assert saved["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+        assert found["packed"] == [False] * 4
+        assert "weight.absmax was saved with other values" in found["other"]
+    name = "quantized base"
+    one_unit = {"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": None}
+    for sharded, options in ((False, {}), (True, {}), (True, one_unit)):
+        alone = runs.trainer(f"{folder}/{name} alone", name, sharded,
+                             per_device_train_batch_size=4, **options)  # fmt: skip
+        alone.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-3")
+        losses = runs.told(alone)["losses"][-3:]
+        assert losses == pytest.approx(saved["losses"][-3:], rel=2e-5)
+
+
 def test_ranks_cut_parameters_where_scales_of_the_state_begin(told: list[Any]) -> None:
     """Updates have the bits of those of whole parameters, which are not clipped."""
     for rank in told:
