@@ -315,11 +315,12 @@ def _computed(
     """
     if not unknown:
         return set()
-    own = model.state_dict().items()
-    here = {shard_files.original_name(k): v for k, v in own if torch.is_tensor(v)}
+    items = model.state_dict().items()
+    here = {shard_files.original_name(k): v for k, v in items if torch.is_tensor(v)}
     computed = here.keys() & unknown
     for name in sorted(computed):
-        if not torch.equal(here[name], state[name]):
+        own, saved = here[name].cpu(), state[name].cpu()
+        if own.dtype != saved.dtype or not torch.equal(own, saved):
             raise ValueError(
                 f"{folder}: {name} was saved with other values than the model's, which "
                 "cannot be loaded; make the model from the weights and with the "
