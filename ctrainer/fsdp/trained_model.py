@@ -295,14 +295,18 @@ def load_model(model: Any, folder: str) -> None:
 
 def _load_state(model: torch.nn.Module, folder: str, state: State) -> None:
     """model.load_state_dict(), but for what modules compute for a state_dict()."""
-    found = model.load_state_dict(state, strict=False)
-    names = {shard_files.original_name(key): key for key in state}
-    unknown = {shard_files.original_name(key) for key in found.unexpected_keys}
-    saved = {name: state[key] for name, key in names.items()}
-    computed = _computed(model, folder, saved, unknown)
-    if found.missing_keys or unknown != computed:
-        left = names.keys() - computed
-        model.load_state_dict({names[name]: saved[name] for name in left})
+    try:
+        model.load_state_dict(state)
+    except RuntimeError:
+        found = torch.nn.Module.load_state_dict(model, state, strict=False)
+        keys = {shard_files.original_name(key): key for key in state}
+        saved = {name: state[key] for name, key in keys.items()}
+        unknown = {shard_files.original_name(key) for key in found.unexpected_keys}
+        computed = _computed(model, folder, saved, unknown)
+        if not computed:
+            raise
+        left = [key for name, key in keys.items() if name not in computed]
+        model.load_state_dict({key: state[key] for key in left})
 
 
 def _computed(
@@ -313,9 +317,7 @@ def _computed(
 
     Raises ValueError where these are not as saved: weights would mean other numbers.
     """
-    if not unknown:
-        return set()
-    items = model.state_dict().items()
+    items = model.state_dict().items() if unknown else ()
     here = {shard_files.original_name(k): v for k, v in items if torch.is_tensor(v)}
     computed = here.keys() & unknown
     for name in sorted(computed):

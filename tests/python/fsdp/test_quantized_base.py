@@ -25,6 +25,13 @@ def whole() -> Any:
     return nn.Sequential(Quantized(nn.Linear(6, 5)), nn.Linear(5, 2), nn.BatchNorm1d(2))
 
 
+class Loading(nn.Sequential):
+    """Has a load_state_dict() of its own, with one argument."""
+
+    def load_state_dict(self, state_dict: Any) -> None:  # type: ignore[override]
+        super().load_state_dict(state_dict)
+
+
 def saved(model: Any, folder: Path) -> str:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
     trained_model.Shards.of(model, optimizer).save(str(folder))
@@ -47,9 +54,10 @@ def test_an_evaluation_packs_no_weight_of_a_sharded_model() -> None:
 
 @pytest.mark.parametrize("units", [1, 2, 0], ids=["alike", "others", "whole"])
 def test_shards_are_loaded_into_the_same_base_alone(tmp_path: Path, units: int) -> None:
-    first = wrap(whole())
-    first[1].bias.data.fill_(3.0)
-    folder = saved(first, tmp_path)
+    trained = whole()
+    trained[1].bias.data.fill_(3.0)
+    expected = {k: v.clone() for k, v in trained.state_dict().items()}
+    folder = saved(wrap(trained), tmp_path)
 
     def load(module: Any) -> Any:
         if units == 0:
@@ -61,9 +69,9 @@ def test_shards_are_loaded_into_the_same_base_alone(tmp_path: Path, units: int) 
         trained_model.load_model(model, folder)
         return model.full_state_dict()
 
-    loaded = load(whole())
-    for name, value in first.full_state_dict().items():
-        assert torch.equal(loaded[name], value), name
+    for kind in (nn.Sequential, Loading):
+        for name, value in load(kind(*whole())).items():
+            assert torch.equal(expected[name], value), name
     for change in (lambda scales: scales * 2, torch.Tensor.double):
         other = whole()
         state = other[0].weight.quant_state
