@@ -199,7 +199,7 @@ asan-ext: $(TESTABLE)
 	  $(VENV)/bin/pytest tests/binding -k 'not memory'
 
 THREADED := test_bmuf test_codecs test_comm test_disk test_hierarchical test_fsdp test_fsdp_quantized test_fsdp_shard_file test_kernels test_norm \
-    test_optim_parts test_pool test_reducer test_staged test_step_ranks test_writer
+    test_optim_parts test_parts test_pool test_reducer test_staged test_step_ranks test_writer
 tsan:
 	$(MAKE) BUILD=$(BUILD)/tsan SAN="-O1 -g -fsanitize=thread" \
 	  TESTS="$(THREADED:%=$(BUILD)/tsan/%)" check-core

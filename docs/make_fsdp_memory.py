@@ -97,7 +97,9 @@ yours. On the CPU `plan.resident` is a rank's memory: in \
 `tests/python/fsdp/test_fsdp_memory.py` ranks took as much, in every stage and with \
 each of these options, but for two of 12 layers and 2 MiB that ranks share, without \
 the gaps of malloc's heap (MALLOC_MMAP_THRESHOLD_=131072); with \
-shards in files they took less where units that are prefetched came late.
+shards in files they took less where units that are prefetched came late. A checkpoint \
+takes a rank's shards of parameters and state once more in host memory, until train() \
+ends; with `async_save=False`, or with shards in files, nothing.
 """
 
 

@@ -83,6 +83,8 @@ class CheckpointWriter(_C.CheckpointWriter):
         'step 1'
     """
 
+    snapshots = True  # of the files that a Sink adds
+
     def __init__(self) -> None:
         _writers.add(self)
 
@@ -452,14 +454,15 @@ class Sink:
         if self.writer is None:
             _C.write_safetensors(os.path.join(self.folder, name), tensors, metadata)
         else:
-            path = os.path.join(self.prefix, name)
-            self.writer.add_safetensors(path, tensors, metadata)
+            path, copied = os.path.join(self.prefix, name), self.writer.snapshots
+            self.writer.add_safetensors(path, tensors, metadata, snapshot=copied)
 
     def archive(self, name: str, records: list[tuple[str, Any]]) -> None:
         if self.writer is None:
             _C.write_archive(os.path.join(self.folder, name), records)
         else:
-            self.writer.add_archive(os.path.join(self.prefix, name), records)
+            path, copied = os.path.join(self.prefix, name), self.writer.snapshots
+            self.writer.add_archive(path, records, snapshot=copied)
 
     def json(self, name: str, content: Any) -> None:
         path = os.path.join(self.folder, name)

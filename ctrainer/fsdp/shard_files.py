@@ -18,6 +18,7 @@ import torch
 
 from ctrainer import _C
 from ctrainer.adapters._torch_checkpoint import DTYPES, TAGS
+from ctrainer.checkpoint import Sink
 from ctrainer.checkpoint.disk import SAVING, write_together
 from ctrainer.checkpoint.files import naming, parse_json, unchanged
 from ctrainer.checkpoint.torch_files import Pickler, archive_records
@@ -742,12 +743,20 @@ def write_shard(path: str, content: State) -> None:
     """{"model", "shard_metadata", "optimizer" or none, more} with Items in the place of
     tensors: safetensors with JSON in its metadata, or torch.save's format of plain
     types. The name says which, without its SAVING."""
-    if content.get("optimizer") is None:
-        content = {key: v for key, v in content.items() if key != "optimizer"}
-    content["shard_metadata"] = plain(content["shard_metadata"])
-    if not path.removesuffix(SAVING).endswith(".safetensors"):
+    content = _as_plain(content)
+    if path.removesuffix(SAVING).endswith(".safetensors"):
+        _C.write_safetensors(path, *_as_safetensors(path, content))
+    else:
         write_archive(path, content)
-        return
+
+
+def _as_plain(content: State) -> State:
+    made = {key: v for key, v in content.items() if key != "optimizer" or v is not None}
+    return made | {"shard_metadata": plain(content["shard_metadata"])}
+
+
+def _as_safetensors(path: str, content: State) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors of the file, and its metadata."""
     tensors = _raw({f"{MODEL}{name}": item for name, item in content["model"].items()})
     rest = {key: value for key, value in content.items() if key not in KEYS}
     if "names" in rest:
@@ -757,7 +766,7 @@ def write_shard(path: str, content: State) -> None:
     if "optimizer" in content:
         more, rest["optimizer"] = _split_optimizer(content["optimizer"])
         tensors |= more
-    _C.write_safetensors(path, tensors, {METADATA_KEY: _json(path, rest)})
+    return tensors, {METADATA_KEY: _json(path, rest)}
 
 
 # Reading whole files
@@ -818,6 +827,24 @@ def save_shard(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """
     made = {key: _map_values(item_of, value) for key, value in content.items()}
     write_shard(os.fspath(path), made)
+
+
+def add_shard(sink: Sink, name: str, content: dict[str, Any]) -> None:
+    """Let the sink have what save_shard() would write to NAME.safetensors: tensors are
+    copied where they are, by C and, if the sink is a writer's, without a wait."""
+    made = {key: _map_values(_item_there, value) for key, value in content.items()}
+    sink.tensors(name, *_as_safetensors(name, _as_plain(made)))
+
+
+def _item_there(value: Any) -> Any:
+    """item_of(), but for the memory: it stays a GPU's, if C reads that."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    there = value.detach().contiguous()
+    if not _C.has_kernels(there):
+        return item_of(there)
+    flat = there.reshape(-1).view(torch.uint8)
+    return Item(tag_of(there.dtype), tuple(there.shape), flat)
 
 
 def load_shard(path: str | os.PathLike[str]) -> dict[str, Any]:

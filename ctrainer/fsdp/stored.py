@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ctrainer import _C
 from ctrainer.adapters._torch_checkpoint import DTYPES
@@ -50,11 +51,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor to write: excerpts of files, or bytes in memory."""
+    """A tensor to write: excerpts of files, or bytes in memory; to a checkpoint's
+    writer, a tensor of uint8 where the writer reads it."""
 
     tag: str
     shape: tuple[int, ...]
-    data: tuple[Excerpt, ...] | np.ndarray[Any, Any]
+    data: tuple[Excerpt, ...] | np.ndarray[Any, Any] | torch.Tensor
 
     def read(self, fill: int = 0) -> np.ndarray[Any, Any]:
         """Its bytes, with `fill` where no file has them."""

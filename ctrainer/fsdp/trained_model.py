@@ -21,6 +21,7 @@ from torch import nn
 from ctrainer import _C
 from ctrainer.adapters import _saved_names
 from ctrainer.adapters._torch_checkpoint import raise_unless_all, weight_files
+from ctrainer.checkpoint import CheckpointWriter, Sink
 from ctrainer.checkpoint.files import expected_of, unchanged
 from ctrainer.checkpoint.torch_files import load_plain
 from ctrainer.comm import world
@@ -43,10 +44,10 @@ from ctrainer.fsdp.optim_state import (
 from ctrainer.fsdp.options import hybrid_groups
 from ctrainer.fsdp.shard_files import (
     Shard,
+    add_shard,
     described,
     find_shards,
     read_shard,
-    save_shard,
     shard_paths,
     tensors_of,
 )
@@ -226,16 +227,18 @@ class Shards:
         }
         return cls(model.rank, model.world_size, content)
 
-    def save(self, folder: str) -> None:
-        name = file_name(self.rank, self.world_size)
-        save_shard(self.content, os.path.join(folder, name))
+    def save(self, sink: Sink) -> None:
+        add_shard(sink, file_name(self.rank, self.world_size), self.content)
 
 
-def gather(model: Any, folder: str, keep: bool) -> dict[str, torch.Tensor]:
+def gather(
+    model: Any, folder: str, keep: bool, writer: CheckpointWriter | None = None
+) -> dict[str, torch.Tensor]:
     """The unwrapped module's state_dict(), for the ranks that keep it; {} for others.
 
     Its memory is a file without a name in `folder`, so that the process itself has no
-    more of it than one unit at a time. Collective.
+    more of it than one unit at a time; a writer writes it from there, in its own time.
+    Collective.
     """
     if not keep:
         for _ in full_params.values_of(model.units()):
@@ -244,7 +247,7 @@ def gather(model: Any, folder: str, keep: bool) -> dict[str, torch.Tensor]:
     os.makedirs(folder, exist_ok=True)
     entries = full_params.entries_of(model.units())
     nbytes = sum(_aligned(entry.numel * entry.dtype.itemsize) for entry in entries)
-    return full_params.state_dict(model, _copier(folder, nbytes))
+    return full_params.state_dict(model, _copier(folder, nbytes, writer))
 
 
 def _aligned(nbytes: int) -> int:
@@ -252,12 +255,16 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
 
 
-def _copier(folder: str, nbytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _copier(
+    folder: str, nbytes: int, writer: CheckpointWriter | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Copies tensors, of so many bytes in all, to memory that is a file without a
     name."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".whole-") as file:
-        os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
-        memory = mmap.mmap(file.fileno(), max(nbytes, 1))
+    file = tempfile.TemporaryFile(dir=folder, buffering=0)
+    os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
+    memory = mmap.mmap(file.fileno(), max(nbytes, 1))
+    if writer is not None:
+        writer.share(file.fileno(), memory)
     at = 0
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,11 +272,16 @@ def _copier(folder: str, nbytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
         begin, at = at, at + _aligned(tensor.nbytes)
         if tensor.numel() == 0:
             return torch.empty_like(tensor, device="cpu")
+        host = tensor.detach().cpu().contiguous()
+        content = host.reshape(-1).view(torch.uint8).numpy()
+        file.seek(begin)  # writing faults no pages in, as the mapping would
+        while content.size > 0:
+            content = content[file.write(content.data) :]
         # A storage of its own: safetensors' save_model() takes no part of one.
         own = torch.frombuffer(
             memory, dtype=tensor.dtype, count=tensor.numel(), offset=begin
         )
-        return own.view(tensor.shape).copy_(tensor)
+        return own.view(tensor.shape)
 
     return copy
 

@@ -7,9 +7,11 @@ open _get_output_dir() answers the folder above it, so that overrides which work
 the path themselves write there, too. All of it then appears at once, or nothing does.
 
 On several ranks args.should_save says which write. Each rank has a file of its
-generators' states and one of its sums of losses and its position; ranks that do not
-write and do not see the folder pass their files to those that do, when the save
-ends. Every step is taken by all ranks, or by none.
+generators' states and one of its sums of losses and its position, and of a sharded
+model its shards. Where one rank writes, the others that see the folder join its save:
+each writes its own files in the background, and the folder appears when all have.
+Ranks that do not see it pass their files to those that write, when the save ends.
+Every step is taken by all ranks, or by none.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from ctrainer.checkpoint import (
 )
 from ctrainer.checkpoint.disk import replacing
 from ctrainer.checkpoint.files import is_there, naming
+from ctrainer.comm.run import timeout_seconds
 from ctrainer.runtime import messages
 from ctrainer.runtime.fork import temporary_folder
 from ctrainer.trainer import best
@@ -60,7 +63,16 @@ def writer_of(trainer: TrainerRun) -> CheckpointWriter:
     """The trainer's writer, made at its first save."""
     if trainer._checkpoint_writer is None:
         trainer._checkpoint_writer = CheckpointWriter()
+    # No copy where training waits in any case, nor of what is kept in files.
+    plan = trainer._sharding
+    in_files = plan is not None and (plan.offload_folder or plan.shard_folder)
+    trainer._checkpoint_writer.snapshots = saves_later(trainer) and not in_files
     return trainer._checkpoint_writer
+
+
+def saves_later(trainer: TrainerRun) -> bool:
+    """Does training continue while a checkpoint is written?"""
+    return bool(getattr(trainer.args, "async_save", True))
 
 
 def save_atomically(
@@ -74,21 +86,24 @@ def save_atomically(
         return
 
     def written() -> bytes:
+        join_save(trainer)
         save()
         files, trainer._rank_files = trainer._rank_files, {}
-        return json.dumps(files).encode()
+        return json.dumps({"files": files, "joined": has_joined(trainer)}).encode()
 
     trainer._writes_checkpoint = bool(trainer.args.should_save)
     try:
         open_save(trainer, trial)
-        files = trainer._together(_SAVING, written)
-        trainer._together(_SAVING, lambda: commit(trainer, files))
+        reports = trainer._together(_SAVING, written)
+        trainer._together(_SAVING, lambda: commit(trainer, reports))
     except BaseException:
-        if trainer._writes_checkpoint:
+        if trainer._checkpoint_writer is not None:
             with contextlib.suppress(
                 Exception
             ):  # the first failure is the one to raise
-                writer_of(trainer).abort()
+                trainer._checkpoint_writer.abort()
+                if not trainer._writes_checkpoint:
+                    trainer._checkpoint_writer.wait()
         raise
     finally:
         trainer._staged_folder = None
@@ -116,6 +131,8 @@ def open_save(trainer: TrainerRun, trial: Any) -> None:
 
     def begin() -> bytes | None:
         if not trainer._writes_checkpoint:
+            if trainer._checkpoint_writer is not None:
+                trainer._checkpoint_writer.wait()  # its files of the last save
             return None
         path = step_folder(trainer, run_dir(trainer, trial))
         return os.fsencode(writer_of(trainer).begin(path))
@@ -128,6 +145,20 @@ def open_save(trainer: TrainerRun, trial: Any) -> None:
     trainer._staged_folder = os.fsdecode(next(filter(None, folders)))
 
 
+def join_save(trainer: TrainerRun) -> None:
+    """Take part in the save of the rank that writes, if this one sees its folder."""
+    folder = trainer._staged_folder
+    alone = trainer._writes_checkpoint or trainer.args.save_on_each_node
+    if not alone and folder is not None and os.path.isdir(folder):
+        writer_of(trainer).join(folder, trainer.args.process_index)
+
+
+def has_joined(trainer: TrainerRun) -> bool:
+    """Has this rank joined the save that another has opened?"""
+    writer = trainer._checkpoint_writer
+    return not trainer._writes_checkpoint and bool(writer and writer.folder)
+
+
 def how_to_resume(trainer: TrainerRun, trial: Any) -> str:
     """What a run that was stopped has saved, and how to continue it."""
     step = trainer.state.global_step
@@ -138,19 +169,23 @@ def how_to_resume(trainer: TrainerRun, trial: Any) -> str:
     return f"{at}; to continue from {folder}: train(resume_from_checkpoint=True)"
 
 
-def commit(trainer: TrainerRun, files: list[bytes]) -> None:
+def commit(trainer: TrainerRun, reports: list[bytes]) -> None:
     """Commit the open save with the files of all ranks; without args.async_save wait
     for the disk."""
+    writer, waits = writer_of(trainer), not saves_later(trainer)
+    if has_joined(trainer):
+        writer.commit(wait=waits)
     if not trainer._writes_checkpoint:
         return
-    writer = writer_of(trainer)
     assert writer.folder is not None
-    for of_rank in files:
-        for name, content in json.loads(of_rank).items():
+    each = [json.loads(text) for text in reports]
+    for of_rank in each:
+        for name, content in of_rank["files"].items():
             with open(os.path.join(writer.folder, name), "wb") as file:
                 file.write(base64.b64decode(content))
     check_save(trainer)
-    writer.commit(wait=not getattr(trainer.args, "async_save", True))
+    parts = [rank for rank, of_rank in enumerate(each) if of_rank["joined"]]
+    writer.commit(wait=waits, parts=parts, timeout=timeout_seconds())
 
 
 def write(trainer: TrainerRun, trial: Any) -> None:
@@ -180,7 +215,7 @@ def write(trainer: TrainerRun, trial: Any) -> None:
     finally:
         if training:
             set_mode("train", trainer.optimizer)
-    if trainer._writes_checkpoint and is_overridden(trainer, "_save_checkpoint"):
+    if is_overridden(trainer, "_save_checkpoint"):
         writer_of(trainer).show()  # checkpoint-N, for what follows super()
 
 
@@ -192,7 +227,10 @@ def flush_for_override(trainer: TrainerRun, sink: Sink, *names: str) -> None:
 
 def reserve_snapshot(trainer: TrainerRun) -> None:
     """Ready the memory of the first save while the first steps run."""
-    if trainer.args.save_strategy == "no" or not trainer.args.should_save:
+    writes = trainer.args.should_save or trainer._shard_group is not None
+    if trainer.args.save_strategy == "no" or not writes:
+        return
+    if not writer_of(trainer).snapshots:
         return
     nbytes, like = trainer._adapter.checkpoints.snapshot_bytes(
         trainer.model, trainer.optimizer
@@ -227,8 +265,8 @@ def save_weights(
     files, model = trainer._adapter.checkpoints, trainer.model
     if trainer._shard_group is None or state_dict is None:
         files.save_model(sink, model, state_dict)
-    elif state_dict:  # straight to the disk: a copy would be of the whole model
-        files.save_model(Sink(sink.folder, None), model, state_dict)
+    elif state_dict:  # of which the writer needs no copy
+        files.save_model(sink, model, state_dict)
     else:
         files.save_configuration(sink, model)
 
@@ -470,10 +508,8 @@ def load_callback_state(trainer: TrainerRun) -> None:
 def add_file(trainer: TrainerRun, folder: str, write: Callable[[Sink], None]) -> None:
     """Let write(sink) put a file of this rank's into the checkpoint, through a rank
     that writes where this one does not see the folder."""
-    if trainer.args.should_save:
+    if trainer.args.should_save or has_joined(trainer):
         write(Sink(folder, writer_of(trainer)))
-    elif os.path.isdir(folder) and not trainer.args.save_on_each_node:
-        write(Sink(folder, None))  # of no other save: its name is not used again
     else:
         with temporary_folder() as own:
             write(Sink(own, None))

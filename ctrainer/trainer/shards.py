@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ctrainer import integrations
 from ctrainer.arguments.fsdp import sharding_of
 from ctrainer.arguments.optimizers import RECIPES
+from ctrainer.checkpoint import Sink
 from ctrainer.checkpoint.files import naming
 from ctrainer.runtime import messages
 from ctrainer.trainer import checkpoint as files
@@ -237,14 +238,16 @@ def share_weights(trainer: TrainerRun, folder: str) -> dict[str, Any] | None:
         return {}
     from ctrainer.fsdp import trained_model
 
-    return trained_model.gather(trainer.model, folder, trainer.args.should_save)
+    keep, writer = trainer.args.should_save, files.writer_of(trainer)
+    later = in_checkpoint and writer.snapshots and keep
+    return trained_model.gather(trainer.model, folder, keep, writer if later else None)
 
 
 def save_optimizer_and_scheduler(trainer: TrainerRun, output_dir: str) -> None:
     """Save optimizer.pt, or this rank's shards of it, and scheduler.pt. Hook."""
     hook = "_save_optimizer_and_scheduler"
     if trainer._shard_group is not None:
-        save_shards(trainer, output_dir)
+        save_shards(trainer, output_dir, hook)
         name = residual_file(trainer)
         if name is not None and trainer._own_shards is None:
             state = trainer.model.feedback_state_dict()
@@ -257,14 +260,20 @@ def save_optimizer_and_scheduler(trainer: TrainerRun, output_dir: str) -> None:
         add_object(trainer, output_dir, "scheduler.pt", state, hook)
 
 
-def save_shards(trainer: TrainerRun, folder: str) -> None:
+def save_shards(trainer: TrainerRun, folder: str, hook: str) -> None:
     from ctrainer.fsdp import trained_model
 
-    if _saved_part(trainer) is not None:
-        own = trainer._own_shards or trained_model.Shards.of(
-            trainer.model, trainer.optimizer
-        )
-        add_file(trainer, folder, lambda to: own.save(to.folder))
+    if _saved_part(trainer) is None:
+        return
+    own = trainer._own_shards
+    if own is None:
+        own = trained_model.Shards.of(trainer.model, trainer.optimizer)
+
+    def write(sink: Sink) -> None:
+        own.save(sink)
+        files.flush_for_override(trainer, sink, hook)
+
+    add_file(trainer, folder, write)
 
 
 def _saved_part(trainer: TrainerRun) -> int | None:

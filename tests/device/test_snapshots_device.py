@@ -145,19 +145,23 @@ class Looks(ctrainer.TrainerCallback):
             self.seen[state.global_step] = weights, first
 
 
-def train(gpu: torch.device, folder: Path, looks: Looks | None, save: bool) -> int:
+SHARDS = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+
+
+def train(
+    gpu: torch.device, folder: Path, looks: Looks | None, save: bool, **options: Any
+) -> int:
     """The waits of the host."""
     torch.manual_seed(0)
     rows = [{"x": torch.randn(8)} for _ in range(40)]
     args = ctrainer.TrainingArguments(
         output_dir=str(folder), max_steps=20, per_device_train_batch_size=2,
         save_strategy="steps" if save else "no", save_steps=5, logging_strategy="no",
-        report_to="none", disable_tqdm=True,
+        report_to="none", disable_tqdm=True, **options,
     )  # fmt: skip
-    model = Model().to(gpu)
-    optimizer = optim.AdamW(model.parameters(), lr=0.1)
     trainer = ctrainer.Trainer(
-        model=model, args=args, train_dataset=rows, optimizers=(optimizer, None),
+        model=Model().to(gpu), args=args, train_dataset=rows,
+        optimizer_cls_and_kwargs=(optim.AdamW, {"lr": 0.1}),
         callbacks=[] if looks is None else [looks],
     )  # fmt: skip
     before = any_gpu.waits()
@@ -182,8 +186,29 @@ def test_a_training_saves_what_each_update_left(
             any_gpu.assert_same(state[number]["exp_avg"], moment)
 
 
-def test_a_training_waits_for_the_outcome_of_a_saved_update_alone(
+def test_a_sharded_training_saves_what_each_update_left(
     gpu: torch.device, tmp_path: Path
 ) -> None:
-    fewest, waits = (train(gpu, tmp_path / str(s), None, s) for s in (False, True))
+    looks = Looks()
+    train(gpu, tmp_path / "looked", looks, False, **SHARDS)
+    train(gpu, tmp_path / "saved", None, True, **SHARDS)
+    for step in (5, 10, 15, 20):
+        folder = tmp_path / f"saved/checkpoint-{step}"
+        weights, first = looks.seen[step]
+        assert verify_checkpoint(folder) == []
+        saved = load_file(folder / "shard-00000-of-00001.safetensors")
+        for name, value in weights.items():
+            any_gpu.assert_same(saved[f"model.{name}"], value)
+        for number, moment in first.items():
+            any_gpu.assert_same(saved[f"optimizer.{number}.exp_avg"], moment)
+
+
+@pytest.mark.parametrize("options", [{}, SHARDS], ids=["whole", "shards"])
+def test_a_training_waits_for_the_outcome_of_a_saved_update_alone(
+    gpu: torch.device, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    fewest, waits = (
+        train(gpu, tmp_path / str(saves), None, saves, **options)
+        for saves in (False, True)
+    )
     assert waits <= fewest + 4 or any_gpu.REAL

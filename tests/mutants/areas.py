@@ -400,9 +400,15 @@ AREAS = {
                 "core/checkpoint/test_zip.c",
             core("checkpoint/staging"):
                 "core/checkpoint/test_staging.c core/checkpoint/test_writer.c "
-                "core/checkpoint/test_files.c",
+                "core/checkpoint/test_files.c core/checkpoint/test_parts.c",
+            core("checkpoint/parts"):
+                "core/checkpoint/test_parts.c",
+            core("checkpoint/snapshot"):
+                "core/checkpoint/test_writer.c core/checkpoint/test_parts.c "
+                "binding/checkpoint/test_checkpoint.py",
             core("checkpoint/writer"):
-                "core/checkpoint/test_writer.c core/checkpoint/test_staging.c "
+                "core/checkpoint/test_writer.c core/checkpoint/test_parts.c "
+                "core/checkpoint/test_staging.c "
                 "core/checkpoint/test_files.c core/checkpoint/test_plan.c",
             core("checkpoint/plan"):
                 "core/checkpoint/test_writer.c core/checkpoint/test_plan.c "

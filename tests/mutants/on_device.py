@@ -371,15 +371,15 @@ DEVICE = (
     Fixed(
         "csrc/core/checkpoint/writer.c",
         "drop a synchronisation",
-        "ct_status status = await_fetches(&writer->fetches, err);",
+        "ct_status status = ct_snapshot_await(&writer->snapshot, err);",
         "ct_status status = CT_OK;",
         "a file is written before the GPU has sent its content",
         SNAPSHOTS,
     ),
     Fixed(
-        "csrc/core/checkpoint/writer.c",
+        "csrc/core/checkpoint/snapshot.c",
         "drop a synchronisation",
-        "    (void)await_fetches(&writer->fetches, &unused);",
+        "    (void)!ct_snapshot_await(s, &unused);",
         "    (void)unused;",
         "the memory of a dropped save is used while copies arrive",
         "core/checkpoint/test_writer.c",

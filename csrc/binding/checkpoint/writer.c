@@ -10,6 +10,7 @@
 #include "core/checkpoint/writer.h"
 #include "core/checkpoint/zip.h"
 
+#include <limits.h>
 #include <stdbool.h>
 
 /* ---- lifetime -------------------------------------------------------------------- */
@@ -316,6 +317,35 @@ CheckpointWriter_begin(PyObject *op, PyObject *arg)
     return text;
 }
 
+PyDoc_STRVAR(
+    join_doc,
+    "join($self, folder, number, /)\n--\n\n"
+    "Take part in the save whose folder another process got from begin().\n\n"
+    "number is this process's, as the other names it in commit(). What is added "
+    "is\nwritten there; commit() ends this process's part.");
+
+static PyObject *
+CheckpointWriter_join(PyObject *op, PyObject *args)
+{
+    ct_error err = {0};
+    PyObject *path;
+    int number;
+    if (!PyArg_ParseTuple(args, "O&i:join", PyUnicode_FSConverter, &path, &number)) {
+        return NULL;
+    }
+    PyObject *answer = NULL;
+    ct_writer *core = writer_enter(op);
+    if (core != NULL) {
+        ct_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = ct_writer_join(core, PyBytes_AS_STRING(path), number, &err);
+        Py_END_ALLOW_THREADS
+        answer = writer_leave(op, status, &err);
+    }
+    Py_DECREF(path);
+    return answer;
+}
+
 static const char CheckpointWriter_add_safetensors_doc[] =
     "add_safetensors($self, name, tensors, metadata=None, *, snapshot=True)\n--\n\n"
     "Add a safetensors file of a dict of named tensors or arrays.\n\n"
@@ -394,6 +424,32 @@ CheckpointWriter_add_bytes(PyObject *op, PyObject *args)
     return add_plan_steal(op, name, &plan, 1);
 }
 
+PyDoc_STRVAR(
+    share_doc,
+    "share($self, fd, memory, /)\n--\n\n"
+    "Let tensors that are added from now on, and lie in memory, a shared "
+    "mapping of\nthe file fd, be written from there without a copy.\n\n"
+    "They must not change until the save is done; fd and memory may be closed.");
+
+static PyObject *
+CheckpointWriter_share(PyObject *op, PyObject *args)
+{
+    ct_error err = {0};
+    Py_buffer view;
+    int fd;
+    if (!PyArg_ParseTuple(args, "iy*:share", &fd, &view)) {
+        return NULL;
+    }
+    PyObject *answer = NULL;
+    ct_writer *core = writer_enter(op);
+    if (core != NULL) {
+        ct_status status = ct_writer_share(core, fd, view.buf, (size_t)view.len, &err);
+        answer = writer_leave(op, status, &err);
+    }
+    PyBuffer_Release(&view);
+    return answer;
+}
+
 PyDoc_STRVAR(flush_doc, "flush($self, /)\n--\n\n"
                         "Write all files added so far, so that they can be read.");
 
@@ -433,30 +489,82 @@ CheckpointWriter_remove_after(PyObject *op, PyObject *arg)
     return answer;
 }
 
-/* One claim for both: no other thread begins a save between them. */
+/* One claim for all: no other thread begins a save between them. */
 static ct_status
-commit_and_wait(ct_writer *writer, ct_error *err)
+commit_with(ct_writer *writer, const int *parts, size_t n, double timeout, bool wait,
+            ct_error *err)
 {
-    ct_status status = ct_writer_commit(writer, err);
-    return status == CT_OK ? ct_writer_wait(writer, err) : status;
+    ct_status status =
+        n == 0 ? CT_OK : ct_writer_expect(writer, parts, n, timeout, err);
+    if (status == CT_OK) {
+        status = ct_writer_commit(writer, err);
+    }
+    return status == CT_OK && wait ? ct_writer_wait(writer, err) : status;
 }
 
-PyDoc_STRVAR(
-    CheckpointWriter_commit_doc,
-    "commit($self, wait=False)\n--\n\n"
+/* A sequence of int, to be released with ct_free; NULL with an exception. */
+static int *
+numbers_from(PyObject *sequence, size_t *n)
+{
+    PyObject *list = PySequence_List(sequence);
+    int *numbers = NULL;
+    if (list == NULL) {
+        return NULL;
+    }
+    *n = (size_t)PyList_GET_SIZE(list);
+    numbers = ct_calloc(*n + 1, sizeof *numbers);
+    if (numbers == NULL) {
+        (void)PyErr_NoMemory();
+    }
+    for (size_t i = 0; numbers != NULL && i < *n && !PyErr_Occurred(); i++) {
+        const long number = PyLong_AsLong(PyList_GET_ITEM(list, (Py_ssize_t)i));
+        numbers[i] = (int)number;
+        if (!PyErr_Occurred() && (number < 0 || number > INT_MAX)) {
+            PyErr_Format(PyExc_ValueError,
+                         "parts must be numbers of processes from 0 on, got %ld",
+                         number);
+        }
+    }
+    Py_DECREF(list);
+    if (PyErr_Occurred()) {
+        ct_free(numbers);
+        return NULL;
+    }
+    return numbers;
+}
+
+static const char CheckpointWriter_commit_doc[] =
+    "commit($self, wait=False, parts=(), timeout=1800.0)\n--\n\n"
     "End the save: a thread of C writes it, synchronises it and renames it.\n\n"
     "With wait, returns when it is in place, raising OSError if it failed;\n"
-    "without, an error is raised by the next begin() or wait().");
+    "without, an error is raised by the next begin() or wait(). parts are the numbers\n"
+    "of the processes that have joined the save: it waits for their files, timeout\n"
+    "seconds after its own at most, and fails with any of them.";
 
 static PyObject *
 CheckpointWriter_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"wait", NULL};
+    static char *names[] = {"wait", "parts", "timeout", NULL};
     int wait = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|p:commit", names, &wait)) {
+    size_t n = 0;
+    double timeout = 1800.0;
+    ct_error err = {0};
+    PyObject *parts = NULL, *answer = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|pOd:commit", names, &wait, &parts,
+                                     &timeout)) {
         return NULL;
     }
-    return run_step(op, wait ? commit_and_wait : ct_writer_commit);
+    int *numbers = parts == NULL ? NULL : numbers_from(parts, &n);
+    ct_writer *core = parts != NULL && numbers == NULL ? NULL : writer_enter(op);
+    if (core != NULL) {
+        ct_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = commit_with(core, numbers, n, timeout, wait != 0, &err);
+        Py_END_ALLOW_THREADS
+        answer = writer_leave(op, status, &err);
+    }
+    ct_free(numbers);
+    return answer;
 }
 
 PyDoc_STRVAR(wait_doc, "wait($self, /)\n--\n\n"
@@ -578,10 +686,12 @@ static PyGetSetDef CheckpointWriter_getset[] = {
 
 static PyMethodDef CheckpointWriter_methods[] = {
     {"begin", CheckpointWriter_begin, METH_O, begin_doc},
+    {"join", CheckpointWriter_join, METH_VARARGS, join_doc},
     {WITH_KEYWORDS(add_safetensors)},
     {WITH_KEYWORDS(add_archive)},
     {"add_bytes", CheckpointWriter_add_bytes, METH_VARARGS,
      CheckpointWriter_add_bytes_doc},
+    {"share", CheckpointWriter_share, METH_VARARGS, share_doc},
     {"flush", CheckpointWriter_flush, METH_NOARGS, flush_doc},
     {"show", CheckpointWriter_show, METH_NOARGS, show_doc},
     {WITH_KEYWORDS(commit)},

@@ -82,9 +82,13 @@ add_file(ct_buf *buf, const ct_manifest_file *file, bool first, ct_error *err)
     return status == CT_OK ? ct_buf_add(buf, rest, (size_t)n, err) : status;
 }
 
-static ct_status
-format(ct_buf *buf, const ct_manifest *manifest, ct_error *err)
+ct_status
+ct_manifest_format(ct_manifest *manifest, ct_buf *buf, ct_error *err)
 {
+    /* qsort forbids NULL, the array of an empty list. */
+    if (manifest->n > 0) {
+        qsort(manifest->files, manifest->n, sizeof *manifest->files, compare_files);
+    }
     ct_status status = ct_buf_text(buf, "{\"version\": 1, \"files\": {", err);
     for (size_t i = 0; i < manifest->n && status == CT_OK; i++) {
         status = add_file(buf, &manifest->files[i], i == 0, err);
@@ -97,15 +101,10 @@ ct_manifest_write(ct_manifest *manifest, const char *folder, ct_error *err)
 {
     ct_buf buf = {0};
     char *path = ct_path_join(folder, CT_MANIFEST_NAME);
-    ct_status status = CT_OK;
     if (path == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for a path below %s", folder);
     }
-    /* qsort forbids NULL, the array of an empty list. */
-    if (manifest->n > 0) {
-        qsort(manifest->files, manifest->n, sizeof *manifest->files, compare_files);
-    }
-    status = format(&buf, manifest, err);
+    ct_status status = ct_manifest_format(manifest, &buf, err);
     /* ct_write_file only creates. The old name is unlinked rather than overwritten, so
      * that a hard-linked copy of the folder keeps the old manifest. */
     if (status == CT_OK && unlink(path) < 0 && errno != ENOENT) {
@@ -245,6 +244,16 @@ parse(ct_manifest *manifest, ct_json *json, ct_error *err)
     return status;
 }
 
+/* Strings decode in place, so `text` lives until all names have been copied. */
+ct_status
+ct_manifest_parse(ct_manifest *manifest, char *text, size_t n, const char *what,
+                  ct_error *err)
+{
+    ct_json json;
+    ct_json_init(&json, what, text, n);
+    return parse(manifest, &json, err);
+}
+
 /* The whole file as text; release *text with ct_free. */
 static ct_status
 read_text(const char *path, char **text, size_t *n, ct_error *err)
@@ -325,11 +334,8 @@ ct_manifest_read(ct_manifest *manifest, const char *folder, ct_error *err)
         return ct_fail(err, CT_ENOMEM, "no memory for a path below %s", folder);
     }
     ct_status status = read_text(path, &text, &n, err);
-    /* Strings decode in place, so `text` lives until all names have been copied. */
     if (status == CT_OK) {
-        ct_json json;
-        ct_json_init(&json, path, text, n);
-        status = parse(manifest, &json, err);
+        status = ct_manifest_parse(manifest, text, n, path, err);
     }
     if (status == CT_OK) {
         status = check_files(manifest, folder, path, err);

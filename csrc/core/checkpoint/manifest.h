@@ -6,6 +6,7 @@
 #ifndef CT_MANIFEST_H
 #define CT_MANIFEST_H
 
+#include "core/base/buf.h"
 #include "core/base/status.h"
 
 #include <stddef.h>
@@ -32,7 +33,15 @@ CT_NODISCARD ct_status ct_manifest_add(ct_manifest *manifest, const char *name,
                                        size_t name_n, uint64_t bytes, uint32_t crc32c,
                                        ct_error *err);
 
-/* Writes the manifest to folder, files sorted by name, and syncs it to the disk. */
+/* Appends the manifest's text to buf, files sorted by name. */
+CT_NODISCARD ct_status ct_manifest_format(ct_manifest *manifest, ct_buf *buf,
+                                          ct_error *err);
+
+/* Adds the files of such a text, which is changed; `what` names it in errors. */
+CT_NODISCARD ct_status ct_manifest_parse(ct_manifest *manifest, char *text, size_t n,
+                                         const char *what, ct_error *err);
+
+/* Writes the manifest to folder, and syncs it to the disk. */
 CT_NODISCARD ct_status ct_manifest_write(ct_manifest *manifest, const char *folder,
                                          ct_error *err);
 

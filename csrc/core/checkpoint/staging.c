@@ -6,6 +6,7 @@
 
 #include "core/base/alloc.h"
 #include "core/base/io.h"
+#include "core/checkpoint/parts.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -36,6 +37,7 @@ ct_staging_forget(ct_staging *staging)
     if (staging->outer != NULL && staging->lock >= 0) {
         (void)close(staging->lock);
     }
+    ct_free(staging->part);
     ct_free(staging->folder);
     ct_free(staging->outer);
     ct_free(staging->parent);
@@ -138,7 +140,8 @@ recover(const char *parent, const char *outer)
 void
 ct_staging_close(ct_staging *staging)
 {
-    if (staging->outer != NULL && recover(staging->parent, staging->outer)) {
+    if (staging->outer != NULL && staging->part == NULL &&
+        recover(staging->parent, staging->outer)) {
         (void)!ct_remove_tree(staging->outer, NULL); /* the next save tries again */
     }
     ct_staging_forget(staging);
@@ -267,6 +270,29 @@ ct_staging_open(ct_staging *staging, const char *final_folder, ct_error *err)
         ct_staging_close(&made);
     }
     return status;
+}
+
+ct_status
+ct_staging_join(ct_staging *staging, const char *folder, int number, ct_error *err)
+{
+    ct_staging made = {.lock = -1};
+    made.final = ct_path_join("", folder);
+    made.folder = ct_path_join("", folder);
+    made.outer = ct_path_join("", folder);
+    made.part = ct_part_path(folder, number);
+    if (made.final == NULL || made.folder == NULL || made.outer == NULL ||
+        made.part == NULL) {
+        ct_staging_forget(&made);
+        return ct_fail(err, CT_ENOMEM, "no memory for the path %s", folder);
+    }
+    made.outer[ct_path_name(folder) - folder] = '\0';
+    made.lock = ct_part_open(made.part, err);
+    if (made.lock < 0) {
+        ct_staging_forget(&made);
+        return CT_EIO;
+    }
+    *staging = made;
+    return CT_OK;
 }
 
 /* Moves PARENT/NAME to outer/SUB/NAME, which *moved names for ct_free() even on

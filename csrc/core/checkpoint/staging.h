@@ -26,12 +26,19 @@ typedef struct ct_staging {
     bool had_final; /* final was there already */
     bool shown;     /* final is a link to folder */
     int buried;     /* folders moved to outer so far */
+    char *part;     /* this process's part of another process's save; or NULL */
 } ct_staging;
 
 /* Makes the folders, PARENT too, and removes the folders of killed processes. CT_EIO
  * leaves *staging empty. */
 CT_NODISCARD ct_status ct_staging_open(ct_staging *staging, const char *final_folder,
                                        ct_error *err);
+
+/* Takes part in the save of another process, whose folder for files is `folder`, as
+ * process `number`. `lock` is the part's file; the folders belong to the other process.
+ * CT_EIO leaves *staging empty. */
+CT_NODISCARD ct_status ct_staging_join(ct_staging *staging, const char *folder,
+                                       int number, ct_error *err);
 
 /* Makes final a link to folder, so that files can be read and written under their
  * final names; an old folder of that name waits in outer. No change on a file system
@@ -53,7 +60,7 @@ CT_NODISCARD ct_status ct_staging_publish(ct_staging *staging, ct_error *err);
 CT_NODISCARD ct_status ct_staging_bury(ct_staging *staging, const char *folder,
                                        ct_error *err);
 
-/* Removes the folders, as far as possible, and frees *staging. */
+/* Removes the folders (except in a part), as far as possible, and frees *staging. */
 void ct_staging_close(ct_staging *staging);
 
 /* Frees *staging and leaves the disk alone, as a forked child must. */

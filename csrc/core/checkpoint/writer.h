@@ -35,6 +35,18 @@ CT_NODISCARD ct_status ct_writer_reserve(ct_writer *writer, size_t bytes,
 CT_NODISCARD ct_status ct_writer_begin(ct_writer *writer, const char *final_folder,
                                        ct_error *err);
 
+/* Takes part in the open save of another process: files are added to the same `folder`,
+ * and commit reports them to that process. `number` is the number of this process.
+ * CT_EINVAL while a save is open. */
+CT_NODISCARD ct_status ct_writer_join(ct_writer *writer, const char *folder, int number,
+                                      ct_error *err);
+
+/* Adds the parts of other, living processes, by number, to the open save: after commit
+ * the thread waits for the parts, up to `seconds`, and then publishes. The save fails
+ * with any of the parts, and if one of the processes dies. */
+CT_NODISCARD ct_status ct_writer_expect(ct_writer *writer, const int *numbers, size_t n,
+                                        double seconds, ct_error *err);
+
 /* The folder for the files of the open save; NULL without an open save. Other files
  * written there before commit become part of the save. */
 const char *ct_writer_folder_borrow(const ct_writer *writer);
@@ -46,14 +58,20 @@ const char *ct_writer_folder_borrow(const ct_writer *writer);
 CT_NODISCARD ct_status ct_writer_add(ct_writer *writer, ct_plan *plan, bool copy,
                                      ct_error *err);
 
+/* As ct_snapshot_share(), for the open save; nobody changes the data until the save is
+ * done. CT_EINVAL if the open save has shared data already. */
+CT_NODISCARD ct_status ct_writer_share(ct_writer *writer, int fd, const void *theirs,
+                                       size_t n, ct_error *err);
+
 /* Writes all files added so far, to be read in the folder. */
 CT_NODISCARD ct_status ct_writer_flush(ct_writer *writer, ct_error *err);
 
-/* The same, and links the folder to its final name until commit. */
+/* The same, and links the folder to its final name until commit, if the save was begun
+ * here. */
 CT_NODISCARD ct_status ct_writer_show(ct_writer *writer, ct_error *err);
 
 /* After the open save is in place, removes the folder at path; the folder vanishes
- * as a whole. A missing folder is skipped. */
+ * as a whole. A missing folder is skipped. CT_EINVAL in a save of another process. */
 CT_NODISCARD ct_status ct_writer_remove_after(ct_writer *writer, const char *path,
                                               ct_error *err);
 

@@ -4,24 +4,31 @@ import errno
 import gc
 import inspect
 import json
+import mmap
 import os
+import random
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from draws import draws
 from ranks import run_alone
+from safetensors.torch import load_file
 
 from ctrainer import _C
 from ctrainer.checkpoint import (
+    MANIFEST_NAME,
     CheckpointWriter,
     last_whole_checkpoint,
     load_safetensors_into,
     read_safetensors,
     verify_checkpoint,
 )
+from ctrainer.comm import RankFailure
 
 torch = pytest.importorskip("torch")
 
@@ -115,6 +122,98 @@ def test_snapshot_is_taken_when_a_file_is_added(tmp_path: Path) -> None:
     assert torch.load(folder / "optimizer.pt", weights_only=True)["w"].all()
 
 
+@pytest.mark.parametrize("seed", range(draws(20, 400)))
+def test_a_save_has_the_files_of_all_who_joined_it(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    writers = [CheckpointWriter() for _ in range(draw.randint(2, 5))]
+    for turn in range(2):
+        final, expected = tmp_path / f"checkpoint-{draw.choice([1, turn])}", {}
+        was_there = final.exists()
+        numbers = draw.sample(range(100), len(writers) - 1)
+        publisher = draw.choice(writers)
+        others = [writer for writer in writers if writer is not publisher]
+        folder = publisher.begin(final)
+        for writer, number in zip(others, numbers, strict=True):
+            writer.join(folder, number)
+        for i, writer in enumerate(writers):
+            for j in range(draw.randint(0, 3)):
+                name = draw.choice(["", "sub/", f"own-{i}/"]) + f"{turn}-{i}-{j}"
+                value = torch.randn(draw.choice([0, 3, 70_000]))
+                expected[name] = value.clone()
+                writer.add_safetensors(name, {"w": value}, snapshot=draw.random() < 0.7)
+                value.zero_()
+            if draw.random() < 0.2:
+                writer.flush()
+        ends = [(writer, {}) for writer in others]
+        ends.insert(draw.randint(0, len(ends)), (publisher, {"parts": numbers}))
+        for i, (writer, options) in enumerate(ends):
+            waits = draw.random() < 0.3 and (
+                writer is not publisher or i == len(others)
+            )
+            writer.commit(wait=waits, **options)
+            assert was_there or i == len(others) or not final.exists()
+        for writer in draw.sample(writers, len(writers)):
+            writer.wait()
+        if not expected:
+            continue
+        assert verify_checkpoint(final) == []
+        listed = json.loads((final / MANIFEST_NAME).read_text())["files"]
+        assert listed.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(load_file(final / name)["w"], value)
+    assert all(name.startswith("checkpoint-") for name in os.listdir(tmp_path))
+
+
+def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:
+    writer, other = CheckpointWriter(), CheckpointWriter()
+    with pytest.raises(FileNotFoundError, match=r"nowhere/\.part-1"):
+        other.join(tmp_path / "nowhere/checkpoint-1", 1)
+    folder = writer.begin(tmp_path / "checkpoint-1")
+    other.join(folder, 1)
+    with pytest.raises(FileNotFoundError, match=r"\.part-2"):
+        writer.commit(parts=[1, 2])
+    for wrong in ([-1], [1 << 40]):
+        with pytest.raises(ValueError, match="from 0 on"):
+            writer.commit(parts=wrong)
+    with pytest.raises(TypeError):
+        writer.commit(parts=["1"])
+    with pytest.raises(ValueError, match="no save was begun here"):
+        other.commit(parts=[1])
+    writer.commit(parts=[1], timeout=0.01)
+    with pytest.raises(RankFailure, match="rank 1 has not written its files of check"):
+        writer.wait()
+    other.abort()
+    assert os.listdir(tmp_path) == []
+
+
+def test_memory_of_a_shared_file_is_written_without_a_copy(tmp_path: Path) -> None:
+    writer = CheckpointWriter()
+    writer.begin(tmp_path / "checkpoint-1")
+    expected = torch.randn(100_000)
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        file.write(expected.numpy().tobytes())
+        file.flush()
+        with pytest.raises(OSError, match="cannot map shared data"):
+            writer.share(-1, bytearray(8))
+        memory = mmap.mmap(file.fileno(), 0)
+        writer.share(file.fileno(), memory)
+    there = torch.frombuffer(memory, dtype=torch.float32)
+    other = torch.ones(3)
+    writer.add_safetensors("a", {"w": there, "end": there[-5:], "other": other})
+    writer.add_torch("b", {"w": there})
+    assert writer.snapshot_bytes < 100 << 20  # the pickle and `other`
+    other.zero_()
+    del there
+    memory.close()
+    writer.commit(wait=True)
+    found = load_file(tmp_path / "checkpoint-1/a")
+    assert torch.equal(found["w"], expected)
+    assert torch.equal(found["end"], expected[-5:])
+    assert found["other"].all()
+    again = torch.load(tmp_path / "checkpoint-1/b", weights_only=True)["w"]
+    assert torch.equal(again, expected)
+
+
 def test_archives_keep_views_sharing_and_odd_dtypes(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     content = {
@@ -131,8 +230,8 @@ def test_archives_keep_views_sharing_and_odd_dtypes(tmp_path: Path) -> None:
     writer.add_torch("x.pt", content)
     writer.commit(wait=True)
     path = tmp_path / "checkpoint-1" / "x.pt"
-    for mmap in (False, True):
-        back = torch.load(path, weights_only=True, mmap=mmap)
+    for mapped in (False, True):
+        back = torch.load(path, weights_only=True, mmap=mapped)
         assert torch.equal(back["base"], base)
         back["base"][0, 1] = 99.0
         assert back["column"][0] == 99.0  # one storage still
@@ -336,7 +435,8 @@ def test_dropped_writer_removes_its_folder(tmp_path: Path) -> None:
 def test_signatures_are_introspectable() -> None:
     parameters = inspect.signature(CheckpointWriter.add_safetensors).parameters
     assert list(parameters) == ["self", "name", "tensors", "metadata", "snapshot"]
-    assert str(inspect.signature(CheckpointWriter.commit)) == "(self, /, wait=False)"
+    commit = str(inspect.signature(CheckpointWriter.commit))
+    assert commit == "(self, /, wait=False, parts=(), timeout=1800.0)"
 
 
 def test_no_leaks(tmp_path: Path) -> None:

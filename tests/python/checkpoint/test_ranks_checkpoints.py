@@ -74,3 +74,55 @@ def test_the_others_of_a_killed_rank_are_told(tmp_path: Any, where: str) -> None
     # That it died is not the word for a rank that does not come in time.
     assert all(part in text for part in ("rank 1", "died", where[:3]))
     assert not [name for name in left if "checkpoint" in name or "saving" in name]
+
+
+SHARDED: dict[str, Any] = {
+    "fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"},
+}  # fmt: skip
+WHOLE: dict[str, Any] = {"fsdp": "full_shard auto_wrap"}
+MODELS = {"whole": {}, "shards": SHARDED, "gathered": WHOLE}
+BACKGROUND = "checkpoint.ranks_background"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_files_of_each_rank_are_of_the_step_however_late_they_are_written(
+    tmp_path: Any, model: str
+) -> None:
+    late = told(run(tmp_path / "late", BACKGROUND, how="late", **MODELS[model]))
+    whole = told(run(tmp_path / "at once", BACKGROUND, how="whole", **MODELS[model]))
+    for rank, found in enumerate(late):
+        assert found["problem"] is whole[rank]["problem"] is None
+        assert found["seen"] == [[]]  # not in its place without rank 1's files
+        assert not any(found["wrong"])
+        for name in ("left", "files", "history", "again"):
+            assert found[name] == whole[rank][name], name
+        assert found["again"] == [found["history"], True]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_rank_whose_disk_is_full_fails_the_save_of_all(
+    tmp_path: Any, model: str
+) -> None:
+    one, other = told(run(tmp_path, BACKGROUND, how="full", **MODELS[model]))
+    assert one["problem"].startswith("OSError: [Errno 27] rank 1 could not write its")
+    assert other["problem"].startswith("OSError: [Errno 27] cannot write")
+    assert one["left"] == other["left"] == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_rank_that_dies_before_its_files_are_written_fails_the_save(
+    tmp_path: Any, model: str
+) -> None:
+    ranks = run(tmp_path, BACKGROUND, how="killed", **MODELS[model])
+    assert ranks[1].code == -9
+    told_by_other = ranks[0].told
+    assert all(word in told_by_other["problem"] for word in ("rank 1", "died"))
+    assert told_by_other["seen"] == [[]]
+    assert told_by_other["left"] == []
+
+
+def test_files_of_a_save_that_training_waits_for_are_not_copied(tmp_path: Any) -> None:
+    options = {"how": "whole", "async_save": False}
+    for found in told(run(tmp_path, BACKGROUND, **options, **SHARDED)):
+        assert found["seen"] == [["checkpoint-4"]]
+        assert found["again"] == [found["history"], True]

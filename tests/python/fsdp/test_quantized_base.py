@@ -12,6 +12,7 @@ import torch
 from sharded_trainings import Quantized
 from torch import nn
 
+from ctrainer.checkpoint import Sink
 from ctrainer.fsdp import FullyShardedDataParallel, trained_model
 
 wrap: Any = partial(
@@ -34,7 +35,7 @@ class Loading(nn.Sequential):
 
 def saved(model: Any, folder: Path) -> str:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
-    trained_model.Shards.of(model, optimizer).save(str(folder))
+    trained_model.Shards.of(model, optimizer).save(Sink(folder, None))
     return str(folder)
 
 

@@ -1,0 +1,66 @@
+"""Files that each rank writes in the background, of a save that rank 0 publishes.
+
+Of rank 1 the files of step 4 are written only after two more updates (`late`), never,
+as it dies then (`killed`), or its disk is full (`full`).
+"""
+
+import os
+import resource
+import signal
+
+from programs.run import folder, options, rank, tell
+from rank_checkpoints import files, history, make, weights
+
+import ctrainer
+from ctrainer.checkpoint import CheckpointWriter, verify_checkpoint
+
+how, out = options.pop("how"), folder + "/out"
+commit = CheckpointWriter.commit
+held = []
+seen = []
+
+
+def hold(writer, **kwargs):
+    if not writer.folder.endswith("-4"):
+        commit(writer, **kwargs)
+    elif how == "full":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        commit(writer, **kwargs)
+    else:
+        held.append((writer, kwargs))
+
+
+class Acting(ctrainer.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step != 6:
+            return
+        # Two steps after the save, which waits for rank 1's files.
+        seen.append(sorted(n for n in os.listdir(out) if n.startswith("checkpoint")))
+        if rank == 1 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while held:
+            writer, kwargs = held.pop()
+            commit(writer, **kwargs)
+
+
+if rank == 1 and how != "whole":
+    CheckpointWriter.commit = hold
+trainer = make(out, save_steps=4, max_steps=8, **options)
+trainer.add_callback(Acting())
+try:
+    trainer.train()
+    problem = None
+except Exception as error:
+    problem = f"{type(error).__name__}: {error}"
+told = {"problem": problem, "seen": seen, "left": sorted(os.listdir(out))}
+if problem is None:
+    told["history"] = history(trainer)
+    told["files"] = files(out)
+    told["wrong"] = [verify_checkpoint(f"{out}/{name}") for name in told["left"]]
+    # From the folder whose files were written late: the same run.
+    again = make(folder + "/again", save_steps=4, max_steps=8, **options)
+    again.train(resume_from_checkpoint=out + "/checkpoint-4")
+    told["again"] = [history(again), weights(again) == weights(trainer)]
+tell(told)
