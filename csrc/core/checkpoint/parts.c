@@ -130,7 +130,6 @@ read_report(const char *path, report *r, ct_error *err)
     return status;
 }
 
-/* Whether another process has locked the file. */
 static ct_status
 is_locked(const char *path, bool *locked, ct_error *err)
 {
@@ -146,17 +145,11 @@ is_locked(const char *path, bool *locked, ct_error *err)
 ct_status
 ct_part_is_locked(const char *folder, int number, bool *locked, ct_error *err)
 {
-    report r = {0};
     char *path = ct_part_path(folder, number);
     if (path == NULL) {
         return ct_fail(err, CT_ENOMEM, "no memory for a path beside %s", folder);
     }
     ct_status status = is_locked(path, locked, err);
-    if (status == CT_OK && !*locked) {
-        status = read_report(path, &r, err);
-        *locked = status == CT_OK && has_ended(&r);
-    }
-    ct_free(r.text);
     ct_free(path);
     return status;
 }

@@ -32,8 +32,8 @@ int ct_part_open(const char *path, ct_error *err);
 CT_NODISCARD ct_status ct_part_end(int fd, const char *path, ct_manifest *written,
                                    const ct_error *failure, ct_error *err);
 
-/* Can this process see the lock of the part of another process, known to live? True for
- * a part that has ended. */
+/* Does this process see the lock of the part of another process? Not of a part that has
+ * ended, nor where the file system has no locks. */
 CT_NODISCARD ct_status ct_part_is_locked(const char *folder, int number, bool *locked,
                                          ct_error *err);
 
