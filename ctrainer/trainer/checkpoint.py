@@ -225,12 +225,20 @@ def flush_for_override(trainer: TrainerRun, sink: Sink, *names: str) -> None:
         sink.writer.flush()
 
 
+def _copies_much(trainer: TrainerRun) -> bool:
+    """Does this rank copy weights and state, or shards of them, at a save?"""
+    copies = trainer.args.should_save
+    if trainer._shard_group is not None:
+        from ctrainer.fsdp import trained_model
+
+        first = trained_model.is_first_replica(trainer.model, trainer._communicator)
+        copies = first and (copies or not trainer.args.save_on_each_node)
+    return copies and writer_of(trainer).snapshots
+
+
 def reserve_snapshot(trainer: TrainerRun) -> None:
     """Ready the memory of the first save while the first steps run."""
-    writes = trainer.args.should_save or trainer._shard_group is not None
-    if trainer.args.save_strategy == "no" or not writes:
-        return
-    if not writer_of(trainer).snapshots:
+    if trainer.args.save_strategy == "no" or not _copies_much(trainer):
         return
     nbytes, like = trainer._adapter.checkpoints.snapshot_bytes(
         trainer.model, trainer.optimizer

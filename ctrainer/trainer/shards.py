@@ -232,15 +232,17 @@ def share_weights(trainer: TrainerRun, folder: str) -> dict[str, Any] | None:
     if trainer._shard_group is None:
         return None
     assert trainer._sharding is not None
-    in_checkpoint = trainer._staged_folder is not None
+    staged = trainer._staged_folder
     wanted = trainer._sharding.saves_full or is_overridden(trainer, "_save")
-    if in_checkpoint and (not wanted or trainer._own_shards is not None):
+    if staged is not None and (not wanted or trainer._own_shards is not None):
         return {}
     from ctrainer.fsdp import trained_model
 
-    keep, writer = trainer.args.should_save, files.writer_of(trainer)
-    later = in_checkpoint and writer.snapshots and keep
-    return trained_model.gather(trainer.model, folder, keep, writer if later else None)
+    keep, writer = trainer.args.should_save, None
+    if staged is not None and keep and files.writer_of(trainer).snapshots:
+        # Beside what is saved: on a network file system an open file may get a name.
+        folder, writer = os.path.dirname(staged), files.writer_of(trainer)
+    return trained_model.gather(trainer.model, folder, keep, writer)
 
 
 def save_optimizer_and_scheduler(trainer: TrainerRun, output_dir: str) -> None:

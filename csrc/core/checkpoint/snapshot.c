@@ -115,13 +115,21 @@ ct_snapshot_reserve(ct_snapshot *s, const ct_device *device, size_t bytes)
     ct_snapshot_clear(s);
 }
 
-static bool
-is_shared(const ct_snapshot *s, const ct_plan_piece *piece)
+/* The shared data of a piece, or NULL. */
+static const ct_snapshot_shared *
+find_shared(const ct_snapshot *s, const ct_plan_piece *piece)
 {
-    const uintptr_t at = (uintptr_t)piece->data, begin = (uintptr_t)s->shared.theirs;
-    return s->shared.data != NULL && piece->owned == NULL &&
-           piece->place.device == NULL && at >= begin && at - begin < s->shared.n &&
-           piece->n <= s->shared.n - (at - begin);
+    const uintptr_t at = (uintptr_t)piece->data;
+    for (size_t i = 0;
+         piece->owned == NULL && piece->place.device == NULL && i < s->n_shared; i++) {
+        const ct_snapshot_shared *shared = &s->shared[i];
+        const uintptr_t begin = (uintptr_t)shared->theirs;
+        if (at >= begin && at - begin < shared->n &&
+            piece->n <= shared->n - (at - begin)) {
+            return shared;
+        }
+    }
+    return NULL;
 }
 
 /* A batch of the pool: a part of a piece. */
@@ -146,7 +154,7 @@ take_targets(ct_snapshot *s, const ct_plan *plan, unsigned char **targets,
 {
     for (size_t i = 0; i < plan->n_pieces; i++) {
         const ct_plan_piece *piece = &plan->pieces[i];
-        if (piece->owned != NULL || piece->n == 0 || is_shared(s, piece)) {
+        if (piece->owned != NULL || piece->n == 0 || find_shared(s, piece) != NULL) {
             continue;
         }
         targets[i] = take(s, piece->place.device, piece->n);
@@ -260,8 +268,9 @@ ct_snapshot_copy(ct_snapshot *s, ct_plan *plan, ct_error *err)
         ct_plan_piece *piece = &plan->pieces[i];
         const unsigned char *from = piece->data;
         if (targets[i] == NULL) {
-            if (is_shared(s, piece)) {
-                piece->data = s->shared.data + (from - s->shared.theirs);
+            const ct_snapshot_shared *shared = find_shared(s, piece);
+            if (shared != NULL) {
+                piece->data = shared->data + (from - shared->theirs);
             }
             continue;
         }
@@ -288,13 +297,18 @@ ct_snapshot_copy(ct_snapshot *s, ct_plan *plan, ct_error *err)
 ct_status
 ct_snapshot_share(ct_snapshot *s, int fd, const void *theirs, size_t n, ct_error *err)
 {
+    void *block = s->shared;
+    ct_status status =
+        ct_grow(&block, &s->shared_capacity, s->n_shared + 1, sizeof *s->shared, err);
+    s->shared = block;
+    if (status != CT_OK) {
+        return status;
+    }
     void *data = mmap(NULL, n, PROT_READ, MAP_SHARED, fd, 0);
     if (data == MAP_FAILED) {
         return ct_fail_io(err, errno, "map", "shared data");
     }
-    s->shared.data = data;
-    s->shared.theirs = theirs;
-    s->shared.n = n;
+    s->shared[s->n_shared++] = (ct_snapshot_shared){data, theirs, n};
     return CT_OK;
 }
 
@@ -303,10 +317,10 @@ ct_snapshot_clear(ct_snapshot *s)
 {
     ct_error unused;
     (void)!ct_snapshot_await(s, &unused);
-    if (s->shared.data != NULL) {
-        (void)munmap(s->shared.data, s->shared.n);
-        s->shared.data = NULL;
+    for (size_t i = 0; i < s->n_shared; i++) {
+        (void)munmap(s->shared[i].data, s->shared[i].n);
     }
+    s->n_shared = 0;
     for (size_t i = 0; i < s->n_chunks; i++) {
         s->chunks[i].used = 0;
     }
@@ -333,6 +347,7 @@ ct_snapshot_fini(ct_snapshot *s)
     }
     ct_free(s->chunks);
     ct_free(s->fetches);
+    ct_free(s->shared);
     *s = (ct_snapshot){0};
 }
 

@@ -27,17 +27,20 @@ typedef struct ct_snapshot_fetch {
     void *copied; /* of fetch_begin */
 } ct_snapshot_fetch;
 
+typedef struct ct_snapshot_shared {
+    unsigned char *data; /* a mapping of our own */
+    const unsigned char *theirs;
+    size_t n;
+} ct_snapshot_shared;
+
 /* Starts as {0}. */
 typedef struct ct_snapshot {
     ct_snapshot_chunk *chunks;
     size_t n_chunks, chunks_capacity;
     ct_snapshot_fetch *fetches; /* copies from devices under way, into the chunks */
     size_t n_fetches, fetches_capacity;
-    struct {
-        unsigned char *data; /* a mapping of our own; NULL: none */
-        const unsigned char *theirs;
-        size_t n;
-    } shared;
+    ct_snapshot_shared *shared;
+    size_t n_shared, shared_capacity;
 } ct_snapshot;
 
 /* Replaces the plan's borrowed bytes by copies, and shared ones by those of our own
@@ -46,7 +49,7 @@ CT_NODISCARD ct_status ct_snapshot_copy(ct_snapshot *snapshot, ct_plan *plan,
                                         ct_error *err);
 
 /* Lets data at theirs[0..n), a shared mapping of the whole file `fd`, be read from the
- * file in place of a copy, up to ct_snapshot_clear(). CT_EIO. */
+ * file in place of a copy, up to ct_snapshot_clear(). CT_EIO or CT_ENOMEM. */
 CT_NODISCARD ct_status ct_snapshot_share(ct_snapshot *snapshot, int fd,
                                          const void *theirs, size_t n, ct_error *err);
 

@@ -361,8 +361,8 @@ ct_writer_abort(ct_writer *writer)
         return;
     }
     settle(writer);
-    ct_staging_close(&writer->staging);
     drop_files(writer);
+    ct_staging_close(&writer->staging);
 }
 
 void
@@ -490,11 +490,8 @@ ct_writer_add(ct_writer *writer, ct_plan *plan, bool copy, ct_error *err)
 ct_status
 ct_writer_share(ct_writer *writer, int fd, const void *theirs, size_t n, ct_error *err)
 {
-    if (ct_writer_folder_borrow(writer) == NULL) {
-        return ct_fail(err, CT_EINVAL, "no save is open to share data with");
-    }
-    return writer->snapshot.shared.data != NULL
-               ? ct_fail(err, CT_EINVAL, "the save has shared data already")
+    return ct_writer_folder_borrow(writer) == NULL
+               ? ct_fail(err, CT_EINVAL, "no save is open to share data with")
                : ct_snapshot_share(&writer->snapshot, fd, theirs, n, err);
 }
 
@@ -609,8 +606,8 @@ finish_and_keep(ct_writer *writer)
     if ((is_part ? finish_part : finish)(writer, &err) != CT_OK) {
         writer->error = err;
     }
+    drop_files(writer); /* a file in use may keep a folder from being removed */
     ct_staging_close(&writer->staging);
-    drop_files(writer);
 }
 
 static void *

@@ -59,7 +59,7 @@ CT_NODISCARD ct_status ct_writer_add(ct_writer *writer, ct_plan *plan, bool copy
                                      ct_error *err);
 
 /* As ct_snapshot_share(), for the open save; nobody changes the data until the save is
- * done. CT_EINVAL if the open save has shared data already. */
+ * done. CT_EINVAL without an open save. */
 CT_NODISCARD ct_status ct_writer_share(ct_writer *writer, int fd, const void *theirs,
                                        size_t n, ct_error *err);
 
