@@ -15,6 +15,7 @@ import ctrainer
 from ctrainer.checkpoint import CheckpointWriter, verify_checkpoint
 
 how, out = options.pop("how"), folder + "/out"
+overrides = options.pop("overrides", False)
 commit = CheckpointWriter.commit
 held = []
 seen = []
@@ -45,9 +46,34 @@ class Acting(ctrainer.TrainerCallback):
             commit(writer, **kwargs)
 
 
+class Overriding(ctrainer.Trainer):
+    """Finds the files of this rank that super() has saved, and adds others."""
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        super().save_model(output_dir + "/copy", _internal_call)
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        assert os.path.getsize(f"{output_dir}/rng_state_{rank}.pth") > 0
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        name = f"shard-{rank:05d}-of-00002.safetensors"
+        if options:
+            assert os.path.getsize(f"{output_dir}/{name}") > 0
+
+    def _save_checkpoint(self, model, trial=None):
+        super()._save_checkpoint(model, trial)
+        step = f"checkpoint-{self.state.global_step}"
+        with open(f"{self._get_output_dir(trial)}/{step}/own-{rank}", "w") as file:
+            file.write(step)
+
+
 if rank == 1 and how != "whole":
     CheckpointWriter.commit = hold
-trainer = make(out, save_steps=4, max_steps=8, **options)
+cls = Overriding if overrides else ctrainer.Trainer
+trainer = make(out, cls, save_steps=4, max_steps=8, **options)
 trainer.add_callback(Acting())
 try:
     trainer.train()

@@ -121,6 +121,18 @@ def test_a_rank_that_dies_before_its_files_are_written_fails_the_save(
     assert told_by_other["left"] == []
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_overrides_find_the_files_of_their_rank_and_add_others(
+    tmp_path: Any, model: str
+) -> None:
+    options = {"how": "whole", "overrides": True, **MODELS[model]}
+    for found in told(run(tmp_path, BACKGROUND, **options)):
+        assert found["problem"] is None
+        assert not any(found["wrong"])
+        assert {"own-0", "own-1", "copy"} <= set(found["files"]["checkpoint-8"])
+        assert found["again"] == [found["history"], True]
+
+
 def test_files_of_a_save_that_training_waits_for_are_not_copied(tmp_path: Any) -> None:
     options = {"how": "whole", "async_save": False}
     for found in told(run(tmp_path, BACKGROUND, **options, **SHARDED)):
