@@ -6,7 +6,6 @@
 #include "core/checkpoint/writer.h"
 #include "ct_test.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
@@ -20,6 +19,9 @@
 #include <unistd.h>
 
 static char root[] = "/tmp/ct_parts_XXXXXX";
+
+#include "ct_saves.h"
+
 static unsigned char payload[3 << 20];
 
 /* Whether the file system has locks; the definition here comes before the C library's.
@@ -36,49 +38,10 @@ flock(int fd, int operation)
     return (int)syscall(SYS_flock, fd, operation);
 }
 
-static const char *
-below(const char *name)
-{
-    static char path[128];
-    (void)snprintf(path, sizeof path, "%s/%s", root, name);
-    return path;
-}
-
 static bool
 is_there(const char *name)
 {
     return access(below(name), F_OK) == 0;
-}
-
-static size_t
-entries_in_root(void)
-{
-    size_t n = 0;
-    struct dirent *entry;
-    DIR *dir = opendir(root);
-    CHECK(dir != NULL);
-    while ((entry = readdir(dir)) != NULL) {
-        n += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
-    }
-    (void)closedir(dir);
-    return n;
-}
-
-static ct_status
-count_problem(void *arg, const char *problem, ct_error *err)
-{
-    (void)problem;
-    (void)err;
-    ++*(int *)arg;
-    return CT_OK;
-}
-
-/* How many files the manifest lists that are damaged; -1 without one. */
-static int
-problems_of(const char *name)
-{
-    int n = 0;
-    return ct_manifest_verify(below(name), count_problem, &n, NULL) == CT_OK ? n : -1;
 }
 
 static size_t

@@ -8,7 +8,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <dirent.h>
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -18,45 +17,10 @@
 #include <unistd.h>
 
 static char root[] = "/tmp/ct_writer_XXXXXX";
+
+#include "ct_saves.h"
+
 static unsigned char payload[3 << 20];
-
-static const char *
-below(const char *name)
-{
-    static char path[128];
-    (void)snprintf(path, sizeof path, "%s/%s", root, name);
-    return path;
-}
-
-static ct_status
-count_problem(void *arg, const char *problem, ct_error *err)
-{
-    (void)problem;
-    (void)err;
-    ++*(int *)arg;
-    return CT_OK;
-}
-
-static int
-problems_of(const char *name)
-{
-    int n = 0;
-    return ct_manifest_verify(below(name), count_problem, &n, NULL) == CT_OK ? n : -1;
-}
-
-static size_t
-entries_in_root(void)
-{
-    size_t n = 0;
-    struct dirent *entry;
-    DIR *dir = opendir(root);
-    CHECK(dir != NULL);
-    while ((entry = readdir(dir)) != NULL) {
-        n += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
-    }
-    (void)closedir(dir);
-    return n;
-}
 
 static ct_status
 add(ct_writer *writer, const char *name, bool copy, ct_error *err)
