@@ -10,6 +10,7 @@
 
 #include "cuda_runtime_api.h"
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <stdint.h>
@@ -28,12 +29,28 @@ struct place {
 
 extern place here; /* of the fibre that runs */
 
+/* A number of events, counted by several threads. */
+struct count : std::atomic<size_t> {
+    using std::atomic<size_t>::operator=;
+    count() : std::atomic<size_t>(0)
+    {
+    }
+    count(const count &other) : std::atomic<size_t>(other.load())
+    {
+    }
+    count &operator=(const count &other)
+    {
+        store(other.load());
+        return *this;
+    }
+};
+
 /* What happened since the last reset(). */
 struct record {
-    size_t launches;
-    size_t waits; /* calls that make the host wait, not for what has ended already */
-    size_t allocations;
-    size_t orders;       /* of a stream behind another */
+    count launches;
+    count waits; /* calls that make the host wait, not for what has ended already */
+    count allocations;
+    count orders;        /* of a stream behind another */
     cudaStream_t stream; /* of the last launch, copy or memset */
 };
 

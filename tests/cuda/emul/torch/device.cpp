@@ -43,7 +43,7 @@ current_stream(c10::DeviceIndex device)
     return native(current_streams[device], device);
 }
 
-size_t by_torch; /* allocations */
+emul::count by_torch; /* allocations */
 
 struct Memory {
     void *data;
