@@ -13,12 +13,16 @@ from rank_checkpoints import files, history, make, weights
 
 import ctrainer
 from ctrainer.checkpoint import CheckpointWriter, verify_checkpoint
+from ctrainer.trainer import checkpoint
 
 how, out = options.pop("how"), folder + "/out"
 overrides = options.pop("overrides", False)
+if options.pop("reserves", False):  # memory for snapshots, of this model, too
+    checkpoint._WORTH_RESERVING = 0
 commit = CheckpointWriter.commit
 held = []
 seen = []
+memory = []  # for snapshots, at the begin and when the last save has begun
 
 
 def hold(writer, **kwargs):
@@ -33,7 +37,17 @@ def hold(writer, **kwargs):
         held.append((writer, kwargs))
 
 
+def snapshot_bytes():
+    """Of the writer, if there is one."""
+    trainer._wait_for_save()
+    writer = trainer._checkpoint_writer
+    return 0 if writer is None else writer.snapshot_bytes
+
+
 class Acting(ctrainer.TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        memory.append(snapshot_bytes())
+
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step != 6:
             return
@@ -44,6 +58,8 @@ class Acting(ctrainer.TrainerCallback):
         while held:
             writer, kwargs = held.pop()
             commit(writer, **kwargs)
+        if how in ("whole", "late"):
+            memory.append(snapshot_bytes())
 
 
 class Overriding(ctrainer.Trainer):
@@ -81,6 +97,7 @@ try:
 except Exception as error:
     problem = f"{type(error).__name__}: {error}"
 told = {"problem": problem, "seen": seen, "left": sorted(os.listdir(out))}
+told["memory"] = [nbytes > 0 for nbytes in memory]
 if problem is None:
     told["history"] = history(trainer)
     told["files"] = files(out)

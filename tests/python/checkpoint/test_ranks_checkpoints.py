@@ -97,6 +97,7 @@ def test_files_of_each_rank_are_of_the_step_however_late_they_are_written(
         for name in ("left", "files", "history", "again"):
             assert found[name] == whole[rank][name], name
         assert found["again"] == [found["history"], True]
+        assert found["memory"] == [False, True]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -137,4 +138,34 @@ def test_files_of_a_save_that_training_waits_for_are_not_copied(tmp_path: Any) -
     options = {"how": "whole", "async_save": False}
     for found in told(run(tmp_path, BACKGROUND, **options, **SHARDED)):
         assert found["seen"] == [["checkpoint-4"]]
+        assert found["memory"] == [False, False]
         assert found["again"] == [found["history"], True]
+
+
+def test_shards_in_files_are_not_copied_to_memory(tmp_path: Any) -> None:
+    config = {**SHARDED["fsdp_config"], "shard_folder": str(tmp_path)}
+    options = {**SHARDED, "fsdp_config": config, "how": "whole"}
+    for found in told(run(tmp_path, BACKGROUND, **options)):
+        assert found["memory"] == [False, False]
+        assert found["again"] == [found["history"], True]
+
+
+REPLICAS: dict[str, Any] = {
+    "deepspeed": {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
+}  # fmt: skip
+RESERVING: list[tuple[dict[str, Any], list[bool]]] = [
+    ({}, [True, False]),
+    (SHARDED, [True, True]),
+    (REPLICAS, [True, False]),
+    ({**SHARDED, "async_save": False}, [False, False]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), RESERVING, ids=["whole", "shards", "replicas", "waits"]
+)
+def test_ranks_that_copy_weights_reserve_memory_for_them(
+    tmp_path: Any, options: dict[str, Any], expected: list[bool]
+) -> None:
+    ranks = told(run(tmp_path, BACKGROUND, how="whole", reserves=True, **options))
+    assert [found["memory"][0] for found in ranks] == expected
