@@ -452,62 +452,6 @@ def replace_parameters(
                 param.requires_grad_(entry.trains)
 
 
-# Parameters that are frozen, or trained again, after their module was wrapped.
-
-
-def _held(unit: Any) -> Iterator[tuple[Group, Entry, Any]]:
-    """Each parameter, and the tensor that optimizers have: a view, or a shard."""
-    for number, (group, shard) in enumerate(
-        zip(unit._groups, unit.sharded_params, strict=True)
-    ):
-        views = unit._views[number].pieces if unit.use_orig_params else ()
-        for place, entry in enumerate(group.entries):
-            yield group, entry, views[place][0] if views else shard
-
-
-def watched(unit: Any) -> tuple[Any, ...]:
-    """The tensors whose requires_grad the engine compares before a forward: for each
-    parameter the optimizers' tensor and itself, first for those wrapped as trained."""
-    trained: list[Any] = []
-    frozen: list[Any] = []
-    for group, entry, held in _held(unit):
-        (trained if group.requires_grad else frozen).extend((held, entry.param))
-    return (*trained, *frozen)
-
-
-def settle(unit: Any) -> tuple[bool, ...]:
-    """Which of the parameters that were wrapped as trained are frozen now; sets both
-    tensors of a parameter to the requires_grad that has changed.
-
-    Raises RuntimeError for a parameter that was wrapped frozen and is to be trained,
-    and for a part of a flat parameter.
-    """
-    found = []
-    for group, entry, held in _held(unit):
-        own, shown = entry.param.requires_grad, held.requires_grad
-        path = entry.places[0].path
-        if not group.requires_grad:
-            if own or shown:
-                raise RuntimeError(
-                    f"{path} requires a gradient, and was frozen when it was wrapped: "
-                    "there is no room for one. Wrap it while it requires gradients, "
-                    "and freeze it after that"
-                )
-            continue
-        trains = shown if shown != entry.trains else own
-        if trains != shown and not unit.use_orig_params and len(group.entries) > 1:
-            raise RuntimeError(
-                f"{path}.requires_grad is {own}, and it is part of a flat parameter, "
-                f"whose requires_grad is {shown}: wrap with use_orig_params=True, "
-                "which has a parameter for each, or flatten_parameters=False"
-            )
-        entry.trains = trains
-        entry.param.requires_grad_(trains)
-        held.requires_grad_(trains)
-        found.append(not trains)
-    return tuple(found)
-
-
 # Views of a shard, one for each parameter, for use_orig_params.
 
 

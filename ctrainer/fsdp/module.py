@@ -249,7 +249,7 @@ class FullyShardedDataParallel(ShardedModule):
         if self._input_dtype is not None:
             args, kwargs = cast_floats(self._input_dtype, (args, kwargs))
         run = self._dummy_forward if self._debug_dummy_forward_pass else self.module
-        return self._unit.forward(run, args, kwargs, self._watched)
+        return self._unit.forward(run, args, kwargs, self._watched, self._attributes)
 
     def _dummy_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The sum of the means of all inputs and parameters, of inner units too."""

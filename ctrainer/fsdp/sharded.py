@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ctrainer import _C
 from ctrainer.arguments.settings import reject_keywords
-from ctrainer.fsdp import initial_values, layout, options, shard_files
+from ctrainer.fsdp import changes, initial_values, layout, options, shard_files
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.layout import pinned_zeros, tensor_over
 
@@ -78,7 +78,13 @@ class Unit(_C.FSDPUnit):
         return grad
 
     def _settle_trained(self) -> tuple[bool, ...]:
-        return layout.settle(self.owner())
+        return changes.settle(self.owner())
+
+    def _parameter_changed(self, index: int) -> None:
+        changes.restore(self.owner(), index)
+
+    def _compare_gathered(self) -> None:
+        changes.compare_gathered(self.owner())
 
     def _check_order(self, what: str) -> None:
         """Raise ValueError on all ranks unless they are at the same unit."""
@@ -163,7 +169,8 @@ def _settle(made: Any, source: Any) -> None:
     made._set_shards()
     if views is not None:
         layout.adopt(made, views)
-        made._watched = layout.watched(made)
+        made._watched = changes.watched(made)
+        made._attributes = changes.attributes(made)
     made._unit.divide_factors = source._unit.divide_factors
     made._unit.require_sync = source._unit.require_sync
     if made._unit.residual is not None:
@@ -477,7 +484,8 @@ class ShardedModule(nn.Module):
         layout.replace_parameters(self._unit, self._groups, self.compute_dtype)
         if self.use_orig_params:
             layout.make(self)
-        self._watched: tuple[Any, ...] = layout.watched(self)
+        self._watched: tuple[Any, ...] = changes.watched(self)
+        self._attributes: tuple[Any, ...] = changes.attributes(self)
 
     def _inner_like(self, module: nn.Module, **more: Any) -> ShardedModule:
         """A child that auto_wrap_policy chooses, with the options of this one."""
@@ -631,5 +639,5 @@ def _after_load(module: Any, incompatible: object) -> None:
     module.sharded_params = module._unit.shards = shards
     if module.use_orig_params:
         layout.after_load(module)
-    module._watched = layout.watched(module)
+    module._watched = changes.watched(module)
     module._unit.release()

@@ -280,3 +280,46 @@ def test_a_trainer_offloads_as_it_trains_on_the_host(
     assert host.keys() == device.keys()
     for name, value in host.items():
         torch.testing.assert_close(device[name], value, msg=name)
+
+
+class Rehomed(nn.Linear):
+    """Gives its weight other memory in each forward, as cuDNN's layers do."""
+
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data * self.factor
+        return super().forward(x)
+
+
+def test_weights_that_a_forward_moves_return_to_the_unit(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp_options, "_usable", lambda device: device)
+
+    def train(group: _C.Communicator, device: torch.device) -> list[float]:
+        source = torch.Generator().manual_seed(2)
+        layers = [Rehomed(5, 5), nn.Linear(5, 5)]
+        layers[1].load_state_dict(layers[0].state_dict())
+        losses = []
+        for layer in layers:
+            for param in layer.parameters():
+                param.data = torch.randn(param.shape, generator=source.manual_seed(3))
+            model = FSDP(layer.to(device), process_group=group, on_neuron=False)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for _ in range(3):
+                loss = model(torch.ones(2, 5, device=device)).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        assert losses[:3] == losses[3:]
+        changing: Any = Rehomed(5, 5)
+        changing.factor = 0.5
+        model = FSDP(changing.to(device), process_group=group, on_neuron=False)
+        with pytest.raises(RuntimeError, match=r"^weight\.data has been assigned"):
+            model(torch.ones(2, 5, device=device))
+        return losses
+
+    for losses in any_gpu.on_nccl_ranks(train):
+        assert losses[0] > losses[2]

@@ -526,6 +526,8 @@ AREAS = {
                 "python/fsdp/test_fsdp_missing_gradients.py",
             binding("fsdp/unit", "fsdp/passes"):
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py",
+            binding("fsdp/params"):
+                "python/fsdp/test_fsdp_freezing.py python/fsdp/test_fsdp_changes.py",
             binding("fsdp/collectives"):
                 "python/fsdp/test_fsdp.py "
                 "python/fsdp/test_fsdp_missing_gradients.py "

@@ -538,61 +538,6 @@ FSDPUnit_input_done(PyObject *op, PyObject *Py_UNUSED(grad))
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* ---- frozen parameters ----------------------------------------------------------- */
-
-/* 1, 0, or -1 with an exception. */
-static int
-requires_grad(const ctpy_state *state, PyObject *tensor)
-{
-    PyObject *answer = PyObject_GetAttr(tensor, state->str_requires_grad);
-    const int result = answer == NULL ? -1 : answer == Py_True;
-    Py_XDECREF(answer);
-    return result;
-}
-
-static int
-take_frozen(FSDPUnit *self, PyObject *frozen)
-{
-    if (!PyTuple_Check(frozen) || (size_t)PyTuple_GET_SIZE(frozen) != self->n_leaves) {
-        PyErr_Format(PyExc_TypeError, "_settle_trained() returns a tuple of %zu",
-                     self->n_leaves);
-        return -1;
-    }
-    self->n_frozen = 0;
-    for (size_t i = 0; i < self->n_leaves; i++) {
-        self->leaves[i].frozen = PyTuple_GET_ITEM(frozen, (Py_ssize_t)i) == Py_True;
-        self->n_frozen += self->leaves[i].frozen;
-    }
-    return 0;
-}
-
-/* requires_grad may change before a forward and between it and its backward, of the
- * optimizer's parameter or of its view in the module. `tensors` has both for each
- * parameter, trained parameters first. */
-static int
-note_frozen(FSDPUnit *self, PyObject *tensors)
-{
-    ctpy_state *state = fsdp_state_borrow(self);
-    bool known = true;
-    for (Py_ssize_t i = 0; known && i < PyTuple_GET_SIZE(tensors); i++) {
-        const size_t leaf = (size_t)i / 2;
-        const int trains = leaf < self->n_leaves && !self->leaves[leaf].frozen;
-        const int wanted = requires_grad(state, PyTuple_GET_ITEM(tensors, i));
-        if (wanted < 0) {
-            return -1;
-        }
-        known = wanted == trains;
-    }
-    if (known) {
-        return 0;
-    }
-    PyObject *frozen =
-        ctpy_call_hook((PyObject *)self, state->str__settle_trained, NULL, 0);
-    const int result = frozen == NULL ? -1 : take_frozen(self, frozen);
-    Py_XDECREF(frozen);
-    return result;
-}
-
 /* ---- the backward pass reaches a unit -------------------------------------------- */
 
 enum {
@@ -642,7 +587,7 @@ enter(FSDPUnit *self, uint64_t first_node, uint64_t thread, PyObject *tensors)
     FSDPUnit *root = fsdp_root_borrow(self);
     fsdp_order *order = &root->backwards;
     const bool is_first = !self->entered;
-    if (queue_finish(root) < 0 || (is_first && note_frozen(self, tensors) < 0) ||
+    if (queue_finish(root) < 0 || (is_first && fsdp_note_frozen(self, tensors) < 0) ||
         (is_first && order_reach(self, order) < 0)) {
         return -1;
     }
@@ -711,7 +656,7 @@ is_new(const visit *v, PyObject *tensor)
 static int
 visit_tensor(visit *v, PyObject *tensor)
 {
-    const int wanted = requires_grad(v->state, tensor);
+    const int wanted = fsdp_requires_grad(v->state, tensor);
     const int fresh = wanted == 1 ? is_new(v, tensor) : wanted;
     if (fresh < 1) {
         return fresh;
@@ -898,7 +843,7 @@ keep_secondary(FSDPUnit *self)
  * checkpoint, they stay gathered: the gradients of this module come next. */
 static PyObject *
 run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwargs,
-    PyObject *tensors, int in_backward)
+    PyObject *tensors, PyObject *attributes, int in_backward)
 {
     PyObject *out = NULL;
     uint64_t first_node = FSDP_NO_SEQUENCE;
@@ -910,7 +855,7 @@ run(FSDPUnit *self, FSDPUnit *root, PyObject *fn, PyObject *args, PyObject *kwar
         (!grads || next_node(self, &first_node) == 0) &&
         (!grads || in_backward ||
          (hook_inputs(self, args) == 0 && hook_inputs(self, kwargs) == 0))) {
-        out = PyObject_Call(fn, args, kwargs);
+        out = fsdp_call(self, fn, args, kwargs, attributes, grads != 0);
     }
     if (out != NULL && grads && !in_backward && self->reshard_after_forward &&
         keep_secondary(self) < 0) {
@@ -971,11 +916,16 @@ end_forward(FSDPUnit *self, PyObject *out_steal)
 }
 
 static const char FSDPUnit_forward_doc[] =
-    "forward($self, fn, args, kwargs, tensors, /)\n--\n\n"
+    "forward($self, fn, args, kwargs, tensors, attributes, /)\n--\n\n"
     "Return fn(*args, **kwargs), run with the unit's parameters gathered.\n\n"
     "tensors: for each parameter that add_parameter() has named, and then for frozen\n"
     "ones, what optimizers have of it and itself. Where requires_grad of one of them\n"
-    "has changed, _settle_trained() says which of the named ones are frozen now.\n\n"
+    "has changed, _settle_trained() says which of the named ones are frozen now.\n"
+    "attributes: for each attribute that is a parameter, the __dict__ that has it,\n"
+    "its name, the parameter and its data_ptr(). _parameter_changed(index) is called\n"
+    "for each that fn has replaced, moved or changed in place, and raises or restores\n"
+    "it; _compare_gathered() after the first fn that runs with gradients, and after\n"
+    "each where released parameters are poisoned.\n\n"
     "They are released afterwards if reshard_after_forward, and gathered again when\n"
     "the gradient of an output arrives. Collective. An exception leaves the unit as\n"
     "it was before.";
@@ -984,15 +934,16 @@ static PyObject *
 FSDPUnit_forward(PyObject *op, PyObject *args)
 {
     FSDPUnit *self = (FSDPUnit *)op;
-    PyObject *fn, *inputs, *kwargs, *tensors;
-    if (!PyArg_ParseTuple(args, "OO!O!O!:forward", &fn, &PyTuple_Type, &inputs,
-                          &PyDict_Type, &kwargs, &PyTuple_Type, &tensors)) {
+    PyObject *fn, *inputs, *kwargs, *tensors, *attributes;
+    if (!PyArg_ParseTuple(args, "OO!O!O!O!:forward", &fn, &PyTuple_Type, &inputs,
+                          &PyDict_Type, &kwargs, &PyTuple_Type, &tensors, &PyTuple_Type,
+                          &attributes)) {
         return NULL;
     }
     PyObject *root = Py_NewRef((PyObject *)fsdp_root_borrow(self));
     const int in_backward = in_backward_of((FSDPUnit *)root);
     PyObject *out = NULL;
-    const bool settled = in_backward != 0 || note_frozen(self, tensors) == 0;
+    const bool settled = in_backward != 0 || fsdp_note_frozen(self, tensors) == 0;
     if (in_backward >= 0 && settled) {
         if (!in_backward && root == op) {
             release_old(self);
@@ -1002,7 +953,8 @@ FSDPUnit_forward(PyObject *op, PyObject *args)
         const int before = in_backward ? self->state : FSDP_IDLE;
         self->state = FSDP_FORWARD;
         self->core.label.call += !in_backward; /* shows other ranks a skipped batch */
-        out = run(self, (FSDPUnit *)root, fn, inputs, kwargs, tensors, in_backward);
+        out = run(self, (FSDPUnit *)root, fn, inputs, kwargs, tensors, attributes,
+                  in_backward);
         self->state = before;
         if (!in_backward && root == op) {
             drop_ahead(self);
@@ -1030,7 +982,7 @@ complete(FSDPUnit *self)
 static int
 reject_second_order(const ctpy_state *state, PyObject *grad)
 {
-    const int wanted = requires_grad(state, grad);
+    const int wanted = fsdp_requires_grad(state, grad);
     if (wanted == 1) {
         PyErr_SetString(PyExc_RuntimeError,
                         "FSDP only works with gradients that don't require gradients");

@@ -70,6 +70,7 @@ typedef struct FSDPUnit {
     bool entered;  /* a pre-backward hook has run in this backward */
     bool complete; /* all gradients have arrived in this backward */
     bool queued;   /* of a root: a backward is under way */
+    bool compared; /* with the shards, after a forward with gradients */
 } FSDPUnit;
 
 /* The units of a root; 0 before set_units(). */
@@ -122,5 +123,21 @@ int fsdp_await_copies(FSDPUnit *self);   /* of offloaded shards */
 void fsdp_await_quietly(FSDPUnit *self); /* the same, keeps the exception */
 int fsdp_settle(FSDPUnit *self);         /* the same, and ct_fsdp_settle */
 void fsdp_drop_grads(FSDPUnit *self);
+
+/* binding/fsdp/params.c */
+
+/* 1, 0, or -1 with an exception. */
+int fsdp_requires_grad(const ctpy_state *state, PyObject *tensor);
+
+/* requires_grad may change before a forward and between it and its backward, of the
+ * optimizer's parameter or of its view in the module. `tensors` has both for each
+ * parameter, trained parameters first. */
+int fsdp_note_frozen(FSDPUnit *self, PyObject *tensors);
+
+/* fn(*args, **kwargs), or NULL with an exception, also where fn has changed a parameter
+ * that was gathered. `attributes` has for each attribute that is one the __dict__ that
+ * has it, its name, the parameter and its data_ptr(). */
+PyObject *fsdp_call(FSDPUnit *self, PyObject *fn, PyObject *args, PyObject *kwargs,
+                    PyObject *attributes, bool with_grads);
 
 #endif
