@@ -289,6 +289,7 @@ class Sharding:
         reject_hooks(shard)
         shard._orig_size = group.orig_size
         shard._orig_name = group.name
+        shard._is_divided = group.is_divided
         shard._is_part = group.is_divided or len(group.entries) > 1
         begin = self.rank * shard.numel()
         shard._numbers = (begin, group.orig_size.numel())
@@ -534,6 +535,7 @@ def _views_of(shard: Any, group: Group, communicator: _C.Communicator) -> Pieces
             values = values.view(-1, *shard.shape[1:])
         view: Any = nn.Parameter(values, requires_grad=group.requires_grad)
         view._is_sharded = True
+        view._is_divided = group.is_divided
         reject_hooks(view)
         view._part = part_of(entry, offset, communicator)
         view._numbers = (view._part.begin, entry.numel)

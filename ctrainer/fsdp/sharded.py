@@ -19,7 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ctrainer import _C
 from ctrainer.arguments.settings import reject_keywords
-from ctrainer.fsdp import changes, initial_values, layout, options, shard_files
+from ctrainer.fsdp import (
+    changes,
+    initial_values,
+    layout,
+    options,
+    shard_files,
+    torch_guards,
+)
 from ctrainer.fsdp.flatten import FlattenParamsWrapper
 from ctrainer.fsdp.layout import pinned_zeros, tensor_over
 
@@ -338,6 +345,7 @@ class ShardedModule(nn.Module):
         initial_values.settle(module, init, groups, ShardedModule)
         self.home = options.home_of(module)
         self._returns_memory = return_memory and self.home.plugin is None
+        torch_guards.install()
         recycles = self._returns_memory and _recycles()
         self.communicator = self.home.group(communicator) or communicator
         self.replicas = self.home.group(replicas)
