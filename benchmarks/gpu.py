@@ -51,19 +51,35 @@ def python(script: str, *options: str) -> list[str]:
     return [PY, f"benchmarks/{script}", *options]
 
 
+def libraries() -> dict[str, str]:
+    """Where programs without Python find torch's cuBLAS and NCCL."""
+    folders = [
+        str(folder)
+        for path in sys.path
+        for folder in Path(path).glob("nvidia/*/lib")
+        if folder.parent.name in ("cu13", "nccl")
+    ]
+    before = os.environ.get("LD_LIBRARY_PATH", "")
+    return {"LD_LIBRARY_PATH": ":".join(filter(None, [*folders, before]))}
+
+
 def on_a_gpu(capability: str, nvcc: str) -> dict[str, Stage]:
     built = {"CTRAINER_CUDA": "1", "CTRAINER_CUDA_ARCHS": capability, "NVCC": nvcc}
     checked = [f"NVCC={nvcc}", f"CUDA_CHECK_ARCH=sm_{capability}"]
     sanitizer = shutil.which("compute-sanitizer") or ""
     sanitized = [
-        [sanitizer, "--tool", tool, "--error-exitcode", "1", f"build/cuda/{program}"]
+        [
+            *(sanitizer, "--tool", tool, "--error-exitcode", "1"),
+            *("--report-api-errors", "no"),  # the tests provoke some
+            f"build/cuda/{program}",
+        ]
         for tool in TOOLS
         for program in SANITIZED
     ]
     return {
         "build": Stage(1.5, [[PY, "setup.py", "-q", "build_ext", "--inplace"]], built),
         "versions": Stage(0.3, [["nvidia-smi"], [PY, "-m", "ctrainer", "env"]]),
-        "kernels": Stage(1.5, [make("cuda-check", *checked)]),
+        "kernels": Stage(1.5, [make("cuda-check", *checked)], libraries()),
         "updates": Stage(
             1.2,
             [
@@ -79,7 +95,7 @@ def on_a_gpu(capability: str, nvcc: str) -> dict[str, Stage]:
             2.0, [[PY, "-m", "pytest", *DEVICE]], {"CTRAINER_TEST_GPU": "1"}
         ),
         "sanitizers": Stage(
-            1.3, sanitized, {"CTRAINER_SMALL": "1"},
+            1.3, sanitized, {"CTRAINER_SMALL": "1", **libraries()},
             "" if sanitizer else "there is no compute-sanitizer",
         ),
     }  # fmt: skip

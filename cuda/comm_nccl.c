@@ -104,9 +104,14 @@ look(const member *comm, const cudaEvent_t *done, const char *what, bool *ended,
     if (status != CT_OK || !*ended || done == NULL) {
         return status;
     }
+    const cudaStreamCaptureMode mode = ct_cuda_relax_mode();
     const cudaError_t busy = cudaEventQuery(*done);
+    ct_cuda_restore_mode(mode);
     *ended = busy == cudaSuccess;
-    return busy == cudaErrorNotReady ? CT_OK : ct_cuda_check(busy, what, err);
+    /* CUDA ends with the process, which may have work under way. */
+    return busy == cudaErrorNotReady || busy == cudaErrorCudartUnloading
+               ? CT_OK
+               : ct_cuda_check(busy, what, err);
 }
 
 /* look(), and CT_ECOMM after the deadline; aborts the group on failure. */
@@ -324,6 +329,17 @@ release_staging(staging *s)
     *s = (staging){0};
 }
 
+/* The next launch would report the error, too. */
+static ct_status
+get_memory(void **memory, size_t bytes, const char *what, ct_error *err)
+{
+    ct_status status = ct_cuda_check(cudaMalloc(memory, bytes), what, err);
+    if (status != CT_OK) {
+        (void)cudaGetLastError();
+    }
+    return status;
+}
+
 static ct_status
 make_room(staging *s, size_t bytes, ct_error *err)
 {
@@ -332,8 +348,8 @@ make_room(staging *s, size_t bytes, ct_error *err)
     }
     /* Freed first, as both together may not fit; cudaFree waits for the device. */
     release_staging(s);
-    ct_status status = ct_cuda_check(cudaMalloc((void **)&s->memory, bytes),
-                                     "get memory for a collective on host memory", err);
+    ct_status status = get_memory((void **)&s->memory, bytes,
+                                  "get memory for a collective on host memory", err);
     s->room = status == CT_OK ? bytes : 0;
     return status;
 }
@@ -521,6 +537,7 @@ nccl_run(ct_comm *op, const ct_request *request, ct_error *err)
     if (status != CT_OK || moves_nothing(request)) {
         return status;
     }
+    const cudaStreamCaptureMode mode = ct_cuda_relax_mode();
     status = stage(&comm->staging, request, &staged, comm->stream, &is_staged, err);
     if (status == CT_OK) {
         status = submit(comm, &staged, err);
@@ -528,7 +545,11 @@ nccl_run(ct_comm *op, const ct_request *request, ct_error *err)
     if (status == CT_OK && is_staged) {
         status = unstage(request, &staged, comm->stream, err);
     }
-    return status == CT_OK ? settle_stream(comm, what, err) : status;
+    if (status == CT_OK) {
+        status = settle_stream(comm, what, err);
+    }
+    ct_cuda_restore_mode(mode);
+    return status;
 }
 
 /* A collective on host memory has ended when it was started. */
@@ -663,19 +684,32 @@ let_end(member *comm)
     }
 }
 
+/* NCCL destroys an idle communicator; at another one NCCL would return from the middle
+ * of a group call, and the thread's next collectives would never be launched. */
+static void
+leave(member *comm)
+{
+    ct_nccl_result state = 0;
+    const ct_nccl_result answer = comm->nccl->async_error(comm->handle, &state);
+    (void)(answer == 0 && state == 0 ? comm->nccl->destroy(comm->handle)
+                                     : comm->nccl->abort(comm->handle));
+}
+
 static void
 nccl_free(ct_comm *op)
 {
     member *comm = (member *)op;
     if (ct_comm_is_here(op)) { /* a forked child has neither NCCL's threads nor CUDA */
+        const cudaStreamCaptureMode mode = ct_cuda_relax_mode();
         watch_end(comm);
         let_end(comm);
         (void)pthread_mutex_destroy(&comm->lock);
         if (comm->handle != NULL) {
-            (void)comm->nccl->destroy(comm->handle);
+            leave(comm);
         }
         release_staging(&comm->staging);
         (void)cudaFree(comm->token);
+        ct_cuda_restore_mode(mode);
     }
     ct_free(comm);
 }
@@ -696,8 +730,7 @@ member_new(const ct_comm_ops *ops, const ct_nccl *nccl, int rank, int world_size
     made->timeout_seconds = timeout_seconds;
     made->behind = &made->first;
     (void)pthread_mutex_init(&made->lock, NULL);
-    *status = ct_cuda_check(cudaMalloc((void **)&made->token, sizeof *made->token),
-                            "get memory", err);
+    *status = get_memory((void **)&made->token, sizeof *made->token, "get memory", err);
     if (*status == CT_OK) {
         *status =
             ct_cuda_check(cudaGetDevice(&made->base.gpu), "ask for the device", err);

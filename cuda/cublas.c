@@ -19,7 +19,9 @@ enum {
     CUBLAS_OP_T = 1,
     CUDA_R_16BF = 14,
     CUBLAS_COMPUTE_32F = 68,
-    CUBLAS_GEMM_DEFAULT = -1
+    CUBLAS_GEMM_DEFAULT = -1,
+    /* Else partial sums over k may be bfloat16, as products are. */
+    CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 };
 
 typedef cublas_status
@@ -39,6 +41,7 @@ gemm_ex_fn(cublas_handle handle, int trans_a, int trans_b, int64_t m, int64_t n,
 typedef struct cublas_functions {
     cublas_status (*create)(cublas_handle *handle);
     cublas_status (*set_stream)(cublas_handle handle, cudaStream_t stream);
+    cublas_status (*set_math_mode)(cublas_handle handle, int mode);
     cublas_status (*get_property)(int property, int *value);
     const char *(*status_name)(cublas_status status);
     sgemm_fn *sgemm;
@@ -49,13 +52,14 @@ typedef struct cublas_functions {
 static const ct_dynlib_spec library = {"libcublas.so.13", "nvidia/cu13/lib",
                                        "nvidia-cublas>=13,<14"};
 static const ct_dynlib_symbol symbols[] = {
-    {"cublasCreate_v2",     offsetof(cublas_functions, create)      },
-    {"cublasSetStream_v2",  offsetof(cublas_functions, set_stream)  },
-    {"cublasGetProperty",   offsetof(cublas_functions, get_property)},
-    {"cublasGetStatusName", offsetof(cublas_functions, status_name) },
-    {"cublasSgemm_v2_64",   offsetof(cublas_functions, sgemm)       },
-    {"cublasDgemm_v2_64",   offsetof(cublas_functions, dgemm)       },
-    {"cublasGemmEx_64",     offsetof(cublas_functions, gemm_ex)     },
+    {"cublasCreate_v2",     offsetof(cublas_functions, create)       },
+    {"cublasSetStream_v2",  offsetof(cublas_functions, set_stream)   },
+    {"cublasSetMathMode",   offsetof(cublas_functions, set_math_mode)},
+    {"cublasGetProperty",   offsetof(cublas_functions, get_property) },
+    {"cublasGetStatusName", offsetof(cublas_functions, status_name)  },
+    {"cublasSgemm_v2_64",   offsetof(cublas_functions, sgemm)        },
+    {"cublasDgemm_v2_64",   offsetof(cublas_functions, dgemm)        },
+    {"cublasGemmEx_64",     offsetof(cublas_functions, gemm_ex)      },
 };
 
 enum {
@@ -90,6 +94,22 @@ check(cublas_status result, const char *what, ct_error *err)
                    cublas.status_name(result));
 }
 
+static ct_status
+start(cublas_handle *handle, ct_error *err)
+{
+    cublas_handle made = NULL;
+    ct_status status = check(cublas.create(&made), "start cuBLAS", err);
+    if (status == CT_OK) {
+        status = check(cublas.set_math_mode(
+                           made, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION),
+                       "set cuBLAS's math mode", err);
+    }
+    if (status == CT_OK) {
+        *handle = made;
+    }
+    return status;
+}
+
 /* The current device's handle, made at first use. The lock is held. */
 static ct_status
 handle_borrow(cublas_handle *handle, ct_error *err)
@@ -104,7 +124,7 @@ handle_borrow(cublas_handle *handle, ct_error *err)
                          (int)MAX_DEVICES);
     }
     if (status == CT_OK && handles[device] == NULL) {
-        status = check(cublas.create(&handles[device]), "start cuBLAS", err);
+        status = start(&handles[device], err);
     }
     if (status == CT_OK) {
         *handle = handles[device];

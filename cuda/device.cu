@@ -15,18 +15,13 @@
 
 bool (*ct_cuda_free_kept)(void) = NULL;
 
-/* While the thread's stream is captured, CUDA rejects calls that have nothing to do
- * with the graph, unless the thread says that it knows. */
+/* For calls that have nothing to do with a graph. */
 struct outside_of_capture {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    const cudaStreamCaptureMode mode = ct_cuda_relax_mode();
 
-    outside_of_capture()
-    {
-        (void)cudaThreadExchangeStreamCaptureMode(&mode);
-    }
     ~outside_of_capture()
     {
-        (void)cudaThreadExchangeStreamCaptureMode(&mode);
+        ct_cuda_restore_mode(mode);
     }
 };
 
@@ -61,6 +56,7 @@ ct_cuda_scratch_grow(ct_scratch *scratch, size_t bytes, ct_error *err)
 void
 ct_cuda_scratch_release(ct_scratch *scratch)
 {
+    const outside_of_capture outside;
     (void)cudaFree(scratch->data);
     *scratch = {NULL, 0};
 }
@@ -69,6 +65,7 @@ static ct_status
 copy_and_wait(void *stream, void *to, const void *from, size_t bytes,
               cudaMemcpyKind kind, ct_error *err)
 {
+    const outside_of_capture outside;
     const cudaStream_t s = (cudaStream_t)stream;
     ct_status status = ct_cuda_check(cudaMemcpyAsync(to, from, bytes, kind, s),
                                      "copy to or from the device", err);
@@ -172,6 +169,7 @@ ct_cuda_read_end(const ct_pending_read *read, void *values, ct_error *err)
 void
 ct_cuda_read_release(ct_pending_read *read)
 {
+    const outside_of_capture outside;
     if (read->event != NULL) {
         (void)cudaEventSynchronize((cudaEvent_t)read->event);
         (void)cudaEventDestroy((cudaEvent_t)read->event);
@@ -183,6 +181,7 @@ ct_cuda_read_release(ct_pending_read *read)
 ct_status
 ct_cuda_pin(void *data, size_t bytes, ct_error *err)
 {
+    const outside_of_capture outside;
     ct_status status =
         ct_cuda_check(cudaHostRegister(data, bytes, cudaHostRegisterPortable),
                       "pin memory of the host", err);
@@ -195,6 +194,7 @@ ct_cuda_pin(void *data, size_t bytes, ct_error *err)
 void
 ct_cuda_unpin(void *data)
 {
+    const outside_of_capture outside;
     (void)cudaHostUnregister(data);
 }
 
@@ -222,6 +222,7 @@ ct_cuda_fetch_begin(void *stream, const ct_host_copy *copies, size_t n, void **c
 ct_status
 ct_cuda_fetch_end(void *copied, ct_error *err)
 {
+    const outside_of_capture outside;
     ct_status status = ct_cuda_check(cudaEventSynchronize((cudaEvent_t)copied),
                                      "wait for copies to the host", err);
     (void)cudaEventDestroy((cudaEvent_t)copied);

@@ -16,6 +16,23 @@ ct_cuda_check(cudaError_t result, const char *what, ct_error *err)
                    cudaGetErrorString(result), cudaGetErrorName(result));
 }
 
+/* While any thread of the process captures a stream, CUDA rejects calls without a place
+ * in the graph, and ends the capture, unless the mode of the calling thread is relaxed.
+ * Returns the thread's mode before, for ct_cuda_restore_mode(). */
+static inline cudaStreamCaptureMode
+ct_cuda_relax_mode(void)
+{
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    return mode;
+}
+
+static inline void
+ct_cuda_restore_mode(cudaStreamCaptureMode mode)
+{
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
 /* An event behind what is on the stream so far; the caller's. */
 static inline ct_status
 ct_cuda_mark(cudaStream_t stream, cudaEvent_t *here, ct_error *err)

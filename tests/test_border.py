@@ -28,7 +28,7 @@ OF_OTHERS = {
     "torch": """
         _current_autograd_node _current_graph_task_id _get_sequence_nr _opt_called
         _optimizer_step_post_hooks _optimizer_step_pre_hooks _sequence_nr
-        _wrapped_by_lr_sched""",
+        _version _wrapped_by_lr_sched""",
 }
 
 

@@ -87,11 +87,12 @@ class Unit(_C.FSDPUnit):
     def _settle_trained(self) -> tuple[bool, ...]:
         return changes.settle(self.owner())
 
-    def _parameter_changed(self, index: int) -> None:
-        changes.restore(self.owner(), index)
-
-    def _compare_gathered(self) -> None:
-        changes.compare_gathered(self.owner())
+    def _check_parameters(self, changed: int) -> None:
+        """The one at this index of the attributes; below 0 all of them."""
+        if changed < 0:
+            changes.compare_gathered(self.owner())
+        else:
+            changes.restore(self.owner(), changed)
 
     def _check_order(self, what: str) -> None:
         """Raise ValueError on all ranks unless they are at the same unit."""

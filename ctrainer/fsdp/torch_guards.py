@@ -1,5 +1,5 @@
 """Functions of torch that take a rank's shards for whole parameters: the norm of their
-gradients and the loss scale would be those of one rank, and ranks would train apart.
+gradients and the loss scale would be those of one rank, and ranks would diverge.
 
 torch calls the guarded functions by their names in a module or a class, so that it does
 not matter when a script imported clip_grad_norm_ or GradScaler.

@@ -64,11 +64,12 @@ static void
 test_gemm_is_within_its_bound()
 {
     const shape shapes[] = {
-        {1,  1,  1 },
-        {3,  5,  7 },
-        {17, 1,  40},
-        {1,  30, 9 },
-        {64, 33, 70}
+        {1,  1,  1   },
+        {3,  5,  7   },
+        {17, 1,  40  },
+        {1,  30, 9   },
+        {64, 33, 70  },
+        {4,  3,  2000}
     };
     for (ct_dtype dtype : {CT_F32, CT_F64, CT_BF16}) {
         for (int transposed = 0; transposed < 4; transposed++) {

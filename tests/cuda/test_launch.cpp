@@ -4,6 +4,8 @@
 
 #include "../../cuda/launch.cuh"
 
+#include <thread>
+
 static const cudaStream_t other = (cudaStream_t)(uintptr_t)0x5eed;
 
 /* Every entry with one span of n elements of dtype, or with none. */
@@ -335,6 +337,42 @@ test_copies_to_pinned_memory_are_not_awaited()
     CHECK(cudaGetLastError() == cudaSuccess);
 }
 
+/* A checkpoint's writer, and objects that die: one call that CUDA rejects would end the
+ * capture of a thread that knows nothing of them. */
+static void
+test_other_threads_work_beside_a_capture()
+{
+    twin x(CT_F32, 5000, 0);
+    std::vector<unsigned char> to(4 * 5000);
+    cudaStream_t captured;
+    cudaGraph_t graph;
+    CHECK(cudaStreamCreateWithFlags(&captured, cudaStreamNonBlocking) == cudaSuccess);
+    CHECK(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal) == cudaSuccess);
+    const auto work = [&] {
+        const ct_host_copy copy = {to.data(), x.device(), 4 * 5000};
+        const ct_span span = x.on_device();
+        ct_pending_read read = {};
+        ct_scratch scratch = {};
+        void *copied = NULL;
+        double value = 0.0;
+        ct_error err;
+        CHECK(ct_device_cuda.pin(to.data(), to.size(), &err) == CT_OK);
+        CHECK(ct_device_cuda.fetch_begin(other, &copy, 1, &copied, &err) == CT_OK);
+        CHECK(ct_device_cuda.fetch_end(copied, &err) == CT_OK);
+        ct_device_cuda.unpin(to.data());
+        CHECK(ct_device_cuda.read_begin(other, &read, x.device(), 8, &err) == CT_OK);
+        CHECK(ct_device_cuda.read_end(&read, &value, &err) == CT_OK);
+        ct_device_cuda.read_release(&read);
+        CHECK(ct_device_cuda.norm(other, &scratch, 2.0, &span, 1, &value, &err) ==
+              CT_OK);
+        ct_device_cuda.scratch_release(&scratch);
+    };
+    std::thread(work).join();
+    work(); /* as a destructor in the thread that captures */
+    CHECK(cudaStreamEndCapture(captured, &graph) == cudaSuccess);
+    CHECK(cudaGraphDestroy(graph) == cudaSuccess);
+}
+
 /* Work in a graph is done at each replay, and a value on its way to the host arrives
  * after that. */
 static void
@@ -389,6 +427,7 @@ main()
     test_a_thousand_tensors_take_three_launches();
     test_numbers_are_free_when_they_are_sent();
     test_copies_to_pinned_memory_are_not_awaited();
+    test_other_threads_work_beside_a_capture();
     test_a_graph_brings_values_to_the_host();
     test_read_waits();
     test_nothing_to_do_launches_nothing();

@@ -4,6 +4,7 @@
 
 #include <string>
 #include <sys/wait.h>
+#include <thread>
 #include <unistd.h>
 
 static cudaStream_t
@@ -207,9 +208,12 @@ test_a_capture_ends_at_a_call_that_has_nothing_to_do_with_it()
     CHECK(cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess);
     CHECK(cudaFree(memory()) == cudaSuccess && mode == cudaStreamCaptureModeGlobal);
     CHECK(cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess);
+    const auto in_another_thread = [] { std::thread([] { (void)memory(); }).join(); };
+    CHECK(has(said_by(in_another_thread), "cudaMalloc while a stream is"));
     cudaGraph_t graph;
     CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
     CHECK(cudaGraphDestroy(graph) == cudaSuccess);
+    std::thread([] { CHECK(cudaFree(memory()) == cudaSuccess); }).join();
 }
 
 static void

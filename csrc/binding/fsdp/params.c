@@ -1,9 +1,9 @@
-/* A unit's parameters, as users change them: frozen or trained again before a pass,
- * replaced or changed in place by the forward.
+/* A unit's parameters, as users change parameters: frozen or trained again before a
+ * pass, replaced or changed in place by the forward.
  *
- * What a forward does to a gathered parameter is lost when it is released, and a
- * parameter that has left the unit's memory is never gathered again: training would go
- * on with other weights than those of the optimizer. */
+ * Changes of a gathered parameter are lost at its release, and a parameter outside of
+ * the unit's memory is never gathered again: the forward would compute with other
+ * weights than the optimizer's. */
 #include "binding/fsdp/unit.h"
 
 /* ---- frozen parameters ----------------------------------------------------------- */
@@ -59,7 +59,7 @@ fsdp_note_frozen(FSDPUnit *self, PyObject *tensors)
 
 /* ---- parameters that the forward changes ----------------------------------------- */
 
-/* An attribute that is a parameter; its objects are the tuple's. */
+/* An attribute that is a parameter, with objects of the tuple. */
 typedef struct attribute {
     PyObject *dict, *name, *param, *home;
 } attribute;
@@ -71,8 +71,8 @@ attribute_borrow(PyObject *attributes, Py_ssize_t i)
     return (attribute){items[0], items[1], items[2], items[3]};
 }
 
-/* The number of a tensor's changes in place, 0 for an inference tensor, which has none;
- * -1 with an exception. */
+/* How often a tensor was changed in place, 0 for an inference tensor; -1 with an
+ * exception. */
 static long long
 version_of(const ctpy_state *state, PyObject *tensor)
 {
@@ -86,7 +86,7 @@ version_of(const ctpy_state *state, PyObject *tensor)
     return version;
 }
 
-/* Whether a tensor has its address, -1 with an exception. */
+/* Whether a parameter has the address of its attribute, -1 with an exception. */
 static int
 is_at_home(const ctpy_state *state, attribute it)
 {
@@ -110,45 +110,44 @@ is_kept(FSDPUnit *self, attribute it, long long version)
     return now < 0 ? -1 : now != version ? 0 : is_at_home(state, it);
 }
 
+/* The parameter of an attribute, or all below 0. */
+static int
+check_parameters(FSDPUnit *self, Py_ssize_t changed)
+{
+    PyObject *index = PyLong_FromSsize_t(changed);
+    PyObject *answer =
+        index == NULL
+            ? NULL
+            : ctpy_call_hook((PyObject *)self,
+                             fsdp_state_borrow(self)->str__check_parameters, &index, 1);
+    const int result = answer == NULL ? -1 : 0;
+    Py_XDECREF(index);
+    Py_XDECREF(answer);
+    return result;
+}
+
 static int
 check_attributes(FSDPUnit *self, PyObject *attributes, const long long *versions,
                  Py_ssize_t n)
 {
     for (Py_ssize_t i = 0; i < n; i++) {
         const int kept = is_kept(self, attribute_borrow(attributes, i), versions[i]);
-        if (kept < 0) {
+        if (kept < 0 || (kept == 0 && check_parameters(self, i) < 0)) {
             return -1;
-        }
-        if (!kept) {
-            PyObject *index = PyLong_FromSsize_t(i);
-            PyObject *answer =
-                index == NULL
-                    ? NULL
-                    : ctpy_call_hook((PyObject *)self,
-                                     fsdp_state_borrow(self)->str__parameter_changed,
-                                     &index, 1);
-            Py_XDECREF(index);
-            if (answer == NULL) {
-                return -1;
-            }
-            Py_DECREF(answer);
         }
     }
     return 0;
 }
 
-/* Changes through `.data` have no version. Shards in files would be read again. */
+/* Changes through `.data` have no version. */
 static int
 compare_gathered(FSDPUnit *self, bool with_grads)
 {
     if ((self->compared || !with_grads) && !self->core.full->poisoned) {
         return 0;
     }
-    PyObject *answer = ctpy_call_hook(
-        (PyObject *)self, fsdp_state_borrow(self)->str__compare_gathered, NULL, 0);
-    self->compared = answer != NULL;
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : 0;
+    self->compared = check_parameters(self, -1) == 0;
+    return self->compared ? 0 : -1;
 }
 
 PyObject *

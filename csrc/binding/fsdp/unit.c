@@ -48,8 +48,8 @@ PyDoc_STRVAR(
     "how many units' shards are read into memory at once at most.\n\n"
     "Its hooks: torch's is_grad_enabled(), _current_graph_task_id(),\n"
     "_current_autograd_node() and _get_sequence_nr(); _new_gradient(group),\n"
-    "_check_order(what), _settle_trained(), _parameter_changed(index),\n"
-    "_compare_gathered(), assert_state(states), and _queue(), which returns a weak "
+    "_check_order(what), _settle_trained(), _check_parameters(changed),\n"
+    "assert_state(states), and _queue(), which returns a weak "
     "reference to the\n"
     "callback that ends the backward: dead when the backward has ended.");
 

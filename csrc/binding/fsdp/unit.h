@@ -134,9 +134,9 @@ int fsdp_requires_grad(const ctpy_state *state, PyObject *tensor);
  * parameter, trained parameters first. */
 int fsdp_note_frozen(FSDPUnit *self, PyObject *tensors);
 
-/* fn(*args, **kwargs), or NULL with an exception, also where fn has changed a parameter
- * that was gathered. `attributes` has for each attribute that is one the __dict__ that
- * has it, its name, the parameter and its data_ptr(). */
+/* fn(*args, **kwargs), or NULL with an exception, also where fn has changed a gathered
+ * parameter. `attributes` has the __dict__, the name, the parameter and the data_ptr()
+ * of each attribute that is a parameter. */
 PyObject *fsdp_call(FSDPUnit *self, PyObject *fn, PyObject *args, PyObject *kwargs,
                     PyObject *attributes, bool with_grads);
 

@@ -78,6 +78,10 @@ add_chunk(ct_snapshot *s, const ct_device *device, size_t bytes)
 #ifdef MADV_HUGEPAGE
     (void)madvise(data, bytes, MADV_HUGEPAGE); /* else small pages */
 #endif
+    /* Pinning brings the pages, and keeps other threads from the driver meanwhile. */
+    for (size_t at = 0; device != NULL && at < bytes; at += SMALL_PAGE) {
+        ((volatile unsigned char *)data)[at] = 0;
+    }
     if (device != NULL && device->pin(data, bytes, NULL) != CT_OK) {
         (void)munmap(data, bytes);
         return NULL;

@@ -97,8 +97,8 @@ uint64_t draw();
 void enqueue(cudaStream_t stream, const char *name, std::function<void()> work);
 int device_of_stream(cudaStream_t stream);
 
-/* Ends the program where the thread captures a stream, and has not said that the call
- * belongs to no graph. */
+/* Ends the program where a thread captures a stream, and the calling one has not said
+ * that the call belongs to no graph. */
 void reject_in_capture(const char *name);
 
 /* Work of a library that is done when the call returns, though nothing says so to the

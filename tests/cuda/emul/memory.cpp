@@ -337,6 +337,7 @@ cudaHostAlloc(void **data, size_t bytes, unsigned)
 cudaError_t
 cudaFreeHost(void *data)
 {
+    emul::reject_in_capture("cudaFreeHost");
     if (data != NULL) {
         emul::unpin(data, "cudaFreeHost");
     }
@@ -358,6 +359,7 @@ cudaHostRegister(void *data, size_t bytes, unsigned)
 cudaError_t
 cudaHostUnregister(void *data)
 {
+    emul::reject_in_capture("cudaHostUnregister");
     emul::unpin(data, "cudaHostUnregister");
     return cudaSuccess;
 }

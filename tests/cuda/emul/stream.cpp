@@ -79,7 +79,7 @@ auto &found =
     *new std::map<cudaStream_t, CUstream_st *>();          /* as the program names it */
 std::map<std::pair<int, int>, CUstream_st *> null_streams; /* by host and device */
 const int EVERYBODY = -1;
-thread_local int captures; /* that the thread has begun */
+std::atomic<int> captures; /* of all threads, each of the mode Global */
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 unsigned
@@ -507,6 +507,9 @@ cudaStreamSynchronize(cudaStream_t stream)
     emul::held_lock held(emul::device_lock);
     emul::reject_in_capture("cudaStreamSynchronize");
     emul::queue *on = &emul::stream_of(stream)->queue;
+    if (on->captured != nullptr) {
+        emul::die("cudaStreamSynchronize of a stream that is captured");
+    }
     emul::seen.waits += on->last && on->last->ended ? 0 : 1;
     emul::wait_for(held, on);
     return cudaSuccess;

@@ -11,6 +11,7 @@ const int invalid_value = 7; /* CUBLAS_STATUS_INVALID_VALUE */
 
 struct context {
     cudaStream_t stream;
+    bool whole_sums; /* over k, where parts of bfloat16 products' may be bfloat16 */
 };
 
 template <typename Element>
@@ -22,12 +23,12 @@ touch(const Element *matrix, int64_t rows, int64_t cols, int64_t ld, bool writes
     }
 }
 
-/* Elements of type Element, added as Real. */
+/* Elements of type Element, added as Real; in_parts: as elements of Element. */
 template <typename Real, typename Element>
 void
 multiply(int op_a, int op_b, int64_t m, int64_t n, int64_t k, Real alpha,
          const Element *a, int64_t lda, const Element *b, int64_t ldb, Real beta,
-         Element *c, int64_t ldc)
+         Element *c, int64_t ldc, bool in_parts)
 {
     touch(a, op_a ? k : m, op_a ? m : k, lda, false);
     touch(b, op_b ? n : k, op_b ? k : n, ldb, false);
@@ -38,6 +39,7 @@ multiply(int op_a, int op_b, int64_t m, int64_t n, int64_t k, Real alpha,
             for (int64_t p = 0; p < k; p++) {
                 const Real x = (Real)(op_a ? a[p + i * lda] : a[i + p * lda]);
                 sum += x * (Real)(op_b ? b[j + p * ldb] : b[p + j * ldb]);
+                sum = in_parts && p == k / 2 ? (Real)(Element)sum : sum;
             }
             Element &to = c[i + j * ldc];
             to = (Element)(beta == 0 ? alpha * sum : alpha * sum + beta * (Real)to);
@@ -49,14 +51,14 @@ template <typename Real, typename Element>
 int
 enqueue(cudaStream_t stream, int op_a, int op_b, int64_t m, int64_t n, int64_t k,
         Real alpha, const Element *a, int64_t lda, const Element *b, int64_t ldb,
-        Real beta, Element *c, int64_t ldc)
+        Real beta, Element *c, int64_t ldc, bool in_parts = false)
 {
     if (lda < (op_a ? k : m) || ldb < (op_b ? n : k) || ldc < m || lda < 1 || ldb < 1) {
         return invalid_value;
     }
     emul::seen.stream = stream;
     emul::enqueue(stream, "cublasGemm", [=] {
-        multiply(op_a, op_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+        multiply(op_a, op_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, in_parts);
     });
     return 0;
 }
@@ -88,6 +90,13 @@ int
 cublasSetStream_v2(context *handle, cudaStream_t stream)
 {
     handle->stream = stream;
+    return 0;
+}
+
+int
+cublasSetMathMode(context *handle, int mode)
+{
+    handle->whole_sums = (mode & 16) != 0;
     return 0;
 }
 
@@ -137,7 +146,7 @@ cublasGemmEx_64(context *handle, int op_a, int op_b, int64_t m, int64_t n, int64
     }
     return enqueue(handle->stream, op_a, op_b, m, n, k, *(const float *)alpha,
                    (const bfloat16 *)a, lda, (const bfloat16 *)b, ldb,
-                   *(const float *)beta, (bfloat16 *)c, ldc);
+                   *(const float *)beta, (bfloat16 *)c, ldc, !handle->whole_sums);
 }
 
 } // extern "C"

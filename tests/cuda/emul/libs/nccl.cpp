@@ -477,6 +477,11 @@ leave(const rank *comm)
 int
 ncclCommDestroy(rank *comm)
 {
+    if (fake_nccl_async != SUCCESS || fake_nccl_pending > 0) {
+        emul::die(
+            "ncclCommDestroy of a communicator that is not idle: its thread would "
+            "stay in a group call");
+    }
     leave(comm);
     return SUCCESS;
 }
