@@ -164,8 +164,11 @@ def compare_gathered(unit: Any) -> None:
         begin = offset // dtype.itemsize + unit.rank * shard.numel()
         own = tensor_over(engine.full, dtype, begin, shard.size())
         expected = shard.to(own.device, dtype)
-        if not torch.equal(_bits(own), _bits(expected)):
-            changed = (own != expected).view(-1).nonzero()
-            at = unit.rank * shard.numel() + int(changed[0]) if len(changed) else 0
+        if torch.equal(own, expected):
+            continue
+        differ = (own != expected) & ~(own.isnan() & expected.isnan())
+        changed = differ.view(-1).nonzero()
+        if len(changed) > 0:
+            at = unit.rank * shard.numel() + int(changed[0])
             entry = max((e for e in group.entries if e.at <= at), key=lambda e: e.at)
             raise _written(_path(unit, entry.places[0]))

@@ -526,8 +526,9 @@ AREAS = {
                 "python/fsdp/test_fsdp_missing_gradients.py",
             binding("fsdp/unit", "fsdp/passes"):
                 "python/fsdp/test_fsdp.py python/fsdp/test_fsdp_views.py",
-            binding("fsdp/params"):
+            binding("fsdp/params") + " ctrainer/fsdp/changes.py":
                 "python/fsdp/test_fsdp_freezing.py python/fsdp/test_fsdp_changes.py",
+            "ctrainer/fsdp/torch_guards.py": "python/fsdp/test_fsdp_torch_guards.py",
             binding("fsdp/collectives"):
                 "python/fsdp/test_fsdp.py "
                 "python/fsdp/test_fsdp_missing_gradients.py "

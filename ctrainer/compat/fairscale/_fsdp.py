@@ -511,7 +511,7 @@ def _name_before(name: str, param: Any, flat: bool) -> str:
 
 def _run_in(unit: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """run, with a unit's parameters gathered in forward and backward."""
-    return unit.forward(run, args, kwargs, ())
+    return unit.forward(run, args, kwargs, (), ())
 
 
 def _check(mixed_precision: bool, fp32_reduce_scatter: bool) -> None:
