@@ -137,8 +137,8 @@ def restore(unit: Any, index: int) -> None:
     home = _home(unit, number, entry)
     if param.data_ptr() == home.data_ptr():
         raise _written(path)
-    alike = param.dtype == home.dtype and param.shape == home.shape
-    if not alike or not torch.equal(_bits(param), _bits(home)):
+    kinds = [(it.dtype, it.shape, it.device) for it in (param, home)]
+    if kinds[0] != kinds[1] or not torch.equal(_bits(param), _bits(home)):
         raise RuntimeError(
             f"{path}.data has been assigned since its module was wrapped: a sharded "
             "unit gathers the parameter into memory of its own, and what was assigned "
