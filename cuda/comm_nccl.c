@@ -104,7 +104,7 @@ look(const member *comm, const cudaEvent_t *done, const char *what, bool *ended,
     if (status != CT_OK || !*ended || done == NULL) {
         return status;
     }
-    const cudaStreamCaptureMode mode = ct_cuda_relax_mode();
+    const enum cudaStreamCaptureMode mode = ct_cuda_relax_mode();
     const cudaError_t busy = cudaEventQuery(*done);
     ct_cuda_restore_mode(mode);
     *ended = busy == cudaSuccess;
@@ -537,7 +537,7 @@ nccl_run(ct_comm *op, const ct_request *request, ct_error *err)
     if (status != CT_OK || moves_nothing(request)) {
         return status;
     }
-    const cudaStreamCaptureMode mode = ct_cuda_relax_mode();
+    const enum cudaStreamCaptureMode mode = ct_cuda_relax_mode();
     status = stage(&comm->staging, request, &staged, comm->stream, &is_staged, err);
     if (status == CT_OK) {
         status = submit(comm, &staged, err);
@@ -700,7 +700,7 @@ nccl_free(ct_comm *op)
 {
     member *comm = (member *)op;
     if (ct_comm_is_here(op)) { /* a forked child has neither NCCL's threads nor CUDA */
-        const cudaStreamCaptureMode mode = ct_cuda_relax_mode();
+        const enum cudaStreamCaptureMode mode = ct_cuda_relax_mode();
         watch_end(comm);
         let_end(comm);
         (void)pthread_mutex_destroy(&comm->lock);

@@ -62,7 +62,7 @@ static void
 unmap(const ct_driver *driver, ct_cached_block *block)
 {
     if (block->at != NULL) {
-        const cudaStreamCaptureMode mode = ct_cuda_relax_mode();
+        const enum cudaStreamCaptureMode mode = ct_cuda_relax_mode();
         (void)cudaEventSynchronize(block->left);
         ct_cuda_restore_mode(mode);
         (void)driver->unmap(address_of(block->at), block->bytes);

@@ -19,16 +19,16 @@ ct_cuda_check(cudaError_t result, const char *what, ct_error *err)
 /* While any thread of the process captures a stream, CUDA rejects calls without a place
  * in the graph, and ends the capture, unless the mode of the calling thread is relaxed.
  * Returns the thread's mode before, for ct_cuda_restore_mode(). */
-static inline cudaStreamCaptureMode
+static inline enum cudaStreamCaptureMode
 ct_cuda_relax_mode(void)
 {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     return mode;
 }
 
 static inline void
-ct_cuda_restore_mode(cudaStreamCaptureMode mode)
+ct_cuda_restore_mode(enum cudaStreamCaptureMode mode)
 {
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
