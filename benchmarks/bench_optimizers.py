@@ -54,6 +54,10 @@ def of_torch(name: str, **options: Any) -> Callable[[Params], Step]:
     return step_of(getattr(torch.optim, name), **options)
 
 
+# torch has a fused one on CPUs alone.
+ADAGRAD = "foreach" if torch.cuda.is_available() else "fused"
+
+
 # Formulas whose originals are not at hand, with one kernel for each operation.
 
 
@@ -190,7 +194,8 @@ def cases() -> dict[str, Case]:
             of_torch("SGD", **momentum, fused=True), 5,
         ),
         "Adagrad": Case(
-            step_of(optim.Adagrad), "torch fused", of_torch("Adagrad", fused=True), 5
+            step_of(optim.Adagrad), f"torch {ADAGRAD}",
+            of_torch("Adagrad", **{ADAGRAD: True}), 5,
         ),
         "Adadelta": Case(
             step_of(optim.Adadelta), "torch foreach",

@@ -83,7 +83,7 @@ def tuned(params: list[Parameter]) -> Step:
     fused kernel's grad_scale, state kept here."""
     grads = [p.grad for p in params if p.grad is not None]
     moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    counts = [torch.zeros(()) for _ in params]
+    counts = [torch.zeros((), device=p.device) for p in params]
 
     def step() -> None:
         with torch.no_grad():

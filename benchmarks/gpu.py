@@ -65,8 +65,14 @@ def libraries() -> dict[str, str]:
 
 def on_a_gpu(capability: str, nvcc: str) -> dict[str, Stage]:
     built = {"CTRAINER_CUDA": "1", "CTRAINER_CUDA_ARCHS": capability, "NVCC": nvcc}
-    checked = [f"NVCC={nvcc}", f"CUDA_CHECK_ARCH=sm_{capability}"]
-    sanitizer = shutil.which("compute-sanitizer") or ""
+    # Warnings are for the compilers of development: another gcc may have more.
+    checked = [f"NVCC={nvcc}", f"CUDA_CHECK_ARCH=sm_{capability}", "STRICT=-std=c11"]
+    beside = str(Path(nvcc).parent)
+    sanitizer = (
+        shutil.which("compute-sanitizer")
+        or shutil.which("compute-sanitizer", path=beside)
+        or ""
+    )
     sanitized = [
         [
             *(sanitizer, "--tool", tool, "--error-exitcode", "1"),
@@ -79,7 +85,7 @@ def on_a_gpu(capability: str, nvcc: str) -> dict[str, Stage]:
     return {
         "build": Stage(1.5, [[PY, "setup.py", "-q", "build_ext", "--inplace"]], built),
         "versions": Stage(0.3, [["nvidia-smi"], [PY, "-m", "ctrainer", "env"]]),
-        "kernels": Stage(1.5, [make("cuda-check", *checked)], libraries()),
+        "kernels": Stage(2.0, [make("cuda-check", *checked)], libraries()),
         "updates": Stage(
             1.2,
             [
@@ -95,7 +101,7 @@ def on_a_gpu(capability: str, nvcc: str) -> dict[str, Stage]:
             2.0, [[PY, "-m", "pytest", *DEVICE]], {"CTRAINER_TEST_GPU": "1"}
         ),
         "sanitizers": Stage(
-            1.3, sanitized, {"CTRAINER_SMALL": "1", **libraries()},
+            0.8, sanitized, {"CTRAINER_SMALL": "1", **libraries()},
             "" if sanitizer else "there is no compute-sanitizer",
         ),
     }  # fmt: skip
@@ -159,7 +165,8 @@ def run(command: list[str], more: dict[str, str], until: float, log: Any) -> str
     """What became of a command: "passed" if all went well."""
     log.write(f"$ {' '.join(command)}\n".encode())
     log.flush()
-    ours = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    ours = {"PYTHONPATH": ":".join(paths), "PYTHONUNBUFFERED": "1"}
     try:
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log,
@@ -173,6 +180,11 @@ def run(command: list[str], more: dict[str, str], until: float, log: Any) -> str
         became = "passed" if code == 0 else f"failed with {code}"
     except subprocess.TimeoutExpired:
         became = "was stopped at its limit"
+        os.killpg(process.pid, signal.SIGINT)  # pytest says what failed so far
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            pass
     finally:
         try:  # with all that it started
             os.killpg(process.pid, signal.SIGKILL)

@@ -134,7 +134,9 @@ def _plain(value: Any) -> Any:
 
 def item_count(n: int, device: Any) -> torch.Tensor:
     """The count that loss functions are passed."""
-    return torch.tensor(n, device=device).as_subclass(ItemCount)
+    # Filled there: a copy of host memory would wait for the device.
+    count = torch.full((), n, dtype=torch.int64, device=device)
+    return count.as_subclass(ItemCount)
 
 
 def count_targets(labels: Any, shifted: bool) -> int | None:
@@ -211,7 +213,7 @@ def read_device_loss(total: torch.Tensor, accumulation: int) -> tuple[float, int
 
 def loss_sum(value: float, device: Any) -> torch.Tensor:
     """A sum of losses as hooks of transformers' Trainer get it."""
-    return torch.tensor(value, dtype=torch.float32, device=device)
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def add_embedding_noise(model: Model, alpha: float) -> Any:
