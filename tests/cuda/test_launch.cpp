@@ -360,6 +360,7 @@ test_other_threads_work_beside_a_capture()
         CHECK(ct_device_cuda.fetch_begin(other, &copy, 1, &copied, &err) == CT_OK);
         CHECK(ct_device_cuda.fetch_end(copied, &err) == CT_OK);
         ct_device_cuda.unpin(to.data());
+        CHECK(ct_device_cuda.transfer(other, to.data(), x.device(), 8, &err) == CT_OK);
         CHECK(ct_device_cuda.read_begin(other, &read, x.device(), 8, &err) == CT_OK);
         CHECK(ct_device_cuda.read_end(&read, &value, &err) == CT_OK);
         ct_device_cuda.read_release(&read);

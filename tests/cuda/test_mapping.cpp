@@ -83,6 +83,27 @@ test_memory_is_handed_on_behind_the_work_on_it()
 }
 
 /* At the same address, where one stream leaves what the other takes. */
+/* A unit that dies while a graph is captured, in the thread that captures. */
+static void
+test_memory_goes_beside_a_capture()
+{
+    const size_t bytes[] = {1 << 20};
+    ct_mapping map;
+    ct_block_cache spares = {};
+    cudaStream_t captured;
+    cudaGraph_t graph;
+    CHECK(cudaStreamCreateWithFlags(&captured, cudaStreamNonBlocking) == cudaSuccess);
+    open_maps(&map, 1, bytes, false);
+    obtain(&map, &spares);
+    CHECK(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal) == cudaSuccess);
+    ct_mapping_release(&map, &spares);
+    ct_block_cache_discard(&spares);
+    ct_mapping_close(&map);
+    CHECK(cudaStreamEndCapture(captured, &graph) == cudaSuccess);
+    CHECK(cudaGraphDestroy(graph) == cudaSuccess);
+    CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
+}
+
 static void
 test_memory_changes_streams()
 {
@@ -195,6 +216,7 @@ main()
     test_an_old_driver_is_told(); /* first: what is found is kept */
     test_memory_is_handed_on_when_it_is_needed();
     test_memory_is_handed_on_behind_the_work_on_it();
+    test_memory_goes_beside_a_capture();
     test_memory_changes_streams();
     test_memory_that_is_short();
     test_bytes_go_up_and_come_down();

@@ -61,13 +61,17 @@ def test_what_fails_or_takes_too_long_is_told(gpu: Any, tmp_path: Path) -> None:
     late = tmp_path / "late"
     row = ["echo", '{"name": "a", "ratio": 2}']
     hang = ["sh", "-c", f"(sleep 3; touch {late}) & wait"]
+    slow = ["sh", "-c", "trap 'echo so far; exit' INT; sleep 60 & wait"]
     with open(tmp_path / "log", "ab") as log:
         commands = [row, ["sh", "-c", "exit 3"], ["/no/such"], row]
         failed = gpu.run_stage(gpu.Stage(1, commands), log)
         stopped = gpu.run_stage(gpu.Stage(1 / 60, [hang]), log)
+        asked = gpu.run_stage(gpu.Stage(1 / 60, [slow]), log)
     assert failed["became"] == "failed with 3"
     assert failed["rows"] == [{"name": "a", "ratio": 2}] * 2
     assert stopped["became"] == "was stopped at its limit"
+    assert asked["became"] == stopped["became"]
+    assert asked["end"].endswith("so far\n")  # as pytest's failures
     time.sleep(3)
     assert not late.exists()  # what it had started ended with it
 
