@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from typing import Any
 
 import torch
@@ -57,6 +58,14 @@ OF_BLOCKS: dict[str, Any] = {
     "use_bmuf": True, "global_sync_iter": 3, "warmup_iterations": 1,
     "block_momentum": 0.5, "max_steps": 8, "logging_steps": 1, "save_steps": 4,
 }  # fmt: skip
+
+
+def wait_for(checkpoint: str) -> None:
+    """Return when the checkpoint, which ranks write in the background, is whole."""
+    end = time.monotonic() + 60
+    while not os.path.exists(checkpoint):
+        assert time.monotonic() < end, f"{checkpoint} was not saved"
+        time.sleep(0.01)
 
 
 def weights(trainer: Any) -> str:

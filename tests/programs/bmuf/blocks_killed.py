@@ -4,7 +4,7 @@ import os
 import signal
 
 from programs.run import folder, rank, tell
-from rank_checkpoints import OF_BLOCKS, make
+from rank_checkpoints import OF_BLOCKS, make, wait_for
 
 import ctrainer
 
@@ -12,6 +12,7 @@ import ctrainer
 class Dying(ctrainer.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 5 and rank == 1:
+            wait_for(f"{args.output_dir}/checkpoint-4")
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -51,7 +51,11 @@ def dies(place: str) -> bool:
 
 
 def die(number: int = signal.SIGKILL) -> None:
-    """By a signal, or by an error of the rank's own."""
+    """By a signal, or by an error of the rank's own; not before what is being saved
+    is there, which the others may resume from."""
+    state, args = trainer.state, trainer.args
+    if saved := state.global_step // args.save_steps * args.save_steps:
+        rank_checkpoints.wait_for(f"{args.output_dir}/checkpoint-{saved}")
     with open(f"{folder}/killed{rank}", "w") as file:
         file.write(str(time.time()))
     if options.get("raises"):
