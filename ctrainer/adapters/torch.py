@@ -77,6 +77,34 @@ def prepare_input(data: Any, device: Any) -> Any:
     )
 
 
+def begin_copy(data: Any) -> tuple[Any, Callable[[], None] | None]:
+    """A copy of `data`, nested as for prepare_input(), in host memory, which is pinned
+    for tensors of a device; and what waits until their values are there, None without
+    such tensors. Where no memory can be pinned a tensor stays on its device."""
+    devices: set[torch.device] = set()
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_cpu:
+            return tensor
+        try:
+            copied = tensor.detach().to("cpu", non_blocking=True)
+        except RuntimeError:
+            return tensor
+        devices.add(tensor.device)
+        return copied
+
+    copied, events = precision.map_tensors(data, copy), []
+    for device in devices:
+        events.append(torch.Event(device))
+        events[-1].record(torch.accelerator.current_stream(device))
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return copied, wait if events else None
+
+
 def move_model(model: Model, device: Any) -> None:
     """Move the model's parameters and buffers in place; tied weights stay tied."""
     model.to(device)

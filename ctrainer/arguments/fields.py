@@ -181,7 +181,7 @@ class CurrentFields:
     )
     eval_use_gather_object: bool = arg(False, "Gather outputs of ranks as objects.")
     eval_accumulation_steps: Count | None = arg(
-        None, "Batches kept on the device before they move to host memory; None: all."
+        None, "Batches whose results may still be on their way to host memory; None: 1."
     )
     include_for_metrics: list[str] = field(
         default_factory=list,

@@ -74,8 +74,8 @@ class Setters(OwnFields):
             strategy (str | IntervalStrategy, default 'no'): "no", "steps" or "epoch".
             steps (int, default 500): Updates between evaluations.
             batch_size (int, default 8): Rows in a batch.
-            accumulation_steps (int | None, default None): Batches whose outputs stay on
-                the device; None: all.
+            accumulation_steps (int | None, default None): Batches whose results may
+                still be on their way to host memory; None: 1.
             delay (float | None, default None): Epochs or updates before the first
                 evaluation; None: 0.
             loss_only (bool, default False): Compute the loss alone.

@@ -357,7 +357,7 @@ class FullyShardedDataParallel(ShardedModule):
         )
         self._assert_idle()
         total = self._unit.clip(params, float(max_norm), float(norm_type), alone)
-        return torch.tensor(total, dtype=torch.float32, device=self.home.device)
+        return torch.full((), total, dtype=torch.float32, device=self.home.device)
 
     # ---- the full parameters
 

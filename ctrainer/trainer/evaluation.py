@@ -238,7 +238,7 @@ def evaluation_loop(
         loss_only = args.prediction_loss_only
         if prediction_loss_only is not None:
             loss_only = prediction_loss_only
-        # By default the copy of a batch overlaps with the next batch's forward.
+        # By default the results of a batch are copied behind the next one's forward.
         steps = args.eval_accumulation_steps
         n_batches, n_seen, loss, loss_by_token = _run_batches(
             trainer,
@@ -525,26 +525,32 @@ def prediction_step(
         if not names:
             said = entry(inputs, "return_loss")  # of models such as CLIP
             with_loss = bool(trainer.can_return_loss if said is None else said)
-    inputs = trainer._prepare_inputs(inputs)
+    given, inputs = inputs, trainer._prepare_inputs(inputs)
+    if is_overridden(trainer, "_prepare_inputs") or not trainer._prepares_plainly():
+        given = inputs  # with other labels, perhaps
     ignored = _ignored(trainer) if ignore_keys is None else list(ignore_keys)
     labels = None
     if with_loss:  # compute_loss may pop them
         labels = _C.nested_detach(tuple(entry(inputs, name) for name in names))
         labels = labels[0] if len(labels) == 1 else labels
         ignored.append("loss")
-    loss, outputs = _forward(trainer, model, inputs, with_loss)
+    loss, outputs = _forward(trainer, model, inputs, given if with_loss else None)
     if prediction_loss_only:
         return loss, None, None
     return loss, _predictions(outputs, ignored, with_loss), labels
 
 
 def _forward(
-    trainer: TrainerRun, model: Any, inputs: Any, with_loss: bool
+    trainer: TrainerRun, model: Any, inputs: Any, given: Any
 ) -> tuple[Any, Any]:
-    """The loss, None without one, and the outputs."""
+    """The loss, None without `given`, and the outputs.
+
+    given: the batch whose labels are counted, as far as possible in host memory, where
+    counting waits for no device.
+    """
     with trainer._adapter.no_grad(), trainer.compute_loss_context_manager():
-        if with_loss:
-            return _loss_and_outputs(trainer, model, inputs)
+        if given is not None:
+            return _loss_and_outputs(trainer, model, inputs, given)
         outputs = model(**inputs)
         index = getattr(trainer.args, "past_index", -1)
         if index >= 0:  # it counts the loss, and these outputs have none
@@ -560,13 +566,15 @@ def _ignored(trainer: TrainerRun) -> list[str]:
     return list(getattr(trainer.model.config, "keys_to_ignore_at_inference", missing))
 
 
-def _loss_and_outputs(trainer: TrainerRun, model: Any, inputs: Any) -> tuple[Any, Any]:
+def _loss_and_outputs(
+    trainer: TrainerRun, model: Any, inputs: Any, given: Any
+) -> tuple[Any, Any]:
     """What compute_loss returns, the loss without its graph, and as one number."""
     parts = trainer._evaluations
     if parts is not None and parts.counted is not None:
         (count,) = parts.counted
     else:
-        count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+        count = trainer._get_num_items_in_batch([given], trainer.args.device)
     pair = trainer._call_hook(
         "compute_loss", model, inputs, return_outputs=True,
         num_items_in_batch=count,

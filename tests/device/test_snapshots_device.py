@@ -204,11 +204,11 @@ def test_a_sharded_training_saves_what_each_update_left(
 
 
 @pytest.mark.parametrize("options", [{}, SHARDS], ids=["whole", "shards"])
-def test_a_training_waits_for_the_outcome_of_a_saved_update_alone(
+def test_a_training_waits_for_the_outcome_and_the_loss_of_saved_updates_alone(
     gpu: torch.device, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     fewest, waits = (
         train(gpu, tmp_path / str(saves), None, saves, **options)
         for saves in (False, True)
     )
-    assert waits <= fewest + 4 or any_gpu.REAL
+    assert waits <= fewest + 4 * 2 or any_gpu.REAL

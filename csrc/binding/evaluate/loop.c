@@ -37,7 +37,7 @@ typedef struct eval_loop {
     PyObject *on_batch;     /* (batch, is_last) -> None: metrics by batch, or None */
     PyObject *exchange;     /* (batch, as_tensors) -> the ranks' batches, or None */
     PyObject *parts;        /* Evaluations, by which batches are split, or None */
-    PyObject *waiting;      /* list of batches that are still on the device */
+    PyObject *waiting;      /* list of (batch, wait) on their way to host memory */
     Py_ssize_t max_waiting; /* 0 for a model in host memory */
     int keeps_values;       /* predictions, labels and inputs go into the sinks */
     int by_token;           /* count the targets of batches */
@@ -167,27 +167,72 @@ commit(eval_loop *loop, const ctpy_state *names, PyObject *item)
     return result;
 }
 
-/* Brings the first n waiting batches into host memory. */
+/* Puts the first n waiting batches into the sinks. */
 static int
 commit_waiting(eval_loop *loop, const ctpy_state *names, Py_ssize_t n)
 {
     for (Py_ssize_t i = 0; i < n; i++) {
-        if (commit(loop, names, PyList_GET_ITEM(loop->waiting, i)) < 0) {
+        PyObject *pair = PyList_GET_ITEM(loop->waiting, i);
+        PyObject *wait = PyTuple_GET_ITEM(pair, 1);
+        PyObject *answer =
+            wait == Py_None ? Py_NewRef(Py_None) : PyObject_CallNoArgs(wait);
+        Py_XDECREF(answer);
+        if (answer == NULL || commit(loop, names, PyTuple_GET_ITEM(pair, 0)) < 0) {
             return -1;
         }
     }
     return PyList_SetSlice(loop->waiting, 0, n, NULL);
 }
 
-/* Adds a batch; on a device the batch may wait until the next batches are under way, so
- * that the copy overlaps with a forward. */
+/* Enqueues copies of what the sinks take of a batch; a list would keep the pinned memory
+ * of the copies. (batch, what waits for the copies or None), a new reference. */
+static PyObject *
+begin_copy(const eval_loop *loop, const ctpy_state *names, PyObject *item)
+{
+    eval_batch b;
+    if (open_batch(item, &b) < 0) {
+        return NULL;
+    }
+    PyObject *early[KINDS], *late[KINDS];
+    for (int kind = 0; kind < KINDS; kind++) {
+        const bool stays = PyList_Check(PyTuple_GET_ITEM(loop->sinks, kind));
+        early[kind] = loop->keeps_values && !stays ? b.values[kind] : Py_None;
+        late[kind] = loop->keeps_values && stays ? b.values[kind] : Py_None;
+    }
+    PyObject *pair = NULL;
+    PyObject *given = PyTuple_Pack(KINDS + 1, early[PREDICTIONS], early[LABELS],
+                                   early[INPUTS], b.loss);
+    if (given != NULL) {
+        pair = ctpy_ask_adapter(loop->op, names->str_begin_copy, &given, 1);
+        Py_DECREF(given);
+    }
+    PyObject *copied, *wait, *result = NULL;
+    if (pair != NULL && PyArg_ParseTuple(pair, "O!O", &PyTuple_Type, &copied, &wait)) {
+        PyObject *values[KINDS];
+        for (int kind = 0; kind < KINDS; kind++) {
+            values[kind] = late[kind] != Py_None ? late[kind]
+                                                 : PyTuple_GET_ITEM(copied, kind);
+        }
+        result = Py_BuildValue("((OOOOOnL)O)", values[PREDICTIONS], values[LABELS],
+                               values[INPUTS], Py_None, PyTuple_GET_ITEM(copied, KINDS),
+                               b.rows, b.targets, wait);
+    }
+    Py_XDECREF(pair);
+    return result;
+}
+
+/* Adds a batch. On a device its copies are enqueued behind its forward, and waited for
+ * when the next batches are enqueued, so that the device always has work. */
 static int
 add_batch(eval_loop *loop, const ctpy_state *names, PyObject *item)
 {
     if (loop->max_waiting == 0) {
         return commit(loop, names, item);
     }
-    if (PyList_Append(loop->waiting, item) < 0) {
+    PyObject *pair = begin_copy(loop, names, item);
+    const int result = pair == NULL ? -1 : PyList_Append(loop->waiting, pair);
+    Py_XDECREF(pair);
+    if (result < 0) {
         return -1;
     }
     return PyList_GET_SIZE(loop->waiting) > loop->max_waiting

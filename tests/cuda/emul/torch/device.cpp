@@ -20,6 +20,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
+#include <set>
 #include <utility>
 
 namespace {
@@ -301,6 +303,17 @@ touch(const at::Tensor &host, bool writes)
 
 /* An operator's own copies to the host are no copies of a program's. */
 thread_local int operators;
+/* What CUDA's torch makes the host wait for: torch.cuda.set_sync_debug_mode() tells of
+ * it, whether the device had ended or not. */
+std::atomic<size_t> waits_of_torch;
+
+void
+host_waits_on(cudaStream_t stream)
+{
+    const size_t before = emul::seen.waits;
+    (void)cudaStreamSynchronize(stream);
+    waits_of_torch += emul::seen.waits == before ? 1 : 0;
+}
 
 struct Operator {
     Operator()
@@ -329,19 +342,40 @@ compute(const at::Tensor &on, const char *name, const at::Tensor *to,
         work();
     });
     if (host_waits && operators == 0) {
-        (void)cudaStreamSynchronize(stream);
+        host_waits_on(stream);
     }
+}
+
+/* What a copy that nobody waits for leaves in the host's memory is there when the
+ * stream comes to it, and garbage before. */
+void
+fill_late(const at::Tensor &to, const at::Tensor &value, cudaStream_t stream)
+{
+    const at::Tensor target = at::from_blob(
+        to.mutable_data_ptr(), to.sizes(), to.strides(),
+        [kept = to.storage()](void *) {}, to.options());
+    if (target.is_non_overlapping_and_dense()) {
+        memset(target.mutable_data_ptr(), 0xff, target.nbytes());
+    }
+    emul::enqueue(stream, "torch's copy to the host",
+                  [target, value] { target.copy_(value); });
 }
 
 at::Tensor
 copy_from(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
 {
-    if (from.numel() != 0) {
-        const at::Tensor target = on_host(to), source = on_host(from);
-        const bool from_host = from.device().is_cpu();
-        const bool waits = (from_host || to.device().is_cpu()) && !non_blocking;
-        compute(from_host ? to : from, "torch's copy", &target, source, waits,
-                [&] { target.copy_(source); });
+    if (from.numel() == 0) {
+        return to;
+    }
+    const bool from_host = from.device().is_cpu(), to_host = to.device().is_cpu();
+    const bool is_late = to_host && non_blocking && operators == 0;
+    const at::Tensor source = on_host(from),
+                     target =
+                         is_late ? at::empty(to.sizes(), to.options()) : on_host(to);
+    compute(from_host ? to : from, "torch's copy", &target, source,
+            (from_host || to_host) && !non_blocking, [&] { target.copy_(source); });
+    if (is_late) {
+        fill_late(to, target, current_stream(from.device().index()));
     }
     return to;
 }
@@ -435,11 +469,61 @@ changed_silently(const std::string &name)
                                              : std::vector<size_t>();
 }
 
+bool
+holds_mask(const c10::IValue &argument)
+{
+    if (argument.isTensor()) {
+        const at::Tensor &tensor = argument.toTensor();
+        return tensor.defined() &&
+               (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
+    }
+    if (argument.isOptionalTensorList()) {
+        for (const std::optional<at::Tensor> &it : argument.toOptionalTensorVector()) {
+            if (it && holds_mask(c10::IValue(*it))) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* Does the host wait for CUDA's kernels of it? It does for a result of its own, and for
+ * the size of one that depends on values. */
+bool
+host_waits_for(const c10::OperatorHandle &op, const c10::IValue *arguments)
+{
+    static const std::set<std::string> SIZED_BY_VALUES = {
+        "aten::nonzero",  "aten::masked_select", "aten::_unique",
+        "aten::_unique2", "aten::unique_dim",    "aten::unique_consecutive",
+        "aten::bincount", "aten::_ctc_loss",
+    };
+    for (const c10::Argument &result : op.schema().returns()) {
+        if (!result.type()->isSubtypeOf(*c10::TensorType::get()) &&
+            !result.type()->isSubtypeOf(*c10::ListType::ofTensors())) {
+            return true;
+        }
+    }
+    const std::string &name = op.schema().name();
+    if (name == "aten::index" || name == "aten::index_put_" ||
+        name == "aten::_index_put_impl_") {
+        /* One value is filled in. */
+        return holds_mask(arguments[1]) &&
+               (name == "aten::index" || arguments[2].toTensor().numel() != 1);
+    }
+    if (name == "aten::repeat_interleave") {
+        return arguments[op.schema().arguments().size() - 1].isNone();
+    }
+    return SIZED_BY_VALUES.count(name) != 0;
+}
+
 void
 fall_back(const c10::OperatorHandle &op, torch::jit::Stack *stack)
 {
-    const Operator running;
     const size_t first = stack->size() - op.schema().arguments().size();
+    if (operators == 0 && host_waits_for(op, stack->data() + first)) {
+        host_waits_on(current_stream((c10::DeviceIndex)emul::current_device));
+    }
+    const Operator running;
     std::vector<std::pair<at::Tensor, at::Tensor>> changed;
     for (size_t i : changed_silently(op.schema().name())) {
         c10::IValue &argument = (*stack)[first + i];
@@ -514,11 +598,11 @@ emul_allocations_of_ours()
     return emul::seen.allocations - by_torch;
 }
 
-/* Calls that made the host wait for the device. */
+/* Calls that made the host wait for the device, and those of torch that would. */
 extern "C" size_t
 emul_waits()
 {
-    return emul::seen.waits;
+    return emul::seen.waits + waits_of_torch;
 }
 
 /* The plugin's next cudaMalloc finds no memory. */
