@@ -303,8 +303,8 @@ touch(const at::Tensor &host, bool writes)
 
 /* An operator's own copies to the host are no copies of a program's. */
 thread_local int operators;
-/* What CUDA's torch makes the host wait for: torch.cuda.set_sync_debug_mode() tells of
- * it, whether the device had ended or not. */
+/* Calls in which CUDA's torch makes the host wait, counted as by
+ * torch.cuda.set_sync_debug_mode(): whether the device had ended or not. */
 std::atomic<size_t> waits_of_torch;
 
 void
@@ -487,8 +487,8 @@ holds_mask(const c10::IValue &argument)
     return false;
 }
 
-/* Does the host wait for CUDA's kernels of it? It does for a result of its own, and for
- * the size of one that depends on values. */
+/* Does the host wait for CUDA's kernels of an operator? For results of the host, and
+ * for sizes that depend on values. */
 bool
 host_waits_for(const c10::OperatorHandle &op, const c10::IValue *arguments)
 {
@@ -598,7 +598,7 @@ emul_allocations_of_ours()
     return emul::seen.allocations - by_torch;
 }
 
-/* Calls that made the host wait for the device, and those of torch that would. */
+/* Calls that made the host wait for the device, also torch's that might have. */
 extern "C" size_t
 emul_waits()
 {
