@@ -65,7 +65,7 @@ keep_value(const eval_loop *loop, const ctpy_state *names, int kind, PyObject *v
     return result;
 }
 
-/* The loss as a number: the mean of a vector, which an override may return. */
+/* The loss as a number: of a vector, as an override may return, the mean. */
 static int
 loss_value(PyObject *loss, const ctpy_state *names, double *value)
 {
@@ -184,8 +184,9 @@ commit_waiting(eval_loop *loop, const ctpy_state *names, Py_ssize_t n)
     return PyList_SetSlice(loop->waiting, 0, n, NULL);
 }
 
-/* Enqueues copies of what the sinks take of a batch; a list would keep the pinned memory
- * of the copies. (batch, what waits for the copies or None), a new reference. */
+/* Enqueues copies of a batch's values for the sinks, except for lists, where
+ * the pinned memory would stay. (batch, function that waits or None), a new reference.
+ */
 static PyObject *
 begin_copy(const eval_loop *loop, const ctpy_state *names, PyObject *item)
 {
@@ -210,8 +211,8 @@ begin_copy(const eval_loop *loop, const ctpy_state *names, PyObject *item)
     if (pair != NULL && PyArg_ParseTuple(pair, "O!O", &PyTuple_Type, &copied, &wait)) {
         PyObject *values[KINDS];
         for (int kind = 0; kind < KINDS; kind++) {
-            values[kind] = late[kind] != Py_None ? late[kind]
-                                                 : PyTuple_GET_ITEM(copied, kind);
+            values[kind] =
+                late[kind] != Py_None ? late[kind] : PyTuple_GET_ITEM(copied, kind);
         }
         result = Py_BuildValue("((OOOOOnL)O)", values[PREDICTIONS], values[LABELS],
                                values[INPUTS], Py_None, PyTuple_GET_ITEM(copied, KINDS),
@@ -240,7 +241,7 @@ add_batch(eval_loop *loop, const ctpy_state *names, PyObject *item)
                : 0;
 }
 
-/* Adds a batch, and passes it to compute_metrics by batch. */
+/* Adds a batch, for compute_metrics by batch, too. */
 static int
 keep_by_batch(eval_loop *loop, const ctpy_state *names, PyObject *item, bool is_last)
 {

@@ -52,7 +52,7 @@ struct Memory {
     cudaStream_t stream;
 };
 
-/* Torch's cache hands memory on behind the stream that it was taken for. */
+/* Torch's cache hands memory on behind the stream of the allocation. */
 void
 release(void *memory)
 {
@@ -303,7 +303,7 @@ touch(const at::Tensor &host, bool writes)
 
 /* An operator's own copies to the host are no copies of a program's. */
 thread_local int operators;
-/* Calls in which CUDA's torch makes the host wait, counted as by
+/* Calls of operators that wait for CUDA's kernels, counted as by
  * torch.cuda.set_sync_debug_mode(): whether the device had ended or not. */
 std::atomic<size_t> waits_of_torch;
 
@@ -346,8 +346,7 @@ compute(const at::Tensor &on, const char *name, const at::Tensor *to,
     }
 }
 
-/* What a copy that nobody waits for leaves in the host's memory is there when the
- * stream comes to it, and garbage before. */
+/* A copy to the host without a wait: garbage until the stream has come so far. */
 void
 fill_late(const at::Tensor &to, const at::Tensor &value, cudaStream_t stream)
 {
@@ -461,7 +460,7 @@ set_tensor(at::Tensor &tensor, const at::Tensor &source)
     return at::native::set_tensor_(tensor, source);
 }
 
-/* What an operator changes without saying so in its schema. */
+/* Changed by an operator whose schema does not say so. */
 std::vector<size_t>
 changed_silently(const std::string &name)
 {
@@ -506,7 +505,7 @@ host_waits_for(const c10::OperatorHandle &op, const c10::IValue *arguments)
     const std::string &name = op.schema().name();
     if (name == "aten::index" || name == "aten::index_put_" ||
         name == "aten::_index_put_impl_") {
-        /* One value is filled in. */
+        /* A single value is filled in. */
         return holds_mask(arguments[1]) &&
                (name == "aten::index" || arguments[2].toTensor().numel() != 1);
     }
@@ -559,7 +558,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m)
     m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
 }
 
-/* Mixed precision casts as it does on CUDA. */
+/* Mixed precision casts as on CUDA. */
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m)
 {
     m.fallback(torch::CppFunction::makeFallthrough());
