@@ -10,6 +10,7 @@ all that was printed. --emulated rehearses the stages on the emulated device.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -195,7 +196,13 @@ def run(command: list[str], more: dict[str, str], until: float, log: Any) -> str
 
 
 def results(printed: str) -> list[dict[str, Any]]:
-    return [json.loads(x) for x in printed.splitlines() if re.match(r'\{".*\}$', x)]
+    """The lines of benchmarks; others, such as a log's, are no JSON."""
+    found = []
+    for line in printed.splitlines():
+        if re.match(r'\{".*\}$', line):
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+    return found
 
 
 def run_stage(stage: Stage, log: Any) -> dict[str, Any]:

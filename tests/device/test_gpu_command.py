@@ -63,7 +63,8 @@ def test_what_fails_or_takes_too_long_is_told(gpu: Any, tmp_path: Path) -> None:
     hang = ["sh", "-c", f"(sleep 3; touch {late}) & wait"]
     slow = ["sh", "-c", "trap 'echo so far; exit' INT; sleep 60 & wait"]
     with open(tmp_path / "log", "ab") as log:
-        commands = [row, ["sh", "-c", "exit 3"], ["/no/such"], row]
+        words = ["echo", '{"name": "a", "ratio": nan}']  # no JSON
+        commands = [row, words, ["sh", "-c", "exit 3"], ["/no/such"], row]
         failed = gpu.run_stage(gpu.Stage(1, commands), log)
         stopped = gpu.run_stage(gpu.Stage(1 / 60, [hang]), log)
         asked = gpu.run_stage(gpu.Stage(1 / 60, [slow]), log)

@@ -5,4 +5,9 @@ from pathlib import Path
 
 SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]
-PYTHONPATH = os.pathsep.join(map(str, (ROOT, SUPPORT.parent, SUPPORT)))
+PYTHONPATH = os.pathsep.join(
+    [
+        *map(str, (ROOT, SUPPORT.parent, SUPPORT)),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+)

@@ -24,7 +24,8 @@ class Bare(ctrainer.Trainer):
 def made(cls: type[ctrainer.Trainer], on_host: bool, **options: Any) -> Any:
     args = arguments(
         output_dir=folder, use_cpu=on_host, max_steps=6, seed=5, save_strategy="no",
-        per_device_train_batch_size=5, learning_rate=1e-2, max_grad_norm=0.0, **options,
+        per_device_train_batch_size=5, learning_rate=1e-2, max_grad_norm=0.0,
+        ddp_timeout=60, **options,
     )  # fmt: skip
     trainer = cls(Net(), args, train_dataset=rows(60))
     trainer.remove_callback(ctrainer.PrinterCallback)
