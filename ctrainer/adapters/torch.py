@@ -77,19 +77,28 @@ def prepare_input(data: Any, device: Any) -> Any:
     )
 
 
+# What a batch of an evaluation pins at most, which torch keeps pinned; copying more
+# takes longer than waiting for the device. Tensors below _SMALL are copied in any case.
+_MOST_PINNED, _SMALL = 256 << 20, 1 << 16
+
+
 def begin_copy(data: Any) -> tuple[Any, Callable[[], None] | None]:
     """A copy of `data`, nested as for prepare_input(), in host memory, which is pinned
     for tensors of a device; and what waits until their values are there, None without
-    such tensors. Where no memory can be pinned a tensor stays on its device."""
+    such tensors. A tensor for which too little memory can be pinned stays on its
+    device."""
     devices: set[torch.device] = set()
+    pinned = 0
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_cpu:
+        nonlocal pinned
+        if tensor.is_cpu or tensor.nbytes > max(_SMALL, _MOST_PINNED - pinned):
             return tensor
         try:
             copied = tensor.detach().to("cpu", non_blocking=True)
         except RuntimeError:
             return tensor
+        pinned += tensor.nbytes
         devices.add(tensor.device)
         return copied
 

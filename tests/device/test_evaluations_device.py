@@ -126,20 +126,26 @@ def test_the_host_waits_for_the_last_batches_alone(
     assert found[1] <= found[0] + 2 * ((steps or 1) + 1)
 
 
-@pytest.mark.skipif(any_gpu.REAL, reason="memory of a GPU's host can be pinned")
+@pytest.mark.parametrize("fails", [True, False])
 def test_without_memory_to_pin_results_come_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     to = torch.Tensor.to
+    pinned: list[int] = []
 
-    def fails(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def copy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args == ("cpu",) and kwargs == {"non_blocking": True}:
-            raise RuntimeError("out of memory")
+            pinned.append(tensor.nbytes)
+            if fails:
+                raise RuntimeError("out of memory")
         return to(tensor, *args, **kwargs)
 
     expected = run(tmp_path, True)
-    monkeypatch.setattr(torch.Tensor, "to", fails)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    monkeypatch.setattr(adapter, "_MOST_PINNED", 0)
+    monkeypatch.setattr(adapter, "_SMALL", 1 << 20 if fails else 8)
     assert_same(run(tmp_path, False), expected)
+    assert (max(pinned) > 8) == fails
 
 
 @pytest.mark.parametrize("concat", [True, False])
