@@ -3,8 +3,9 @@
 GPT-2 small and MiniLM's architecture with random weights, in bf16 and in fp32. The two
 take turns in one process; a time is the wall clock's over some updates, from an idle
 GPU to an idle GPU. Then some updates of each are traced: the idle share is the part of
-the trace in which no kernel runs. Prints a line of JSON each. --small: a small model,
-for the emulated device, on which transformers' Trainer does not train.
+the trace in which no kernel runs. Then evaluate() of batches as large, without
+predictions, is timed. Prints lines of JSON. --small: a small model, for the emulated
+device, on which transformers' Trainer does not train.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import nn
 import ctrainer
 
 WARM_UP = 5  # updates before the clock is read
+EVALUATED = 40  # batches
 
 # A model, the rows of a batch, their length.
 Task = tuple[Callable[[], nn.Module], int, int]
@@ -83,7 +85,7 @@ class Clock(transformers.TrainerCallback):
 
     def __init__(self, updates: int, traced: int) -> None:
         self.last, self.traced = WARM_UP + updates, traced
-        self.start = self.seconds = 0.0
+        self.start = self.seconds = self.evaluation = 0.0
         self.profile: Any = None
 
     def on_step_end(
@@ -118,8 +120,9 @@ def run(
     rows = [{"input_ids": row, "labels": row} for row in ids]
     args = args_class(
         tempfile.gettempdir(), max_steps=WARM_UP + updates + traced, save_strategy="no",
-        per_device_train_batch_size=batch, bf16=bf16, report_to="none",
-        logging_steps=1000, disable_tqdm=True,
+        per_device_train_batch_size=batch, per_device_eval_batch_size=batch, bf16=bf16,
+        report_to="none", logging_steps=1000, disable_tqdm=True,
+        prediction_loss_only=True,
         use_cpu=EMULATED and name == "transformers",
     )  # fmt: skip
     clock = Clock(updates, traced)
@@ -127,11 +130,16 @@ def run(
     for printer in (ctrainer.PrinterCallback, transformers.PrinterCallback):
         trainer.remove_callback(printer)
     trainer.train()
+    trainer.evaluate(rows)
+    start = time.perf_counter()
+    trainer.evaluate(rows * (EVALUATED // 4))
+    clock.evaluation = time.perf_counter() - start
     return clock
 
 
 def measure(name: str, task: Task, bf16: bool, updates: int, rounds: int) -> None:
     times: dict[str, list[float]] = {who: [] for who in CONTESTANTS}
+    evaluations: dict[str, list[float]] = {who: [] for who in CONTESTANTS}
     idle: dict[str, float | None] = {}
     torch.manual_seed(0)
     base = task[0]()  # once: its random values take seconds
@@ -140,13 +148,19 @@ def measure(name: str, task: Task, bf16: bool, updates: int, rounds: int) -> Non
             traced = 5 if turn == rounds - 1 and not EMULATED else 0
             clock = run(who, base, task, bf16, updates, traced)
             kept.append(clock.seconds)
+            evaluations[who].append(clock.evaluation / EVALUATED)
             idle[who] = idle_share(clock.profile) if clock.profile else None
+    kind = "bf16" if bf16 else "fp32"
+    compare(f"a step, {name}, {kind}", times, idle=idle)
+    compare(f"a batch of evaluate(), {name}, {kind}", evaluations)
+
+
+def compare(name: str, times: dict[str, list[float]], **more: Any) -> None:
     ours, theirs = (statistics.median(kept) for kept in times.values())
     line = {
-        "benchmark": "gpu_steps",
-        "name": f"a step, {name}, {'bf16' if bf16 else 'fp32'}",
-        "peer": "transformers", "unit": "ms", "ours": ours * 1e3,
-        "theirs": theirs * 1e3, "ratio": theirs / ours, "goal": 1.0, "idle": idle,
+        "benchmark": "gpu_steps", "name": name, "peer": "transformers", "unit": "ms",
+        "ours": ours * 1e3, "theirs": theirs * 1e3, "ratio": theirs / ours, "goal": 1.0,
+        **more,
     }  # fmt: skip
     print(json.dumps(line), flush=True)
 

@@ -81,7 +81,9 @@ def assert_same(one: Any, other: Any) -> None:
     for a, b in zip(one[0], other[0], strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert name.endswith(timed) or a[name] == pytest.approx(b[name], rel=1e-6)
+            assert name.endswith(timed) or a[name] == pytest.approx(
+                b[name], rel=max(1e-6, any_gpu.LIMIT)
+            )
     found, expected = leaves(one[1]), leaves(other[1])
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype
