@@ -104,9 +104,7 @@ look(const member *comm, const cudaEvent_t *done, const char *what, bool *ended,
     if (status != CT_OK || !*ended || done == NULL) {
         return status;
     }
-    const enum cudaStreamCaptureMode mode = ct_cuda_relax_mode();
-    const cudaError_t busy = cudaEventQuery(*done);
-    ct_cuda_restore_mode(mode);
+    const cudaError_t busy = ct_cuda_query(*done);
     *ended = busy == cudaSuccess;
     /* CUDA ends with the process, which may have work under way. */
     return busy == cudaErrorNotReady || busy == cudaErrorCudartUnloading

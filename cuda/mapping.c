@@ -4,7 +4,8 @@
  * At a release the host is ahead of the device, still at work on the memory. So a
  * released block stays at its address, with an event behind the last use, until another
  * mapping needs the block: the host then waits for the event, and so cannot run further
- * ahead than the memory allows.
+ * ahead than the memory allows. The host never waits for what a stream has to do last,
+ * or the device would have nothing to do meanwhile: then another block is made.
  *
  * The functions of release and close return no status: a failing driver is reported by
  * the next launch or allocation. */
@@ -167,6 +168,18 @@ find(const ct_block_cache *cache, size_t bytes)
     return block;
 }
 
+/* Has the device left the block, or other work behind the last use on that stream? */
+static bool
+may_wait_for(const ct_cached_block *block)
+{
+    const ct_cached_block *later = block->next;
+    while (later != NULL && later->last != block->last) {
+        later = later->next;
+    }
+    return block->at == NULL || later != NULL ||
+           ct_cuda_query(block->left) != cudaErrorNotReady;
+}
+
 static void
 cuda_discard(ct_block_cache *cache)
 {
@@ -188,14 +201,16 @@ static ct_status
 get_block(const ct_driver *driver, const ct_mapping *map, size_t bytes,
           ct_block_cache *cache, ct_cached_block **block, ct_error *err)
 {
-    *block = find(cache, bytes);
-    if (*block != NULL) {
-        take_out(*block);
+    ct_cached_block *released = find(cache, bytes);
+    const bool waits = released != NULL && may_wait_for(released);
+    ct_status status = waits ? CT_OK : create(driver, map, bytes, block, err);
+    if (waits || (released != NULL && status == CT_ENOMEM)) {
+        take_out(released);
         /* Waits until the device has left the old address. */
-        unmap(driver, *block);
+        unmap(driver, released);
+        *block = released;
         return CT_OK;
     }
-    ct_status status = create(driver, map, bytes, block, err);
     if (status == CT_ENOMEM && cache != NULL && cache->first != NULL) {
         cuda_discard(cache);
         status = create(driver, map, bytes, block, err);

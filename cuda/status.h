@@ -33,6 +33,21 @@ ct_cuda_restore_mode(enum cudaStreamCaptureMode mode)
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
+/* cudaSuccess, cudaErrorNotReady while the device has not come to the event, or another
+ * error. CUDA keeps cudaErrorNotReady, too, as the thread's last error, which the next
+ * launch would report. */
+static inline cudaError_t
+ct_cuda_query(cudaEvent_t event)
+{
+    const enum cudaStreamCaptureMode mode = ct_cuda_relax_mode();
+    const cudaError_t busy = cudaEventQuery(event);
+    ct_cuda_restore_mode(mode);
+    if (busy == cudaErrorNotReady) {
+        (void)cudaGetLastError();
+    }
+    return busy;
+}
+
 /* An event behind what is on the stream so far; the caller's. */
 static inline ct_status
 ct_cuda_mark(cudaStream_t stream, cudaEvent_t *here, ct_error *err)

@@ -534,22 +534,22 @@ def prediction_step(
         labels = _C.nested_detach(tuple(entry(inputs, name) for name in names))
         labels = labels[0] if len(labels) == 1 else labels
         ignored.append("loss")
-    loss, outputs = _forward(trainer, model, inputs, given if with_loss else None)
+    loss, outputs = _forward(trainer, model, inputs, with_loss, given)
     if prediction_loss_only:
         return loss, None, None
     return loss, _predictions(outputs, ignored, with_loss), labels
 
 
 def _forward(
-    trainer: TrainerRun, model: Any, inputs: Any, given: Any
+    trainer: TrainerRun, model: Any, inputs: Any, with_loss: bool, given: Any
 ) -> tuple[Any, Any]:
-    """The loss, None without `given`, and the outputs.
+    """The loss, None without one, and the outputs.
 
     given: the batch whose labels are counted, as far as possible in host memory, where
     counting waits for no device.
     """
     with trainer._adapter.no_grad(), trainer.compute_loss_context_manager():
-        if given is not None:
+        if with_loss:
             return _loss_and_outputs(trainer, model, inputs, given)
         outputs = model(**inputs)
         index = getattr(trainer.args, "past_index", -1)

@@ -340,10 +340,9 @@ cudaError_t
 ask(const work_ptr &last)
 {
     held_lock held(device_lock);
-    if ((busy > 0 && busy-- > 0) || draw() % 4 == 0) {
-        return cudaErrorNotReady;
-    }
-    if (last && !run_until(held, last, false)) {
+    if ((busy > 0 && busy-- > 0) || draw() % 4 == 0 ||
+        (last && !run_until(held, last, false))) {
+        set_last_error(cudaErrorNotReady); /* a next launch reports what is kept */
         return cudaErrorNotReady;
     }
     if (last && enqueues) {
