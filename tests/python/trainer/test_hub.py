@@ -112,7 +112,7 @@ class Net(torch.nn.Module):
         return {"loss": torch.nn.functional.mse_loss(y, labels), "logits": y}
 
 
-def trained(folder: Path, **options):
+def trained(folder: Path, callbacks=(), **options):
     rows = [{"x": torch.ones(2) * i, "labels": torch.tensor(1.0)} for i in range(8)]
     options = {"max_steps": 4, "save_steps": 2, "hub_token": "secret", **options}
     args = ctrainer.TrainingArguments(
@@ -123,7 +123,7 @@ def trained(folder: Path, **options):
         disable_tqdm=True,
         **options,
     )
-    trainer = ctrainer.Trainer(Net(), args, train_dataset=rows)
+    trainer = ctrainer.Trainer(Net(), args, train_dataset=rows, callbacks=callbacks)
     trainer.train()
     return trainer
 
@@ -179,8 +179,14 @@ def test_strategies(server, tmp_path, strategy, folders) -> None:
 @pytest.mark.parametrize(("always", "uploads"), [(False, 1), (True, 2)])
 def test_a_save_during_an_upload(server, tmp_path, always, uploads) -> None:
     server.goes_on.clear()
-    threading.Timer(2.0, server.goes_on.set).start()
-    trained(tmp_path / "run", hub_always_push=always)
+
+    class GoesOn(ctrainer.TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            server.goes_on.set()
+
+    if always:  # the second save waits for the first one's upload
+        threading.Timer(2.0, server.goes_on.set).start()
+    trained(tmp_path / "run", [] if always else [GoesOn()], hub_always_push=always)
     assert len(server.commits["somebody/run"]) == uploads
 
 
