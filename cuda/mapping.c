@@ -4,8 +4,8 @@
  * At a release the host is ahead of the device, still at work on the memory. So a
  * released block stays at its address, with an event behind the last use, until another
  * mapping needs the block: the host then waits for the event, and so cannot run further
- * ahead than the memory allows. The host never waits for what a stream has to do last,
- * or the device would have nothing to do meanwhile: then another block is made.
+ * ahead than the memory allows. The host never waits for the last work of a stream, or
+ * the device would have nothing to do meanwhile: then another block is made.
  *
  * The functions of release and close return no status: a failing driver is reported by
  * the next launch or allocation. */

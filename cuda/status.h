@@ -34,8 +34,8 @@ ct_cuda_restore_mode(enum cudaStreamCaptureMode mode)
 }
 
 /* cudaSuccess, cudaErrorNotReady while the device has not come to the event, or another
- * error. CUDA keeps cudaErrorNotReady, too, as the thread's last error, which the next
- * launch would report. */
+ * error. CUDA keeps cudaErrorNotReady, too, as the thread's last error, for the next
+ * launch to report. */
 static inline cudaError_t
 ct_cuda_query(cudaEvent_t event)
 {

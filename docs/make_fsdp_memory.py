@@ -57,8 +57,9 @@ GPUs. Every GPU sends and receives in a step of one micro-batch
 The tables are in GB (1e9 bytes) on each GPU. *total* is the peak of the engine's \
 memory, reached in the backward of a root whose parameters are used at both ends; \
 activations, the allocator's fragments, CUDA and NCCL are not included. One unit is \
-prefetched (`forward_prefetch`, `backward_prefetch`, which are off by default): \
-without prefetching subtract *prefetched*.
+prefetched (`forward_prefetch`, `backward_prefetch`, the default on a GPU): without \
+prefetching subtract *prefetched*. Where there is room, the memory of one more unit \
+waits for the device, so that the host does not.
 
 The first table of a model is for unquantized elements and one sharding group of all \
 GPUs. *machine traffic* is the traffic of the {MACHINE} GPUs of a machine to other \

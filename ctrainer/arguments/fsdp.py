@@ -66,8 +66,8 @@ class Sharding:
     saves_full: bool = True
     recomputes: bool = False
     synchronizes: bool = True
-    forward_prefetch: bool = False
-    backward_prefetch: str | None = None
+    forward_prefetch: bool | None = None
+    backward_prefetch: str | None = "AUTO"
     prefetch_numel: int | None = None
     gather_bits: int | None = None
     reduce_bits: int | None = None
@@ -415,7 +415,7 @@ def _read(config: dict[str, Any]) -> Sharding:
         saves_full=_word(config, "state_dict_type", _STATE_DICTS) == _STATE_DICTS[0],
         recomputes=recomputes or xla_recomputes,
         synchronizes=synchronizes,
-        forward_prefetch=_flag(config, "forward_prefetch", False),
+        forward_prefetch=_forward_prefetch(config),
         backward_prefetch=_backward_prefetch(config),
         gather_bits=_bits(config, "gather_bits"),
         reduce_bits=_bits(config, "reduce_bits"),
@@ -475,9 +475,16 @@ def _units(config: dict[str, Any]) -> dict[str, Any]:
     return {"wraps": policy != "NO_WRAP", "layers": layers}
 
 
+def _forward_prefetch(config: dict[str, Any]) -> bool | None:
+    """True, or None: torch's gathers run beside the computation on a GPU without it."""
+    return _flag(config, "forward_prefetch", False) or None
+
+
 def _backward_prefetch(config: dict[str, Any]) -> str | None:
     """Also a member of torch's enum, or its number."""
     given = config.get("backward_prefetch")
+    if str(given).lower() in _UNSET:
+        return "AUTO"
     word = str(getattr(given, "name", given))
     if word in ("1", "2"):
         return _PREFETCHES[int(word)]

@@ -115,13 +115,15 @@ class FullyShardedDataParallel(ShardedModule):
         error_feedback (bool, default True): With reduce_bits: add the rounding error of
             a gradient to the next one, which takes a float32 for every trainable
             element of the whole module on each rank.
-        forward_prefetch (bool, default False): While a unit's forward pass computes,
-            gather the parameters of the unit that came next in the last one. One unit
-            more is gathered at most. No effect with gather_bits.
-        backward_prefetch (BackwardPrefetch | str | None, default None): Gather the next
-            unit of the backward pass from before a unit's own begins ("BACKWARD_PRE")
-            or after its end, with less memory ("BACKWARD_POST"). No effect with
-            gather_bits.
+        forward_prefetch (bool | None, default None): While a unit's forward pass
+            computes, gather the parameters of the unit that came next in the last one.
+            One unit more is gathered at most. None: on a GPU, where a gather that is
+            not prefetched runs beside no computation. No effect with gather_bits.
+        backward_prefetch (BackwardPrefetch | str | None, default "AUTO"): Gather the
+            next unit of the backward pass from before a unit's own begins
+            ("BACKWARD_PRE") or after its end, with less memory ("BACKWARD_POST"). None:
+            when it is needed. "AUTO": BACKWARD_PRE on a GPU, None on the CPU. No effect
+            with gather_bits.
         cpu_offload (bool | CPUOffload | None, default False): Keep the shards and
             gradients of a module on a GPU in host memory, where any optimizer, such as
             those of ctrainer.optim, updates them; each gather and reduction passes a

@@ -90,12 +90,21 @@ def poison() -> str:
     return wanted
 
 
-def backward_prefetch(given: Any) -> str | None:
-    """The word BACKWARD_PRE or BACKWARD_POST, also of torch's enum; or None."""
-    name = getattr(given, "name", given)
-    if name not in (None, "BACKWARD_PRE", "BACKWARD_POST"):
+def forward_prefetch(given: Any) -> bool | None:
+    """True, False, or None: by the device."""
+    if isinstance(given, str):
         raise ValueError(
-            "backward_prefetch must be BACKWARD_PRE, BACKWARD_POST or None, not "
+            f"forward_prefetch must be True, False or None, not {given!r} (str)"
+        )
+    return None if given is None else bool(given)
+
+
+def backward_prefetch(given: Any) -> str | None:
+    """The word BACKWARD_PRE, BACKWARD_POST or AUTO, also of torch's enum; or None."""
+    name = getattr(given, "name", given)
+    if name not in (None, "AUTO", "BACKWARD_PRE", "BACKWARD_POST"):
+        raise ValueError(
+            "backward_prefetch must be BACKWARD_PRE, BACKWARD_POST, AUTO or None, not "
             f"{given!r}"
         )
     return name  # type: ignore[no-any-return]

@@ -273,8 +273,8 @@ class ShardedModule(nn.Module):
         gather_bits: int | None = None,
         reduce_bits: int | None = None,
         error_feedback: bool = True,
-        forward_prefetch: bool = False,
-        backward_prefetch: Any = None,
+        forward_prefetch: bool | None = None,
+        backward_prefetch: Any = "AUTO",
         cpu_offload: Any = False,
         watch_released: bool = False,
         return_memory: bool = True,
@@ -299,7 +299,7 @@ class ShardedModule(nn.Module):
         self.gather_bits, self.reduce_bits = gather_bits, reduce_bits
         self.error_feedback = error_feedback
         self.secondary_shards = secondary_shards
-        self.forward_prefetch = forward_prefetch
+        self.forward_prefetch = options.forward_prefetch(forward_prefetch)
         self.backward_prefetch = options.backward_prefetch(backward_prefetch)
         self.shard_folder, self.read_ahead = shard_folder, read_ahead
         self._offloads = options.offloads(cpu_offload) or shard_folder is not None
@@ -345,6 +345,11 @@ class ShardedModule(nn.Module):
         options.check_parameters(module)
         initial_values.settle(module, init, groups, ShardedModule)
         self.home = options.home_of(module)
+        on_gpu = self.home.plugin is not None
+        if self.forward_prefetch is None:
+            self.forward_prefetch = on_gpu
+        if self.backward_prefetch == "AUTO":
+            self.backward_prefetch = "BACKWARD_PRE" if on_gpu else None
         self._returns_memory = return_memory and self.home.plugin is None
         torch_guards.install()
         recycles = self._returns_memory and _recycles()
@@ -468,7 +473,7 @@ class ShardedModule(nn.Module):
             read_ahead=self.read_ahead,
         )
         unit.owner = weakref.ref(self)
-        unit.forward_prefetch = self.forward_prefetch
+        unit.forward_prefetch = bool(self.forward_prefetch)
         unit.backward_pre = self.backward_prefetch == "BACKWARD_PRE"
         unit.backward_post = self.backward_prefetch == "BACKWARD_POST"
         factor = options.predivide_factor(self.world_size)

@@ -86,8 +86,8 @@ test_memory_is_handed_on_behind_the_work_on_it()
     CHECK(emul::vm.blocks == 0 && emul::vm.reserved == 0);
 }
 
-/* Units of a pass, one after the other: the device has the work on the last one when the
- * host has waited for memory, unless memory is short. */
+/* Units of a pass in turn: the device has the work on the last unit when the host has
+ * waited for memory, unless memory is short. */
 static void
 test_the_host_stays_ahead(bool is_short)
 {

@@ -134,11 +134,34 @@ def four_units(
     return FSDP(nn.Sequential(*(FSDP(layer, **given) for layer in layers)), **given)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"forward_prefetch": True, "backward_prefetch": "BACKWARD_PRE"}],
-    ids=["in turn", "prefetch"],
-)
+IN_TURN: dict[str, Any] = {"forward_prefetch": False, "backward_prefetch": None}
+
+
+def test_the_next_unit_is_prefetched_unless_told_otherwise(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a gather that is needed at once runs beside no computation."""
+    monkeypatch.setattr(fsdp_options, "_usable", lambda device: device)
+
+    def peaks(group: _C.Communicator, device: torch.device) -> list[list[int]]:
+        batch, found = torch.ones(2, 16, device=device), []
+        for options in ({}, IN_TURN, IN_TURN | {"forward_prefetch": True}):
+            model = four_units(group, device, False, **options)
+            for _ in range(2):  # the first pass knows no order
+                model._unit.peak_bytes = 0
+                out = model(batch).sum()
+                forward, model._unit.peak_bytes = model._unit.peak_bytes, 0
+                out.backward()
+                model.zero_grad()
+            found.append([forward, model._unit.peak_bytes])
+        return found
+
+    for default, in_turn, forward in any_gpu.on_nccl_ranks(peaks):
+        assert default[0] == forward[0] > in_turn[0]
+        assert default[1] > in_turn[1] == forward[1]
+
+
+@pytest.mark.parametrize("options", [IN_TURN, {}], ids=["in turn", "prefetch"])
 def test_the_host_waits_for_copies_at_the_ends_of_passes_alone(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -73,7 +73,6 @@ def on_nccl_ranks(work: Callable[[_C.Communicator, torch.device], Any]) -> list[
 
     def be_rank(rank: int) -> Any:
         gpu = torch.device("emul", rank)
-        emulated_torch.be_host(rank)
         torch.accelerator.set_device_index(gpu)
         beside = torch.Stream(gpu).stream_id
         group = _C.plugin_communicator(cuda.plugin, id, rank, RANKS, beside, 60.0)

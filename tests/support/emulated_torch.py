@@ -80,11 +80,6 @@ def device() -> torch.device:
     return torch.device("emul", 0)
 
 
-def be_host(number: int) -> None:
-    """The calling thread is a host of its own, as a rank's process is."""
-    ctypes.CDLL(str(FOLDER / "_cuda.so")).emul_be_host(number)
-
-
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(FOLDER / "libdevice.so"))
     library.emul_torchs_stream.restype = library.emul_last_stream.restype = (

@@ -342,7 +342,7 @@ ask(const work_ptr &last)
     held_lock held(device_lock);
     if ((busy > 0 && busy-- > 0) || draw() % 4 == 0 ||
         (last && !run_until(held, last, false))) {
-        set_last_error(cudaErrorNotReady); /* a next launch reports what is kept */
+        set_last_error(cudaErrorNotReady); /* for the next launch */
         return cudaErrorNotReady;
     }
     if (last && enqueues) {

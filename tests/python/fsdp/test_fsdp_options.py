@@ -92,7 +92,8 @@ def test_what_is_unknown_or_contradicts_is_named(
         ("BACKWARD_POST", "BACKWARD_POST"),
         ("2", "BACKWARD_POST"),
         ("NO_PREFETCH", None),
-        (None, None),
+        (None, "AUTO"),
+        ("none", "AUTO"),
     ],
 )
 def test_prefetching_is_read(given: str | None, expected: str | None) -> None:
