@@ -157,17 +157,6 @@ take_out(ct_cached_block *block)
     block->cache = NULL;
 }
 
-/* Only a block that is exactly as long will do: the driver maps whole ones. */
-static ct_cached_block *
-find(const ct_block_cache *cache, size_t bytes)
-{
-    ct_cached_block *block = cache == NULL ? NULL : cache->first;
-    while (block != NULL && block->bytes != bytes) {
-        block = block->next;
-    }
-    return block;
-}
-
 /* Has the device left the block, or other work behind the last use on that stream? */
 static bool
 may_wait_for(const ct_cached_block *block)
@@ -178,6 +167,18 @@ may_wait_for(const ct_cached_block *block)
     }
     return block->at == NULL || later != NULL ||
            ct_cuda_query(block->left) != cudaErrorNotReady;
+}
+
+/* The block that was released first, of exactly as many bytes: the driver maps whole
+ * blocks. Any, or only such as the host may wait for. */
+static ct_cached_block *
+find(const ct_block_cache *cache, size_t bytes, bool any)
+{
+    ct_cached_block *block = cache == NULL ? NULL : cache->first;
+    while (block != NULL && (block->bytes != bytes || !(any || may_wait_for(block)))) {
+        block = block->next;
+    }
+    return block;
 }
 
 static void
@@ -201,10 +202,13 @@ static ct_status
 get_block(const ct_driver *driver, const ct_mapping *map, size_t bytes,
           ct_block_cache *cache, ct_cached_block **block, ct_error *err)
 {
-    ct_cached_block *released = find(cache, bytes);
-    const bool waits = released != NULL && may_wait_for(released);
-    ct_status status = waits ? CT_OK : create(driver, map, bytes, block, err);
-    if (waits || (released != NULL && status == CT_ENOMEM)) {
+    ct_cached_block *released = find(cache, bytes, false);
+    ct_status status = CT_OK;
+    if (released == NULL) {
+        status = create(driver, map, bytes, block, err);
+        released = status == CT_ENOMEM ? find(cache, bytes, true) : NULL;
+    }
+    if (released != NULL) {
         take_out(released);
         /* Waits until the device has left the old address. */
         unmap(driver, released);

@@ -238,7 +238,7 @@ def evaluation_loop(
         loss_only = args.prediction_loss_only
         if prediction_loss_only is not None:
             loss_only = prediction_loss_only
-        # By default the results of a batch are copied behind the next one's forward.
+        # By default a batch's results are waited for behind the next one's forward.
         steps = args.eval_accumulation_steps
         n_batches, n_seen, loss, loss_by_token = _run_batches(
             trainer,
