@@ -328,8 +328,8 @@ def tensors_named(module: Stateful, names: list[str]) -> list[torch.Tensor]:
     return [state[name] for name in names]
 
 
-def float32_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(torch.float32, copy=True)
+def float32_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device, torch.float32, copy=True)
 
 
 @torch.no_grad()

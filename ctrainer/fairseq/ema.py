@@ -76,15 +76,18 @@ class EMA:
         )
 
     def build_fp32_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Make the float32 averages of a state.
+        """Make the float32 averages of a state, where the model is.
 
         Args:
             state_dict (dict[str, Any] | None, default None): The state; None: that of
                 the model.
         """
+        names, own = tools.averaged_tensors(self.model)
         state = self.model.state_dict() if state_dict is None else state_dict
-        names, _ = tools.averaged_tensors(self.model)
-        self.fp32_params = {name: tools.float32_copy(state[name]) for name in names}
+        self.fp32_params = {
+            name: tools.float32_copy(state[name], tensor.device)
+            for name, tensor in zip(names, own, strict=True)
+        }
 
     def step(self, new_model: Any, updates: int) -> None:
         """Average the weights after an update, if that is due.

@@ -22,7 +22,13 @@ EXACT: dict[str, dict[str, Any]] = {
     "adamax": {"optimizer___name": "adamax"},
     "accumulated": {"optimization__update_freq": [2]},
     "average": {"ema__store_ema": True, "ema__ema_decay": 0.5},
+    "average in float32": {
+        "ema__store_ema": True,
+        "ema__ema_decay": 0.5,
+        "ema__ema_fp32": True,
+    },
 }
+AVERAGES = ("average", "average in float32")
 CLOSE: dict[str, dict[str, Any]] = {
     "clipped": {"optimization__clip_norm": 0.5},
     "fp16": {"common__fp16": True},
@@ -130,7 +136,7 @@ def test_no_memory_is_taken_after_the_second_update(changes: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("saved_on_host", [True, False])
-@pytest.mark.parametrize("name", ["plain", "fp16", "average", "adafactor"])
+@pytest.mark.parametrize("name", ["plain", "fp16", *AVERAGES, "adafactor"])
 def test_a_run_resumes_on_the_other_device(
     tmp_path: Path, name: str, saved_on_host: bool
 ) -> None:
@@ -149,3 +155,7 @@ def test_a_run_resumes_on_the_other_device(
         other.train_step([batch])
     for a, b in zip(weights(whole), weights(other), strict=True):
         any_gpu.assert_same(b, a, 1e-6)
+    if name in AVERAGES:
+        found, expected = (t.ema.get_model().state_dict() for t in (other, whole))
+        for key, value in expected.items():
+            any_gpu.assert_same(found[key], value, 1e-6)

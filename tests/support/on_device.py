@@ -31,6 +31,12 @@ ON_RANKS = (
     "losses_and_predictions_are_those_of_transformers",
     "everything_that_a_subclass_does_with_the_accelerator",
 )
+SAVED_WHOLE = (
+    "files_of_each_rank_are_of_the_step_however_late_they_are_written",
+    "a_rank_whose_disk_is_full_fails_the_save_of_all",
+    "a_rank_that_dies_before_its_files_are_written_fails_the_save",
+    "overrides_find_the_files_of_their_rank_and_add_others",
+)
 LEFT_OUT = {
     **{
         f"parity/test_accelerator_parity.py::test_{name}[two ranks]": NO_BACKEND
@@ -62,6 +68,11 @@ LEFT_OUT = {
     "parity/test_ranks.py": NO_BACKEND,
     "parity/test_saved_weights.py": TORCH_ALONE,
     "parity/test_training.py::test_fifty_updates_in_bf16": "transformers refuses",
+    "trainer/test_ranks_outlived.py": NO_BACKEND,
+    **{
+        f"checkpoint/test_ranks_checkpoints.py::test_{name}[gathered]": TORCH_ALONE
+        for name in SAVED_WHOLE
+    },
 }
 launched: list[str] = []
 
