@@ -60,6 +60,27 @@ def _apply(
             vars(parameter).update(its)
 
 
+_DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_left: dict[int, torch.Tensor] = {}  # by the tensor that is elsewhere: its own memory
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """As with CUDA, `tensor.data` may be assigned a tensor of the host, and then one of
+    the device again, and keeps its gradient and hooks."""
+    swap = torch._C._swap_tensor_impl
+    own = _left.get(id(tensor))
+    if own is not None and own.device == value.device:
+        swap(tensor, _left.pop(id(tensor)))
+    elif {tensor.device.type, value.device.type} == {"cpu", "emul"}:
+        other = value.detach()
+        if isinstance(tensor, torch.nn.Parameter):
+            other = torch.nn.Parameter(other, tensor.requires_grad)
+        swap(tensor, other)
+        _left[id(tensor)] = other
+        return
+    _DATA.__set__(tensor, value)
+
+
 @functools.cache
 def device() -> torch.device:
     """The first of four devices, made once a process; `ctrainer._cuda` is their plugin
@@ -74,6 +95,7 @@ def device() -> torch.device:
     torch._register_device_module("emul", Module("torch.emul"))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
     torch.nn.Module._apply = _apply
+    torch.Tensor.data = property(_DATA.__get__, _set_data)
     # Torch's thread of a device's backward passes gives Python's objects back after the
     # pass. A process that ends in between is aborted; on the host no thread does this.
     atexit.register(time.sleep, 0.1)

@@ -21,7 +21,6 @@ from ctrainer.adapters import torch_fairseq as tools
 
 # Why tests cannot run there, by the beginning of their names.
 PEERS_BITS = "transformers on the host has other bits than torch's operators one by one"
-TORCH_ALONE = "torch sets .data across devices for its own alone"
 NO_BACKEND = "torch.distributed has no backend for the device"
 NO_AUTOCAST = "accelerate's autocast does not know the device"
 ON_RANKS = (
@@ -30,12 +29,6 @@ ON_RANKS = (
     "gather_for_metrics_has_each_row_once",
     "losses_and_predictions_are_those_of_transformers",
     "everything_that_a_subclass_does_with_the_accelerator",
-)
-SAVED_WHOLE = (
-    "files_of_each_rank_are_of_the_step_however_late_they_are_written",
-    "a_rank_whose_disk_is_full_fails_the_save_of_all",
-    "a_rank_that_dies_before_its_files_are_written_fails_the_save",
-    "overrides_find_the_files_of_their_rank_and_add_others",
 )
 LEFT_OUT = {
     **{
@@ -47,7 +40,6 @@ LEFT_OUT = {
     "optim/test_optimizer_in_trainer.py::test_the_norm_is_known": "it comes later",
     "checkpoint/test_trainer_checkpoints.py::test_an_override_that_does": "it forks",
     "callbacks/test_profiler.py::test_so_many_updates": "50 operators take longer",
-    "evaluate/test_full_eval.py": TORCH_ALONE,
     "evaluate/test_seq2seq.py::test_predictions_are_transformers": PEERS_BITS,
     "evaluate/test_ranks_evaluation.py": "its metrics are NumPy's",
     "evaluate/test_trainer_eval.py::test_model_is_evaluated": "host's batches",
@@ -66,13 +58,9 @@ LEFT_OUT = {
     "parity/test_generation.py": PEERS_BITS,
     "parity/test_no_silent_difference.py": "transformers stays on the host",
     "parity/test_ranks.py": NO_BACKEND,
-    "parity/test_saved_weights.py": TORCH_ALONE,
+    "parity/test_saved_weights.py": "torch has convolutions for its own devices alone",
     "parity/test_training.py::test_fifty_updates_in_bf16": "transformers refuses",
     "trainer/test_ranks_outlived.py": NO_BACKEND,
-    **{
-        f"checkpoint/test_ranks_checkpoints.py::test_{name}[gathered]": TORCH_ALONE
-        for name in SAVED_WHOLE
-    },
 }
 launched: list[str] = []
 
