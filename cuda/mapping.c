@@ -89,7 +89,8 @@ create(const ct_driver *driver, const ct_mapping *map, size_t bytes,
     const CUmemAllocationProp kind = kind_of(map);
     ct_cached_block *block = ct_calloc(1, sizeof *block);
     if (block == NULL) {
-        return ct_fail(err, CT_ENOMEM, "no memory for a block of the GPU's memory");
+        (void)ct_fail(err, CT_ENOMEM, "no memory for a block of the GPU's memory");
+        return CT_ENOMEM;
     }
     block->bytes = bytes;
     ct_status status =
