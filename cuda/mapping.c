@@ -89,8 +89,7 @@ create(const ct_driver *driver, const ct_mapping *map, size_t bytes,
     const CUmemAllocationProp kind = kind_of(map);
     ct_cached_block *block = ct_calloc(1, sizeof *block);
     if (block == NULL) {
-        (void)ct_fail(err, CT_ENOMEM, "no memory for a block of the GPU's memory");
-        return CT_ENOMEM;
+        return ct_fail(err, CT_ENOMEM, "no memory for a block of the GPU's memory");
     }
     block->bytes = bytes;
     ct_status status =
@@ -279,8 +278,9 @@ cuda_obtain(ct_mapping *map, size_t bytes, ct_block_cache *cache, ct_error *err)
     if (block != NULL) {
         unmap(driver, block);
     }
+    block = NULL;
     status = get_block(driver, map, wanted, cache, &block, err);
-    if (status != CT_OK) {
+    if (status != CT_OK || block == NULL) {
         return status;
     }
     status = map_block(driver, map, block, err);
