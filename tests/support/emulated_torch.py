@@ -69,7 +69,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     the device again, and keeps its gradient and hooks."""
     swap = torch._C._swap_tensor_impl
     own = _left.get(id(tensor))
-    if own is not None and own.device == value.device:
+    if own is not None and own.device == value.device != tensor.device:
         swap(tensor, _left.pop(id(tensor)))
     elif {tensor.device.type, value.device.type} == {"cpu", "emul"}:
         other = value.detach()
