@@ -16,9 +16,15 @@ slabs_of(const ct_factored &f)
     return (f.rows - 1) / slab_rows + 1;
 }
 
-/* Of element i of the list; 0 if not local. */
 __device__ static inline double
-square(const ct_factored &f, size_t i)
+grad_scale_of(const ct_factored &f)
+{
+    return f.clip == NULL ? f.grad_scale : f.grad_scale * f.clip->coef;
+}
+
+/* Of element i of the list, times `scale`; 0 if not local. */
+__device__ static inline double
+square(const ct_factored &f, double scale, size_t i)
 {
     double x = 0.0;
     if (i < f.begin || i - f.begin >= f.n) {
@@ -26,7 +32,7 @@ square(const ct_factored &f, size_t i)
     }
     ct_visit_float(f.grad_dtype, [&](auto tag) {
         typedef typename decltype(tag)::type element;
-        x = (double)ct_load(((const element *)f.grad)[i - f.begin]) * f.grad_scale;
+        x = (double)ct_load(((const element *)f.grad)[i - f.begin]) * scale;
     });
     return x * x;
 }
@@ -36,10 +42,11 @@ rows_kernel(const ct_factored __grid_constant__ f)
 {
     const size_t lane = threadIdx.x % ct_warp_size, warp = threadIdx.x / ct_warp_size;
     const size_t n = f.matrices * f.rows, step = gridDim.x * rows_of_block;
+    const double scale = grad_scale_of(f);
     for (size_t row = blockIdx.x * rows_of_block + warp; row < n; row += step) {
         double sum = 0.0;
         for (size_t j = lane; j < f.cols; j += ct_warp_size) {
-            sum += square(f, row * f.cols + j);
+            sum += square(f, scale, row * f.cols + j);
         }
         sum = ct_warp_sum(CT_NORM_ONE, sum);
         if (lane == 0) {
@@ -52,6 +59,7 @@ CT_KERNEL
 columns_kernel(const ct_factored __grid_constant__ f, size_t slabs, double *sums)
 {
     const size_t n = f.matrices * slabs * f.cols;
+    const double scale = grad_scale_of(f);
     const size_t step = (size_t)gridDim.x * blockDim.x;
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
         const size_t slab = i / f.cols, col = i % f.cols;
@@ -59,7 +67,7 @@ columns_kernel(const ct_factored __grid_constant__ f, size_t slabs, double *sums
         const size_t end = begin + slab_rows < f.rows ? begin + slab_rows : f.rows;
         double sum = 0.0;
         for (size_t row = begin; row < end; row++) {
-            sum += square(f, (slab / slabs * f.rows + row) * f.cols + col);
+            sum += square(f, scale, (slab / slabs * f.rows + row) * f.cols + col);
         }
         sums[i] = sum;
     }
@@ -155,11 +163,20 @@ blend(const ct_factored &f, void *average, size_t i, double mean)
     put(f.state_dtype, average, i, old * f.decay + (1.0 - f.decay) * (mean + f.eps));
 }
 
+__device__ static inline bool
+is_skipped(const ct_factored &f)
+{
+    return f.clip != NULL && f.clip->skip;
+}
+
 CT_KERNEL
 finish_columns_kernel(const ct_factored __grid_constant__ f)
 {
     const size_t n = f.matrices * f.cols, step = (size_t)gridDim.x * blockDim.x;
     const double *sums = f.sums + f.matrices * f.rows;
+    if (is_skipped(f)) {
+        return;
+    }
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
         blend(f, f.col, i, sums[i] / (double)f.rows);
         put(f.real, f.col_factor, i, 1.0 / sqrt(get(f.state_dtype, f.col, i)));
@@ -170,6 +187,9 @@ CT_KERNEL
 finish_rows_kernel(const ct_factored __grid_constant__ f)
 {
     __shared__ double mean;
+    if (is_skipped(f)) {
+        return;
+    }
     for (size_t matrix = blockIdx.x; matrix < f.matrices; matrix += gridDim.x) {
         const size_t first = matrix * f.rows;
         double sum = 0.0;

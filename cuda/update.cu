@@ -34,15 +34,21 @@ struct scales_grads<Constants, decltype((void)Constants::grad_scale)> {
 /* Constants in the type that is computed in. */
 template <typename Rule, typename Real>
 __device__ static inline auto
-rounded(const ct_rule_coef *constants, const update_options &options)
+rounded(const ct_rule_coef *constants, const ct_clip_outcome *clip)
 {
     auto c = Rule::rounded(constants, Real());
     if constexpr (scales_grads<decltype(c)>::value) {
-        if (options.clip != NULL) {
-            c.grad_scale = (Real)(constants->grad_scale * options.clip->coef);
+        if (clip != NULL) {
+            c.grad_scale = (Real)(constants->grad_scale * clip->coef);
         }
     }
     return c;
+}
+
+__device__ static inline bool
+is_skipped(const ct_clip_outcome *clip)
+{
+    return clip != NULL && clip->skip;
 }
 
 /* ---- a chunk --------------------------------------------------------------------- */
@@ -284,7 +290,7 @@ __device__ static inline void
 update(const ct_cuda_update_operand &operand, const ct_rule_coef *constants,
        const ct_cuda_range &range, const update_options &options)
 {
-    const auto c = rounded<Rule, Real>(constants, options);
+    const auto c = rounded<Rule, Real>(constants, options.clip);
     each_of<Rule, Real>(
         operand, range,
         [&](size_t i, values<Rule, Real> x) {
@@ -304,7 +310,7 @@ update_quantized(const ct_cuda_update_operand &operand, const ct_rule_coef *cons
                  const ct_cuda_range &range, const update_options &options)
 {
     __shared__ float middles[CT_RULE_MAX_STATES][CT_QUANT_MAP_SIZE];
-    const auto c = rounded<Rule, Real>(constants, options);
+    const auto c = rounded<Rule, Real>(constants, options.clip);
     for (int k = 0; k < Rule::n_states; k++) {
         ct_fill_middles(middles[k], operand, k);
     }
@@ -465,7 +471,7 @@ update_compact(const ct_cuda_update_operand &operand, const ct_rule_coef *consta
                const ct_cuda_range &range, const update_options &options,
                const float *parts)
 {
-    const auto c = rounded<Rule, float>(constants, options);
+    const auto c = rounded<Rule, float>(constants, options.clip);
     const size_t row = ct_row<CT_COMPACT_ELEMS>::elems;
     size_t first = range.begin;
     for (; operand.wide && first + row <= range.end; first += row) {
@@ -486,7 +492,7 @@ __device__ static inline void
 each_chunk(const update_batch &batch, update_options &options, F f)
 {
     __shared__ ct_cuda_update_operand operand;
-    if (options.clip != NULL && options.clip->skip) {
+    if (is_skipped(options.clip)) {
         return;
     }
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
@@ -794,9 +800,10 @@ struct measure_operand : ct_cuda_update_operand {
 
 template <typename Rule, typename Real>
 __device__ static void
-measure_range(const measure_operand &operand, const ct_cuda_range &range, double *sums)
+measure_range(const measure_operand &operand, const ct_cuda_range &range,
+              const ct_clip_outcome *clip, double *sums)
 {
-    const auto c = Rule::rounded(&operand.constants, Real());
+    const auto c = rounded<Rule, Real>(&operand.constants, clip);
     const auto measure = [&](Real grad, Real *param, Real *state) {
         Real terms[CT_MEASURES];
         Rule::measure(&c, grad, *param, state, terms);
@@ -828,13 +835,16 @@ measure_range(const measure_operand &operand, const ct_cuda_range &range, double
 template <typename Rule, typename Real>
 CT_KERNEL_BY(sizeof(Real) == 8 ? 2 : 3) /* sums in double, besides */
 measure_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
-               double *partials)
+               const ct_clip_outcome *clip, double *partials)
 {
+    if (is_skipped(clip)) {
+        return;
+    }
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
         const ct_cuda_range range = ct_cuda_range_of(batch, chunk);
         const measure_operand &operand = batch.operands[range.operand];
         double sums[CT_MEASURES] = {};
-        measure_range<Rule, Real>(operand, range, sums);
+        measure_range<Rule, Real>(operand, range, clip, sums);
         for (int m = 0; m < CT_MEASURES; m++) {
             const double sum = ct_block_sum(CT_NORM_ONE, sums[m]);
             if (threadIdx.x == 0) {
@@ -846,8 +856,11 @@ measure_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
 
 CT_KERNEL
 fold_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
-            const double *partials, double *sums)
+            const ct_clip_outcome *clip, const double *partials, double *sums)
 {
+    if (is_skipped(clip)) {
+        return;
+    }
     for (uint32_t i = blockIdx.x; i < batch.n_operands; i += gridDim.x) {
         const uint32_t begin = i == 0 ? 0 : batch.chunk_end[i - 1];
         const uint32_t n = batch.chunk_end[i] - begin;
@@ -895,11 +908,11 @@ enqueue(void *stream, double **next, const ct_update &u, bool in_double, double 
         },
         [&](const ct_cuda_batch<measure_operand> &batch) {
             CT_LAUNCH(kernel, ct_cuda_grid_size(batch.n_chunks), ct_cuda_block_size,
-                      stream, batch, *next);
+                      stream, batch, u.clip, *next);
             ct_status status = ct_cuda_launched("launch measure", err);
             if (status == CT_OK) {
                 CT_LAUNCH(fold_kernel, ct_cuda_grid_size(batch.n_operands),
-                          ct_cuda_block_size, stream, batch, *next, sums);
+                          ct_cuda_block_size, stream, batch, u.clip, *next, sums);
                 status = ct_cuda_launched("launch measure's last sums", err);
             }
             *next += (size_t)CT_MEASURES * batch.n_chunks;
@@ -937,12 +950,15 @@ ct_cuda_measure(void *stream, ct_scratch *scratch, const ct_update *update,
 struct settle_operand {
     size_t n; /* 1: empty spans are settled, too */
     size_t number, whole;
+    void *rms; /* of the type `real` */
+    ct_dtype real;
     ct_rule_coef constants;
 };
 
 CT_KERNEL
 settle_kernel(const ct_cuda_batch<settle_operand> __grid_constant__ batch,
-              const double *sums, ct_rule rule, ct_rule_coef *settled)
+              const double *sums, ct_rule rule, const ct_clip_outcome *clip,
+              ct_rule_coef *settled)
 {
     const uint32_t step = gridDim.x * blockDim.x;
     for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < batch.n_operands;
@@ -951,6 +967,9 @@ settle_kernel(const ct_cuda_batch<settle_operand> __grid_constant__ batch,
         ct_rule_coef coef = operand.constants;
         ct_rule_settle(rule, &coef, sums + CT_MEASURES * operand.number, operand.whole);
         settled[operand.number] = coef;
+        if (!is_skipped(clip)) {
+            ct_update_keep_rms(operand.rms, operand.real, &coef);
+        }
     }
 }
 
@@ -967,11 +986,16 @@ ct_cuda_settle(void *stream, const ct_update *update, const double *sums,
         u.n_spans,
         [&](size_t i) {
             const ct_update_span &span = u.spans[i];
-            return settle_operand{1, i, ct_update_whole(&span), u.coefs[span.coef]};
+            return settle_operand{1,
+                                  i,
+                                  ct_update_whole(&span),
+                                  span.rms,
+                                  ct_update_real(&span),
+                                  u.coefs[span.coef]};
         },
         [&](const ct_cuda_batch<settle_operand> &batch) {
             CT_LAUNCH(settle_kernel, 1, ct_cuda_block_size, stream, batch, sums, u.rule,
-                      settled);
+                      u.clip, settled);
             return ct_cuda_launched("launch settle", err);
         });
 }

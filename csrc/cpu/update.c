@@ -424,17 +424,31 @@ copy(const update_tile *s, const void *param)
     put(s, &tile, span->copy, span->copy_dtype);
 }
 
+static ct_rule_coef
+constants_of(const ct_update *update, const ct_rule_coef *constants)
+{
+    ct_rule_coef coef = *constants;
+    /* Muon's step has a direction for its gradient, and no factor. */
+    if (update->clip != NULL && update->rule != CT_RULE_descend) {
+        coef.grad_scale *= update->clip->coef;
+    }
+    return coef;
+}
+
+static bool
+is_skipped(const ct_update *update)
+{
+    return update->clip != NULL && update->clip->skip;
+}
+
 static void
 run_tile(const ct_update *update, const update_tile *s)
 {
     const ct_update_span *span = s->span;
     operand_tiles tiles;
     const ct_operands at = borrow_operands(s, &tiles);
-    ct_rule_coef coef =
-        span->settled != NULL ? *span->settled : update->coefs[span->coef];
-    if (update->clip != NULL) {
-        coef.grad_scale *= update->clip->coef;
-    }
+    const ct_rule_coef coef = constants_of(
+        update, span->settled != NULL ? span->settled : &update->coefs[span->coef]);
     rules[update->rule][s->isa][s->real](&coef, &at, s->n);
     write_states(s, &at);
     if (span->correction != NULL) {
@@ -573,7 +587,7 @@ ct_cpu_update(void *stream, ct_update_table *table, const ct_update *update,
     if (status == CT_OK) {
         status = ct_update_check(update, err);
     }
-    if (status == CT_OK && (update->clip == NULL || !update->clip->skip)) {
+    if (status == CT_OK && !is_skipped(update)) {
         prepare_searches(&job);
         ct_pool_run(run_batch, &job, job.partition.n_batches);
     }
@@ -621,8 +635,8 @@ measure_tile(const ct_update *update, const update_tile *s, double *lanes)
 {
     operand_tiles tiles;
     const ct_operands at = borrow_operands(s, &tiles);
-    measures[update->rule][s->isa][s->real](&update->coefs[s->span->coef], &at, s->n,
-                                            lanes);
+    const ct_rule_coef coef = constants_of(update, &update->coefs[s->span->coef]);
+    measures[update->rule][s->isa][s->real](&coef, &at, s->n, lanes);
     write_states(s, &at);
 }
 
@@ -666,7 +680,10 @@ ct_cpu_measure(void *stream, ct_scratch *scratch, const ct_update *update, doubl
     if (status == CT_OK) {
         status = ct_cpu_scratch_grow(scratch, n_partial * sizeof(double), err);
     }
-    if (status == CT_OK) {
+    if (status == CT_OK && is_skipped(update)) {
+        memset(sums, 0, CT_MEASURES * update->n_spans * sizeof *sums);
+    }
+    else if (status == CT_OK) {
         job.partial = scratch->data;
         ct_partition_run(&job.partition, measure_piece, &job);
         ct_partition_fold(&job.partition, job.partial, CT_MEASURES, update->n_spans,
@@ -687,6 +704,9 @@ ct_cpu_settle(void *stream, const ct_update *update, const double *sums,
         settled[i] = update->coefs[span->coef];
         ct_rule_settle(update->rule, &settled[i], sums + CT_MEASURES * i,
                        ct_update_whole(span));
+        if (!is_skipped(update)) {
+            ct_update_keep_rms(span->rms, ct_update_real(span), &settled[i]);
+        }
     }
     return status;
 }

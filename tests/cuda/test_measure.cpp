@@ -154,9 +154,26 @@ check_settled(ct_rule rule, const ct_rule_coef &got, const ct_rule_coef &expecte
     }
 }
 
+static bool
+keeps_rms(ct_rule rule)
+{
+    return rule == CT_RULE_adafactor || rule == CT_RULE_adafactor_momentum;
+}
+
+static void
+check_rms(const ct_update_span &span, const ct_rule_coef &settled, const void *kept)
+{
+    const double rms = settled.adafactor.rms;
+    const ct_dtype real = ct_update_real(&span);
+    CHECK(get(real, kept, 0) == (real == CT_F64 ? rms : (double)(float)rms) ||
+          (span.n == 0 && isnan(get(real, kept, 0))));
+}
+
+/* With a skipped update nothing changes; else the factor is one among the constants. */
 static void
 check_rule(ct_rule rule)
 {
+    const outcome_twin clipped(0.3, 0), skipped(0.3, 1);
     random_numbers numbers = {3};
     operands all;
     size_t k = 0;
@@ -164,20 +181,51 @@ check_rule(ct_rule rule)
         all.add(n, k++, &numbers);
     }
     all.collect();
-    std::vector<ct_rule_coef> coefs, on_host(k);
+    std::vector<ct_rule_coef> coefs, scaled, on_host(k);
     for (size_t c = 0; c < CT_RULE_VARIANTS; c++) {
         coefs.push_back(ct_rule_example(rule, c));
+        scaled.push_back(coefs[c]);
+        scaled[c].grad_scale *= 0.3;
     }
+    twin rms(CT_F64, k, 0); /* a double each, or a float */
+    rms.fill(&numbers, 0.1, 1.0);
+    for (size_t i = 0; i < k && keeps_rms(rule); i++) {
+        all.host[i].rms = (double *)rms.host.data() + i;
+        all.device[i].rms = (double *)rms.device() + i;
+    }
+    const auto contents = [&] {
+        std::vector<std::vector<unsigned char>> found = {rms.host, rms.download()};
+        for (const auto *list : {&all.params, &all.first, &all.second}) {
+            for (const twin &it : *list) {
+                found.push_back(it.host);
+                found.push_back(it.download());
+            }
+        }
+        return found;
+    };
+    const auto before = contents();
     ct_update update = {};
     update.rule = rule;
     update.coefs = coefs.data();
     update.n_spans = k;
-    update.spans = all.device.data();
-    const std::vector<ct_rule_coef> on_device = measure_on_device(update);
     ct_scratch scratch = {};
     ct_error err;
-    update.spans = all.host.data();
     std::vector<double> sums(CT_MEASURES * k);
+    update.spans = all.device.data();
+    update.clip = skipped.device;
+    (void)measure_on_device(update);
+    update.spans = all.host.data();
+    update.clip = &skipped.host;
+    check_ok(ct_device_cpu.measure(NULL, &scratch, &update, sums.data(), &err), err);
+    check_ok(ct_device_cpu.settle(NULL, &update, sums.data(), on_host.data(), &err),
+             err);
+    CHECK(contents() == before);
+    update.spans = all.device.data();
+    update.clip = clipped.device;
+    const std::vector<ct_rule_coef> on_device = measure_on_device(update);
+    update.spans = all.host.data();
+    update.coefs = scaled.data();
+    update.clip = NULL;
     check_ok(ct_device_cpu.measure(NULL, &scratch, &update, sums.data(), &err), err);
     check_ok(ct_device_cpu.settle(NULL, &update, sums.data(), on_host.data(), &err),
              err);
@@ -186,6 +234,10 @@ check_rule(ct_rule rule)
         CHECK(all.first[i].agree() && all.second[i].agree() && all.params[i].agree());
         if (all.host[i].n != 0) {
             check_settled(rule, on_device[i], on_host[i], all.host[i].n);
+        }
+        if (keeps_rms(rule)) {
+            check_rms(all.host[i], on_device[i], rms.download().data() + 8 * i);
+            check_rms(all.host[i], on_host[i], rms.host.data() + 8 * i);
         }
     }
 }
@@ -220,6 +272,7 @@ check_factors(size_t matrices, size_t rows, size_t cols, ct_dtype grad_dtype,
               ct_dtype real, size_t begin = 0, size_t missing = 0)
 {
     random_numbers numbers = {12};
+    const outcome_twin clipped(0.3, 0), skipped(0.3, 1);
     const size_t n = matrices * rows * cols - begin - missing;
     twin grad(grad_dtype, n, 1), row(real, matrices * rows, 0);
     twin col(real, matrices * cols, 0), row_factor(real, row.n, 0);
@@ -245,7 +298,15 @@ check_factors(size_t matrices, size_t rows, size_t cols, ct_dtype grad_dtype,
                      real,
                      0.7,
                      0.8,
-                     1e-3};
+                     1e-3,
+                     skipped.device};
+    const std::vector<unsigned char> empty = row_factor.download();
+    const auto rows_before = row.host, cols_before = col.host;
+    check_ok(ct_device_cuda.factor_sums(stream(), &on_device, &f, 1, &err), err);
+    check_ok(ct_device_cuda.factor(stream(), &f, 1, &err), err);
+    CHECK(row.download() == rows_before && col.download() == cols_before);
+    CHECK(row_factor.download() == empty);
+    f.clip = clipped.device;
     check_ok(ct_device_cuda.factor_sums(stream(), &on_device, &f, 1, &err), err);
     check_ok(ct_device_cuda.factor(stream(), &f, 1, &err), err);
     f.grad = grad.host.data();
@@ -254,6 +315,11 @@ check_factors(size_t matrices, size_t rows, size_t cols, ct_dtype grad_dtype,
     f.col = col.host.data();
     f.row_factor = row_factor.host.data();
     f.col_factor = col_factor.host.data();
+    f.clip = &skipped.host;
+    check_ok(ct_device_cpu.factor(NULL, &f, 1, &err), err);
+    CHECK(row.host == rows_before && col.host == cols_before);
+    f.clip = NULL;
+    f.grad_scale *= 0.3;
     check_ok(ct_device_cpu.factor_sums(NULL, &on_host, &f, 1, &err), err);
     check_ok(ct_device_cpu.factor(NULL, &f, 1, &err), err);
     for (const twin *array : {&sums, &row, &col, &row_factor, &col_factor}) {

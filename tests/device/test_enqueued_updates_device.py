@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tiny import Net
 
 import ctrainer
+from ctrainer import optim
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,7 +36,10 @@ RUNS = st.fixed_dictionaries(
         "lr_scheduler_type": st.sampled_from(["linear", "constant", "cosine"]),
         "warmup_steps": st.sampled_from([0, 3]),
         "optim": st.sampled_from(
-            ["adamw_torch", "sgd", "rmsprop", "adagrad", "adamw_compact"]
+            [
+                "adamw_torch", "sgd", "rmsprop", "adagrad", "adamw_compact",
+                "adafactor", "schedule_free_radam",
+            ]
         ),
         "average": st.sampled_from(
             [
@@ -68,6 +72,68 @@ def test_a_run_is_the_one_in_which_the_host_measures_first(
     assert any(notes.enqueued[1:])
     assert not any(others.enqueued)
     assert_same_runs(enqueued, measured)
+
+
+class Rounded(Net):
+    """Its weights are bfloat16's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> Any:
+        return super().forward(x.bfloat16(), labels)
+
+
+def muon(groups: Any, lr: float) -> optim.Composite:
+    """AdamW for what is no matrix."""
+    params = [p for group in groups for p in group["params"]]
+    matrices = [p for p in params if p.ndim == 2]
+    return optim.Composite(
+        [
+            {"params": matrices, "optimizer": optim.Muon, "lr": lr},
+            {"params": [p for p in params if p.ndim != 2], "lr": lr},
+        ]
+    )
+
+
+LARGE: dict[str, Any] = {"lr": 0.02}
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (optim.NAdam, LARGE),
+    (optim.FairseqNAG, {**LARGE, "momentum": 0.9}),
+    (optim.AdamWScheduleFree, {**LARGE, "warmup_steps": 3}),
+    (optim.SGDScheduleFree, {**LARGE, "momentum": 0.9}),
+    (optim.Adafactor, {**LARGE, "relative_step": False, "scale_parameter": False}),
+    (optim.Adafactor, {**LARGE, "beta1": 0.9, "relative_step": False}),
+    (optim.LAMB, {**LARGE, "max_grad_norm": 0.0}),
+    (optim.LARS, {**LARGE, "momentum": 0.9}),
+    (muon, LARGE),
+    (optim.AdamW, {**LARGE, "stochastic_rounding": True, "rounding_seed": 3}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(OPTIMIZERS)))
+def test_an_optimizer_that_keeps_more_than_a_count_is_enqueued(
+    tmp_path: Path, number: int
+) -> None:
+    """Its numbers are what they would be, also behind a skipped update, and in a run
+    that begins from there."""
+    kind, arguments = OPTIMIZERS[number]
+    options: dict[str, Any] = {
+        "optimizer": (kind, arguments), "max_grad_norm": 0.05, "logging_steps": 5,
+        "model": Rounded if "stochastic_rounding" in arguments else Net,
+    }  # fmt: skip
+    # Saving takes schedule-free weights to their average and back, with roundings.
+    options |= {"save_strategy": "steps", "save_steps": 6}
+    bad = {3, 21, 26, 57}  # the last update, too
+    enqueued, notes = run(tmp_path / "a", ctrainer.Trainer, bad, **options)
+    measured, others = run(tmp_path / "b", Measured, bad, **options)
+    assert notes.enqueued.count(True) >= UPDATES - 4  # the first, logged and saved
+    assert not any(others.enqueued)
+    assert_same_runs(enqueued, measured)
+    saved = str(tmp_path / "a" / "checkpoint-6")
+    again, _ = run(tmp_path / "c", ctrainer.Trainer, bad, resume=saved, **options)
+    assert_same_runs(enqueued, again)
 
 
 class Buffered(Net):
@@ -176,8 +242,13 @@ class Counted(Net):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"fp16": True}, {"model": Counted}], ids=["plain", "fp16", "counts"]
-)
+    "options",
+    [
+        {}, {"fp16": True}, {"model": Counted}, {"optim": "adafactor"},
+        {"optim": "schedule_free_adamw"}, {"optimizer": (muon, LARGE)},
+    ],
+    ids=["plain", "fp16", "counts", "adafactor", "schedule-free", "muon"],
+)  # fmt: skip
 def test_a_hundred_updates_wait_for_nothing(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -210,7 +281,8 @@ def test_ranks_enqueue_the_updates_that_they_would_measure(tmp_path: Path) -> No
         assert found["enqueued"] == {
             "plain": True, "clipped": True, "kept": True, "accumulated": True,
             "averaged": True, "fp16": True, "sharded": True, "sharded, fp16": True,
-            "unused": True, "heard": False, "alone": True,
+            "unused": True, "heard": False, "alone": True, "adafactor": True,
+            "adafactor, sharded": True, "schedule-free, fp16": True,
         }  # fmt: skip
         assert found["waits"].keys() == {"", "full_shard"}
         for enqueued, measured in found["waits"].values():

@@ -54,6 +54,7 @@ def run(
     gc.collect()  # groups of earlier Trainers wait for the device when they are left
     resume, callbacks = options.pop("resume", None), options.pop("callbacks", [])
     model = options.pop("model", Net)
+    optimizer = options.pop("optimizer", None)
     args = arguments(
         output_dir=str(folder), seed=5, learning_rate=1e-2,
         per_device_train_batch_size=5,
@@ -62,7 +63,7 @@ def run(
     notes = Notes()
     trainer = cls(
         model().to(args.device), args, train_dataset=data(bad),
-        callbacks=[notes, *callbacks],
+        callbacks=[notes, *callbacks], optimizer_cls_and_kwargs=optimizer,
     )  # fmt: skip
     trainer.remove_callback(ctrainer.PrinterCallback)
     notes.trainer = trainer
@@ -77,7 +78,9 @@ def assert_same_runs(one: Any, other: Any) -> None:
         torch.testing.assert_close(a.cpu(), b.cpu(), rtol=0, atol=0, equal_nan=True)
     for trainer in (one, other):
         assert trainer._enqueued_engine is None
-    states = [t.optimizer.state_dict()["state"] for t in (one, other)]
+    saved = [t.optimizer.state_dict() for t in (one, other)]
+    assert str(saved[0]["param_groups"]) == str(saved[1]["param_groups"])
+    states = [s["state"] for s in saved]
     for key in states[0]:
         for name, value in states[0][key].items():
             found = torch.as_tensor(states[1][key][name]).cpu()

@@ -70,6 +70,7 @@ OptimEngine_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->average);
     Py_VISIT(self->disk);
     Py_VISIT(self->shards);
+    Py_VISIT(self->groups);
     for (size_t k = 0; k < self->n_slots; k++) {
         const optim_slot *slot = &self->slots[k];
         Py_VISIT(slot->param);
@@ -93,6 +94,7 @@ OptimEngine_clear(PyObject *op)
     ct_optim_set_disk(((OptimEngine *)op)->core, NULL, 0);
     Py_CLEAR(((OptimEngine *)op)->disk);
     Py_CLEAR(((OptimEngine *)op)->shards);
+    Py_CLEAR(((OptimEngine *)op)->groups);
     return 0;
 }
 

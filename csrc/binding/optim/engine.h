@@ -114,6 +114,7 @@ typedef struct OptimEngine {
     int busy;          /* > 0: a pass or a plan is under way; nothing may be changed */
     bool measured;     /* the last update measured its gradients */
     bool enqueued;     /* the result of the last update is still on the device */
+    PyObject *groups;  /* param_groups at the last update, or NULL before the first */
     ct_step_result result;   /* of the last update */
     bool capturing;          /* the current update is of a graph */
     ct_step_config captured; /* of the update in a graph */
@@ -146,7 +147,7 @@ int
 optim_parse_options(PyObject *const *args, ct_step_config *config, double *loss_scale);
 
 /* Writes the live options after an update into the wrapper's groups. */
-int optim_write_groups(OptimEngine *self, PyObject *wrapper);
+int optim_write_groups(OptimEngine *self, PyObject *groups);
 
 /* Finds the entries of the wrapper's state; makes and reads the state of one slot,
  * whose parameter is `view`; notes the entries after that. */

@@ -775,10 +775,9 @@ write_group(OptimEngine *self, PyObject *group, size_t g)
 }
 
 int
-optim_write_groups(OptimEngine *self, PyObject *wrapper)
+optim_write_groups(OptimEngine *self, PyObject *groups)
 {
-    PyObject *groups = PyObject_GetAttr(wrapper, self->state->str_param_groups);
-    int result = groups == NULL ? -1 : 0;
+    int result = 0;
     for (size_t g = 0;
          result == 0 && PyList_Check(groups) && g < (size_t)PyList_GET_SIZE(groups) &&
          g < ct_optim_n_groups(self->core);
@@ -787,7 +786,6 @@ optim_write_groups(OptimEngine *self, PyObject *wrapper)
         result = write_group(self, group, g);
         Py_DECREF(group);
     }
-    Py_XDECREF(groups);
     return result;
 }
 

@@ -409,25 +409,48 @@ measure(OptimEngine *self, const ct_step_config *config, double loss_scale)
     return failed;
 }
 
+/* Keeps the wrapper's param_groups until the update's changes there are final. */
 static int
-apply(OptimEngine *self, const ct_step_config *config, double loss_scale)
+take_groups(OptimEngine *self, PyObject *wrapper)
 {
-    const ct_step_scale scale = {.now = loss_scale};
-    return run(self, APPLY, config, &scale, &self->result) < 0 ? -1
-           : self->result.updated                              ? optim_count_steps(self)
-                                                               : 0;
+    PyObject *groups = PyObject_GetAttr(wrapper, self->state->str_param_groups);
+    if (groups == NULL) {
+        return -1;
+    }
+    Py_XSETREF(self->groups, groups);
+    return 0;
+}
+
+/* After an update, or after one that was taken back. */
+static int
+write_counts(OptimEngine *self)
+{
+    return optim_count_steps(self) < 0 ? -1 : optim_write_groups(self, self->groups);
 }
 
 static int
-enqueue(OptimEngine *self, const ct_step_config *config, const ct_step_scale *scale)
+apply(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
+      double loss_scale)
 {
-    if (run(self, ENQUEUE, config, scale, NULL) < 0) {
+    const ct_step_scale scale = {.now = loss_scale};
+    return take_groups(self, wrapper) < 0 ||
+                   run(self, APPLY, config, &scale, &self->result) < 0
+               ? -1
+           : self->result.updated ? write_counts(self)
+                                  : 0;
+}
+
+static int
+enqueue(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
+        const ct_step_scale *scale)
+{
+    if (take_groups(self, wrapper) < 0 || run(self, ENQUEUE, config, scale, NULL) < 0) {
         return -1;
     }
     self->enqueued = self->measured = true;
     self->result = (ct_step_result){
         .grad_norm = Py_NAN, .clip_coef = 1.0, .finite = true, .updated = true};
-    return optim_count_steps(self);
+    return write_counts(self);
 }
 
 int
@@ -440,7 +463,7 @@ optim_await(OptimEngine *self)
     self->busy++;
     const int failed = run(self, AWAIT, NULL, NULL, &self->result);
     self->busy--;
-    return failed ? -1 : self->result.updated ? 0 : optim_count_steps(self);
+    return failed ? -1 : self->result.updated ? 0 : write_counts(self);
 }
 
 /* Reads parameters and gradients and marks the engine busy; -1 leaves it idle. */
@@ -476,8 +499,7 @@ finish(OptimEngine *self, PyObject *wrapper, const ct_step_config *config,
     int skip =
         result->spike || (!result->finite && config->nonfinite != CT_NONFINITE_KEEP);
     return (!skip && plan_operands(self, wrapper) < 0) ||
-                   apply(self, config, loss_scale) < 0 ||
-                   (self->result.updated && optim_write_groups(self, wrapper) < 0) ||
+                   apply(self, wrapper, config, loss_scale) < 0 ||
                    note_step(self, wrapper) < 0
                ? -1
                : 0;
@@ -545,8 +567,9 @@ ctpy_engine_enqueue(PyObject *engine, PyObject *op, const ct_step_config *config
         result = failed ? -1 : result;
         scale->next = view.span.data;
     }
-    if (result > 0 && (plan_operands(self, op) < 0 ||
-                       enqueue(self, config, scale) < 0 || note_step(self, op) < 0)) {
+    if (result > 0 &&
+        (plan_operands(self, op) < 0 || enqueue(self, op, config, scale) < 0 ||
+         note_step(self, op) < 0)) {
         result = -1;
     }
     end(self);
@@ -616,7 +639,7 @@ check_capturable(const OptimEngine *self, const ct_step_config *config, bool nor
                         "graph can have; these are on the CPU: leave the option out");
         return -1;
     }
-    if (!ct_optim_can_defer(self->core)) {
+    if (!ct_optim_can_capture(self->core)) {
         PyErr_SetString(
             PyExc_ValueError,
             "capturable=True: a graph cannot have the updates of optimizers "
@@ -652,7 +675,7 @@ update_capturable(OptimEngine *self, PyObject *wrapper, ct_step_config *config,
     config->capture = self->capturing ? CT_CAPTURE_NOW : CT_CAPTURE_LATER;
     if (!self->capturing) {
         return norm ? (plan_operands(self, wrapper) < 0 ||
-                               enqueue(self, config, &scale) < 0 ||
+                               enqueue(self, wrapper, config, &scale) < 0 ||
                                note_step(self, wrapper) < 0
                            ? -1
                            : 0)

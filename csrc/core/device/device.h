@@ -20,7 +20,7 @@ CT_BEGIN_DECLS
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 30
+#define CT_DEVICE_VERSION 31
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */
@@ -91,8 +91,8 @@ typedef ct_status ct_measure_fn(void *stream, ct_scratch *scratch,
                                 const ct_update *update, double *sums, ct_error *err);
 
 /* Step two: computes settled[i], the constants of spans[i] for step three (`update`),
- * from the sums over all parts of the span's parameter. All arrays lie in the device's
- * memory. */
+ * from the sums over all parts of the span's parameter, and spans[i].rms. All arrays
+ * lie in the device's memory. */
 typedef ct_status
 ct_settle_fn(void *stream, const ct_update *update, const double *sums,
              ct_rule_coef *settled, ct_error *err);

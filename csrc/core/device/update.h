@@ -66,6 +66,8 @@ typedef struct ct_update_span {
     /* Unless NULL, state[0] is not stored but row[b][i] * col[b][j] in matrix b. Both
      * arrays have the type of ct_update_real(). */
     const void *row, *col;
+    void *rms; /* Adafactor's root mean square of the parameter, of the type of
+                * ct_update_real(); written by the device table's `settle`; or NULL */
     /* Unless NULL, values for BF16 `param` or `copy` are rounded up or down at random,
      * in proportion to nearness. `first` is the number of element 0 among all
      * elements of the key and the step. */
@@ -87,6 +89,18 @@ ct_update_whole(const ct_update_span *span)
     return span->whole != 0 ? span->whole : span->n;
 }
 
+/* Writes the settled root mean square to `rms` unless NULL. */
+CT_HD static inline void
+ct_update_keep_rms(void *rms, ct_dtype real, const ct_rule_coef *settled)
+{
+    if (rms != NULL && real == CT_F64) {
+        *(double *)rms = settled->adafactor.rms;
+    }
+    else if (rms != NULL) {
+        *(float *)rms = (float)settled->adafactor.rms;
+    }
+}
+
 typedef struct ct_update {
     ct_rule rule;
     const ct_rule_coef *coefs;
@@ -94,8 +108,8 @@ typedef struct ct_update {
     size_t n_spans;
     bool zero_grads;
     double ema_decay; /* in [0, 1] */
-    /* Unless NULL, in the device's memory, for a rule that is not measured: coef is
-     * another factor of every gradient, and with `skip` nothing at all is written. */
+    /* Unless NULL, in the device's memory: coef is another factor of every gradient,
+     * and with `skip` no parameter, state or gradient is written. */
     const ct_clip_outcome *clip;
 } ct_update;
 
@@ -129,6 +143,7 @@ typedef struct ct_factored {
     void *col_factor; /* becomes 1 / sqrt(col) */
     ct_dtype grad_dtype, state_dtype, real;
     double grad_scale, decay, eps;
+    const ct_clip_outcome *clip; /* as in ct_update */
 } ct_factored;
 
 /* How many sums there are. */

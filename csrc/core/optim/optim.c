@@ -162,10 +162,11 @@ typedef struct group_cache {
 struct ct_optim {
     const ct_device *device;
     size_t n_groups, n_params;
-    size_t groups_capacity, caches_capacity, params_capacity;
+    size_t groups_capacity, before_capacity, caches_capacity, params_capacity;
     /* >= n_params: a step allocates nothing */
     size_t coefs_capacity, spans_capacity, owner_capacity;
     ct_optim_group *groups;
+    ct_optim_group *before; /* the groups before the last update */
     group_cache *caches;
     ct_optim_param *params;
     ct_rule_coef *coefs;
@@ -218,6 +219,7 @@ ct_optim_free(ct_optim *optim)
     ct_free(optim->coefs);
     ct_free(optim->params);
     ct_free(optim->caches);
+    ct_free(optim->before);
     ct_free(optim->groups);
     ct_free(optim);
 }
@@ -246,9 +248,13 @@ reserve(ct_optim *optim, size_t n_groups, size_t n_params, ct_error *err)
         size_t *capacity;
         size_t n, size;
     } arrays[] = {
-        ARRAY(groups, n_groups, ct_optim_group), ARRAY(caches, n_groups, group_cache),
-        ARRAY(params, n_params, ct_optim_param), ARRAY(coefs, n_params, ct_rule_coef),
-        ARRAY(spans, n_params, ct_update_span),  ARRAY(owner, n_params, uint32_t),
+        ARRAY(groups, n_groups, ct_optim_group),
+        ARRAY(before, n_groups, ct_optim_group),
+        ARRAY(caches, n_groups, group_cache),
+        ARRAY(params, n_params, ct_optim_param),
+        ARRAY(coefs, n_params, ct_rule_coef),
+        ARRAY(spans, n_params, ct_update_span),
+        ARRAY(owner, n_params, uint32_t),
     };
 #undef ARRAY
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
@@ -543,11 +549,20 @@ plan(ct_optim *optim, const ct_optim_pass *pass, rule_table *table, ct_error *er
 
 /* ---- the update ------------------------------------------------------------------ */
 
+static size_t
+product_bytes(const ct_optim_param *p)
+{
+    return p->product == NULL ? 0 : ct_dtype_size(p->product_dtype);
+}
+
 /* After the update has succeeded: a failed update is not counted, and may be
  * repeated. */
 static void
 count_steps(ct_optim *optim)
 {
+    if (optim->n_groups != 0) {
+        memcpy(optim->before, optim->groups, optim->n_groups * sizeof *optim->groups);
+    }
     for (size_t g = 0; g < optim->n_groups; g++) {
         const ct_optim_ops *ops = &ct_optim_kinds[optim->groups[g].kind];
         if (ops->advance != NULL) {
@@ -559,10 +574,29 @@ count_steps(ct_optim *optim)
         ct_optim_param *p = &optim->params[i];
         if (p->grad != NULL) {
             if (ops_of(optim, p)->count != NULL) {
+                memcpy(&p->last_product, p->product, product_bytes(p));
                 ops_of(optim, p)->count(&optim->groups[p->group], p);
             }
             p->step++;
         }
+    }
+}
+
+/* The counts are as before the last count_steps(). */
+static void
+take_counts_back(ct_optim *optim)
+{
+    for (size_t i = 0; i < optim->n_params; i++) {
+        ct_optim_param *p = &optim->params[i];
+        if (p->grad != NULL) {
+            if (ops_of(optim, p)->count != NULL) {
+                memcpy(p->product, &p->last_product, product_bytes(p));
+            }
+            p->step--;
+        }
+    }
+    if (optim->n_groups != 0) {
+        memcpy(optim->groups, optim->before, optim->n_groups * sizeof *optim->groups);
     }
 }
 
@@ -720,9 +754,21 @@ ct_optim_can_defer(const ct_optim *optim)
     bool can = true;
     for (size_t g = 0; can && g < optim->n_groups; g++) {
         const ct_optim_group *group = &optim->groups[g];
+        can = group->max_norm == 0.0 &&
+              !(group->kind == CT_OPTIM_LAMB && group->lamb.max_grad_norm > 0.0);
+    }
+    return can;
+}
+
+bool
+ct_optim_can_capture(const ct_optim *optim)
+{
+    bool can = ct_optim_can_defer(optim);
+    for (size_t g = 0; can && g < optim->n_groups; g++) {
+        const ct_optim_group *group = &optim->groups[g];
         const ct_optim_ops *ops = &ct_optim_kinds[group->kind];
-        can = group->max_norm == 0.0 && !group->stochastic && ops->advance == NULL &&
-              ops->count == NULL && !ct_rule_is_of_whole(ops->rule(group));
+        can = !group->stochastic && ops->advance == NULL && ops->count == NULL &&
+              !ct_rule_is_of_whole(ops->rule(group));
     }
     return can;
 }
@@ -785,8 +831,8 @@ ct_status
 ct_optim_await(ct_optim *optim, ct_clip_outcome *outcome, ct_error *err)
 {
     ct_status status = optim->device->read_end(&optim->read, outcome, err);
-    for (size_t i = 0; status == CT_OK && outcome->skip && i < optim->n_params; i++) {
-        optim->params[i].step -= optim->params[i].grad != NULL;
+    if (status == CT_OK && outcome->skip) {
+        take_counts_back(optim);
     }
     return status;
 }

@@ -92,6 +92,7 @@ typedef struct ct_optim_param {
     void *copy;    /* the model's parameter where param is its master copy, or NULL */
     void *ema;     /* the average of the parameter, or NULL */
     void *product; /* NAdam's, of all momenta so far, in [0, 1], in host memory */
+    double last_product; /* its bytes before the last update */
     size_t n;
     ct_part part;
     /* For random bits of stochastic rounding: element 0 is element `number` of a
@@ -122,7 +123,7 @@ typedef struct ct_optim_pass {
     double ema_decay;               /* of the parameters with an average, in [0, 1] */
     const ct_clip_outcome *outcome; /* unless NULL, of ct_optim_clip: a third factor,
                                        and whether anything is updated */
-    ct_capture capture;             /* for ct_optim_can_defer alone */
+    ct_capture capture;             /* for ct_optim_can_capture alone */
 } ct_optim_pass;
 
 typedef struct ct_optim ct_optim;
@@ -179,8 +180,7 @@ CT_NODISCARD ct_status ct_optim_update(ct_optim *optim, void *stream,
 /* ---- an update by a norm on the device ------------------------------------------- */
 
 /* Whether an update of such groups can be enqueued before the outcome of clipping is
- * known: elementwise rules, clipped all together, with counts that can be taken back.
- */
+ * known: all are clipped together, and no kind clips by a norm of its own. */
 bool ct_optim_can_defer(const ct_optim *optim);
 
 /* The ranks of an update that is enqueued: all update, or none. */
@@ -197,12 +197,17 @@ CT_NODISCARD ct_status ct_optim_clip(ct_optim *optim, void *stream,
                                      const ct_optim_ranks *ranks,
                                      const ct_clip_outcome **outcome, ct_error *err);
 
-/* Waits for the outcome of the last ct_optim_clip, and takes the counts of a skipped
- * update back. No other function but ct_optim_free is to be called in between. */
+/* Waits for the outcome of the last ct_optim_clip. After a skipped update the counts of
+ * parameters and the groups are as before that. No other function but ct_optim_free is
+ * to be called in between. */
 CT_NODISCARD ct_status ct_optim_await(ct_optim *optim, ct_clip_outcome *outcome,
                                       ct_error *err);
 
 /* ---- an update in a graph -------------------------------------------------------- */
+
+/* Whether a graph can have an update of such groups: one that can be deferred, by
+ * elementwise rules, with nothing that changes but counts of parameters. */
+bool ct_optim_can_capture(const ct_optim *optim);
 
 /* An update for CT_CAPTURE_NOW must be the same as the last one for CT_CAPTURE_LATER:
  * of the same parameters, by the same arrays; else ct_optim_update is CT_EINVAL. */

@@ -205,13 +205,19 @@ check_groups(const ct_rule_run *run, ct_error *err)
     return status;
 }
 
-/* Reading a double waits for the stream: collectives read the device's memory at once.
- */
+/* Runs a collective of the device's memory between the work on the stream so far and
+ * later work there. Unless the group orders that itself, the host waits for the stream,
+ * by reading a double. */
 static ct_status
-wait_for(const ct_rule_run *run, void *stream, ct_error *err)
+collect(const ct_rule_run *run, void *stream, ct_comm *comm, const ct_request *request,
+        ct_error *err)
 {
     double unused;
-    return run->device->read(stream, run->buffers->sums.data, &unused, err);
+    ct_status status =
+        comm->ops->follow != NULL
+            ? CT_OK
+            : run->device->read(stream, run->buffers->sums.data, &unused, err);
+    return status == CT_OK ? ct_comm_enqueue(comm, request, stream, err) : status;
 }
 
 /* n sums of one group in the device's memory become the sums over all its ranks. */
@@ -219,10 +225,10 @@ static ct_status
 reduce(const ct_rule_run *run, void *stream, ct_comm *comm, double *sums, size_t n,
        ct_error *err)
 {
-    const ct_span span = {sums, n, CT_F64};
-    ct_status status = wait_for(run, stream, err);
-    return status == CT_OK ? ct_comm_all_reduce(comm, &span, CT_REDUCE_SUM, err)
-                           : status;
+    const ct_request add = {
+        .what = CT_ALL_REDUCE, .op = CT_REDUCE_SUM, .in = {sums, n, CT_F64}
+    };
+    return collect(run, stream, comm, &add, err);
 }
 
 /* The sums of one group, side by side for one collective. */
@@ -416,6 +422,7 @@ factored_of(const ct_rule_run *run, size_t i, char *factors, double *sums)
         .grad_scale = coef->grad_scale,
         .decay = coef->beta2,
         .eps = coef->eps,
+        .clip = run->update.clip,
     };
 }
 
@@ -429,6 +436,9 @@ adafactor_list(ct_rule_run *run, ct_factored *list, ct_span *sums)
     for (size_t i = 0; i < run->update.n_spans; i++) {
         ct_update_span *span = &run->spans[i];
         sums[i] = (ct_span){at, 0, CT_F64};
+        span->rms = ct_update_whole(span) != 0
+                        ? run->params[run->owner[i]].state[CT_ADAFACTOR_RMS]
+                        : NULL;
         if (is_factored(run, i)) {
             list[n] = factored_of(run, i, factors, at);
             span->row = list[n].row_factor;
@@ -455,23 +465,6 @@ adafactor_factor(ct_rule_run *run, void *stream, ct_error *err)
         status = reduce_parts(run, stream, sums, err);
     }
     return status == CT_OK ? device->factor(stream, list, n, err) : status;
-}
-
-/* The parameters' root mean squares, out of the settled constants into the state. */
-static ct_status
-adafactor_keep_rms(ct_rule_run *run, void *stream, ct_error *err)
-{
-    ct_rule_coef *settled = run->buffers->settled.data;
-    const size_t n = run->update.n_spans;
-    ct_span *from = run->buffers->list, *to = from + n;
-    for (size_t i = 0; i < n; i++) {
-        const ct_optim_param *param = &run->params[run->owner[i]];
-        char *const rms = (char *)&settled[i] + offsetof(ct_adafactor_coef, rms);
-        from[i] = (ct_span){rms, ct_update_whole(&run->spans[i]) != 0, CT_F64};
-        to[i] = (ct_span){param->state[CT_ADAFACTOR_RMS], from[i].n,
-                          ct_update_real(&run->spans[i])};
-    }
-    return run->device->copy(stream, to, from, n, err);
 }
 
 /* ---- Muon: momentum, orthogonal direction, step ---------------------------------- */
@@ -589,6 +582,7 @@ muon_descend(const ct_rule_run *run, void *stream, size_t i, void *direction,
         .spans = &step,
         .n_spans = 1,
         .ema_decay = run->update.ema_decay,
+        .clip = run->update.clip,
     };
     return apply(run, stream, &update, err);
 }
@@ -751,9 +745,12 @@ static ct_status
 exchange(const distribution *d, ct_error *err)
 {
     const size_t n = ranks_of(d) * d->slot;
-    const ct_span in = {sent(d), n, d->dtype}, out = {received(d), n, d->dtype};
-    ct_status status = wait_for(d->run, d->stream, err);
-    return status == CT_OK ? ct_comm_all_to_all(d->comm, &out, &in, err) : status;
+    const ct_request swap = {
+        .what = CT_ALL_TO_ALL,
+        .in = {sent(d),     n, d->dtype},
+        .out = {received(d), n, d->dtype}
+    };
+    return collect(d->run, d->stream, d->comm, &swap, err);
 }
 
 static ct_status
@@ -946,9 +943,6 @@ ct_rule_run_update(ct_rule_run *run, void *stream, ct_error *err)
     }
     if (status == CT_OK && ct_rule_is_measured(rule)) {
         status = measure(run, stream, err);
-    }
-    if (status == CT_OK && is_adafactor(rule)) {
-        status = adafactor_keep_rms(run, stream, err);
     }
     return status == CT_OK ? apply(run, stream, &run->update, err) : status;
 }

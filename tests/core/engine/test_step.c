@@ -248,7 +248,145 @@ test_an_enqueued_step_that_keeps_infinities_counts(void)
     ct_optim_free(f.optim);
 }
 
-/* Groups whose rule has more to take back than a count, or measures by itself. */
+/* ---- all kinds, enqueued and measured -------------------------------------------- */
+
+enum {
+    ROWS = 5,
+    COLS = 3,
+    ELEMS = ROWS * COLS
+};
+
+/* A matrix, in bfloat16 where its updates are rounded at random. */
+typedef struct matrix {
+    ct_optim *optim;
+    double product;
+    float grad[ELEMS], param[ELEMS], state[CT_OPTIM_MAX_STATES][ELEMS];
+} matrix;
+
+static void
+matrix_init(matrix *m, const ct_optim_group *group)
+{
+    *m = (matrix){.product = 1.0, .optim = ct_optim_new(&ct_device_streamed)};
+    CHECK(m->optim != NULL && ct_optim_resize(m->optim, 1, 1, NULL) == CT_OK);
+    ct_optim_groups_borrow(m->optim)[0] = *group;
+    ct_optim_param *p = ct_optim_params_borrow(m->optim);
+    *p = (ct_optim_param){
+        .param = m->param,
+        .grad = m->grad,
+        .product = &m->product,
+        .product_dtype = CT_F64,
+        .n = ELEMS,
+        .ndim = 2,
+        .rows = ROWS,
+        .cols = COLS,
+        .dtype = group->stochastic ? CT_BF16 : CT_F32,
+        .state_dtype = CT_F32,
+    };
+    for (size_t k = 0; k < CT_OPTIM_MAX_STATES; k++) {
+        p->state[k] = m->state[k];
+    }
+}
+
+static void
+matrix_grad(matrix *m, uint64_t step, bool bad)
+{
+    ct_random numbers = {31 + step};
+    for (size_t i = 0; i < ELEMS; i++) {
+        m->grad[i] = (float)(2.0 * ct_random_unit(&numbers));
+    }
+    m->grad[ELEMS / 2] = bad ? INFINITY : m->grad[ELEMS / 2];
+}
+
+static void
+check_same_matrices(const matrix *a, const matrix *b)
+{
+    const ct_optim_param *p = ct_optim_params_borrow(a->optim);
+    const ct_optim_group *group = ct_optim_groups_borrow(a->optim);
+    const ct_optim_group *other = ct_optim_groups_borrow(b->optim);
+    CHECK(p->step == ct_optim_params_borrow(b->optim)->step);
+    CHECK(group->rounding.step == other->rounding.step);
+    if (group->kind == CT_OPTIM_NAG) {
+        CHECK(memcmp(&group->nag, &other->nag, sizeof group->nag) == 0);
+    }
+    if (group->kind == CT_OPTIM_SCHEDULE_FREE_ADAMW ||
+        group->kind == CT_OPTIM_SCHEDULE_FREE_RADAM) {
+        const ct_schedule_free_config *c = &group->schedule_free,
+                                      *d = &other->schedule_free;
+        CHECK(c->k == d->k && c->weight_sum == d->weight_sum);
+        CHECK(c->lr_max == d->lr_max && c->scheduled_lr == d->scheduled_lr);
+    }
+    CHECK(a->product == b->product);
+    CHECK(memcmp(a->param, b->param, sizeof a->param) == 0);
+    CHECK(memcmp(a->state, b->state, sizeof a->state) == 0);
+}
+
+static void
+test_an_enqueued_step_of_any_kind_is_the_measured_one(void)
+{
+    static const ct_schedule_free_config free = {.lr = 0.1,
+                                                 .beta1 = 0.9,
+                                                 .beta2 = 0.99,
+                                                 .eps = 1e-8,
+                                                 .weight_decay = 0.01,
+                                                 .r = 1.0,
+                                                 .weight_lr_power = 2.0,
+                                                 .warmup_steps = 3.0,
+                                                 .train_mode = true};
+    static const ct_muon_config muon = {
+        .lr = 0.1,
+        .momentum = 0.9,
+        .coefficients = {3.4, -4.7, 2.0},
+        .eps = 1e-7,
+        .steps = 3,
+        .nesterov = true
+    };
+    static const ct_optim_group groups[] = {
+        {.kind = CT_OPTIM_ADAMW, .adamw = {0.1, 0.9, 0.99, 1e-8, 0.01, true, true}},
+        {.kind = CT_OPTIM_SGD, .sgd = {.lr = 0.1, .momentum = 0.9}, .stochastic = true},
+        {.kind = CT_OPTIM_NADAM, .nadam = {0.1, 0.9, 0.99, 1e-8, 0.01, 4e-3, true}},
+        {.kind = CT_OPTIM_NAG, .nag = {0.1, NAN, 0.9, 0.01}},
+        {.kind = CT_OPTIM_SCHEDULE_FREE_ADAMW, .schedule_free = free},
+        {.kind = CT_OPTIM_SCHEDULE_FREE_RADAM, .schedule_free = free},
+        {.kind = CT_OPTIM_ADAFACTOR,
+         .adafactor = {0.1, 1e-30, 1e-3, 1.0, -0.8, 0.9, 0.01, true, true, false}},
+        {.kind = CT_OPTIM_ADAFACTOR,
+         .adafactor = {0.1, 1e-30, 1e-3, 1.0, -0.8, NAN, 0.01, true, true, false}},
+        {.kind = CT_OPTIM_LAMB,
+         .lamb = {0.1, 0.9, 0.99, 1e-6, 0.01, 0.0, true, true, true, false}},
+        {.kind = CT_OPTIM_LARS, .lars = {0.1, 0.9, 0.0, 0.1, 0.02, 1e-8, true, false}},
+        {.kind = CT_OPTIM_MUON, .muon = muon},
+    };
+    const ct_step_config config = {.clip.max_norm = 0.25};
+    for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
+        matrix a, b;
+        matrix_init(&a, &groups[i]);
+        matrix_init(&b, &groups[i]);
+        for (uint64_t step = 0; step < 8; step++) {
+            const bool bad = step == 0 || step == 3 || step == 4;
+            const ct_step_scale scale = {.now = 8.0};
+            ct_step_result found, expected;
+            matrix_grad(&a, step, bad);
+            matrix_grad(&b, step, bad);
+            CHECK(ct_step_can_enqueue(a.optim, &config));
+            CHECK(ct_step_enqueue(a.optim, &ct_the_stream, &config, &scale, NULL) ==
+                  CT_OK);
+            CHECK(ct_step_await(a.optim, &found, NULL) == CT_OK);
+            CHECK(ct_step_measure(b.optim, &ct_the_stream, &config, 8.0, &expected,
+                                  NULL) == CT_OK);
+            CHECK(ct_step_apply(b.optim, &ct_the_stream, &config, 8.0, &expected,
+                                NULL) == CT_OK);
+            CHECK(found.updated == !bad && expected.updated == !bad);
+            CHECK(bad ||
+                  (found.clip_coef < 1.0 && found.clip_coef == expected.clip_coef));
+            check_same_matrices(&a, &b);
+        }
+        CHECK(ct_optim_params_borrow(a.optim)->step == 5);
+        ct_optim_free(a.optim);
+        ct_optim_free(b.optim);
+    }
+}
+
+/* Groups with limits of their own. */
 static void
 test_a_step_is_measured_first_where_the_host_has_to_decide(void)
 {
@@ -261,11 +399,8 @@ test_a_step_is_measured_first_where_the_host_has_to_decide(void)
         {.clip.norm_type = 0.5},
     };
     static const ct_optim_group groups[] = {
-        {.kind = CT_OPTIM_SGD, .max_norm = 1.0},
-        {.kind = CT_OPTIM_SGD, .stochastic = true},
-        {.kind = CT_OPTIM_NADAM},
-        {.kind = CT_OPTIM_NAG},
-        {.kind = CT_OPTIM_LAMB},
+        {.kind = CT_OPTIM_SGD,  .max_norm = 1.0               },
+        {.kind = CT_OPTIM_LAMB, .lamb = {.max_grad_norm = 1.0}},
     };
     fixture f;
     fixture_init(&f, 1.0f, 1.0f);
@@ -388,6 +523,7 @@ main(void)
     test_an_enqueued_step_unscales_clips_and_updates();
     test_an_enqueued_step_that_is_skipped_is_not_counted();
     test_an_enqueued_step_that_keeps_infinities_counts();
+    test_an_enqueued_step_of_any_kind_is_the_measured_one();
     test_a_step_is_measured_first_where_the_host_has_to_decide();
     test_sums_are_those_of_each_gradient_of_each_group_and_of_all();
     test_a_spike_is_far_above_the_norms_before();

@@ -36,6 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "sharded, fp16": {"fsdp": "full_shard", "fp16": True},
     "unused": {"optim": "sgd", "model": Unused},
     "heard": {},
+    "adafactor": {"optim": "adafactor", "max_grad_norm": 0.05},
+    "adafactor, sharded": {"optim": "adafactor", "fsdp": "full_shard"},
+    "schedule-free, fp16": {"optim": "schedule_free_radam", "fp16": True},
     "alone": {"ddp_find_unused_parameters": False},
 }
 
