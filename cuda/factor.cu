@@ -2,10 +2,12 @@
  *
  * Three kernels add: a warp a row, a thread a column of a slab of rows, a thread the
  * slabs of a column. The gradient is read twice, along the rows both times. Of two that
- * finish, a thread does a column, a block the rows of a matrix. */
+ * finish, a thread does a column, a block the rows of a matrix. Each is one launch for
+ * the whole list, or as much of the list as a launch's parameters hold. */
 #include "element.cuh"
 #include "kernels.h"
 #include "reduce.cuh"
+#include "vector.cuh"
 
 static const size_t slab_rows = 128;
 static const size_t rows_of_block = ct_cuda_block_size / ct_warp_size;
@@ -16,124 +18,189 @@ slabs_of(const ct_factored &f)
     return (f.rows - 1) / slab_rows + 1;
 }
 
+struct factor_operand : ct_factored {
+    double *slab_sums; /* [matrices][slabs][cols] */
+    size_t slabs;
+    uint32_t blocks; /* of the launch */
+};
+
+typedef ct_cuda_batch<factor_operand> factor_batch;
+
+static inline size_t
+ct_cuda_operand_chunks(const factor_operand &operand)
+{
+    return operand.blocks;
+}
+
+/* f(operand, block of the operand) for each of the thread block's turns. */
+template <typename F>
+__device__ static inline void
+each_block(const factor_batch &batch, F f)
+{
+    for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
+        const uint32_t number = ct_cuda_operand_at(batch, chunk);
+        f(batch.operands[number],
+          chunk - (number == 0 ? 0 : batch.chunk_end[number - 1]));
+    }
+}
+
 __device__ static inline double
 grad_scale_of(const ct_factored &f)
 {
     return f.clip == NULL ? f.grad_scale : f.grad_scale * f.clip->coef;
 }
 
-/* Of element i of the list, times `scale`; 0 if not local. */
+/* The sum of squares of n elements of the list, of which the first is number `first`
+ * and the others follow each `step` further; elements of other ranks count as 0. Four
+ * are loaded before the first is used. */
 __device__ static inline double
-square(const ct_factored &f, double scale, size_t i)
+sum_of_squares(const ct_factored &f, size_t first, size_t step, size_t n)
 {
-    double x = 0.0;
-    if (i < f.begin || i - f.begin >= f.n) {
-        return x;
-    }
+    const double scale = grad_scale_of(f);
+    double sum = 0.0;
     ct_visit_float(f.grad_dtype, [&](auto tag) {
         typedef typename decltype(tag)::type element;
-        x = (double)ct_load(((const element *)f.grad)[i - f.begin]) * scale;
+        const element *const grad = ct_global((const element *)f.grad);
+        const auto load = [&](size_t k) { /* before `begin` the difference is huge */
+                                          const size_t i = first + k * step - f.begin;
+                                          return i < f.n
+                                                     ? (double)ct_load(grad[i]) * scale
+                                                     : 0.0;
+        };
+        size_t k = 0;
+        for (; k + 4 <= n; k += 4) {
+            const double x[4] = {load(k), load(k + 1), load(k + 2), load(k + 3)};
+            CT_UNROLL
+            for (int a = 0; a < 4; a++) {
+                sum += x[a] * x[a];
+            }
+        }
+        for (; k < n; k++) {
+            const double x = load(k);
+            sum += x * x;
+        }
     });
-    return x * x;
+    return sum;
 }
 
 CT_KERNEL
-rows_kernel(const ct_factored __grid_constant__ f)
+rows_kernel(const factor_batch __grid_constant__ batch)
 {
     const size_t lane = threadIdx.x % ct_warp_size, warp = threadIdx.x / ct_warp_size;
-    const size_t n = f.matrices * f.rows, step = gridDim.x * rows_of_block;
-    const double scale = grad_scale_of(f);
-    for (size_t row = blockIdx.x * rows_of_block + warp; row < n; row += step) {
-        double sum = 0.0;
-        for (size_t j = lane; j < f.cols; j += ct_warp_size) {
-            sum += square(f, scale, row * f.cols + j);
+    each_block(batch, [&](const factor_operand &f, size_t block) {
+        const size_t row = block * rows_of_block + warp;
+        if (row >= f.matrices * f.rows) {
+            return; /* the whole warp */
         }
+        const size_t n = (f.cols + ct_warp_size - 1 - lane) / ct_warp_size;
+        double sum = sum_of_squares(f, row * f.cols + lane, ct_warp_size, n);
         sum = ct_warp_sum(CT_NORM_ONE, sum);
         if (lane == 0) {
             f.sums[row] = sum;
         }
-    }
+    });
 }
 
 CT_KERNEL
-columns_kernel(const ct_factored __grid_constant__ f, size_t slabs, double *sums)
+columns_kernel(const factor_batch __grid_constant__ batch)
 {
-    const size_t n = f.matrices * slabs * f.cols;
-    const double scale = grad_scale_of(f);
-    const size_t step = (size_t)gridDim.x * blockDim.x;
-    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+    each_block(batch, [&](const factor_operand &f, size_t block) {
+        const size_t i = block * ct_cuda_block_size + threadIdx.x;
         const size_t slab = i / f.cols, col = i % f.cols;
-        const size_t begin = slab % slabs * slab_rows;
+        const size_t begin = slab % f.slabs * slab_rows;
         const size_t end = begin + slab_rows < f.rows ? begin + slab_rows : f.rows;
-        double sum = 0.0;
-        for (size_t row = begin; row < end; row++) {
-            sum += square(f, scale, (slab / slabs * f.rows + row) * f.cols + col);
+        if (i < f.matrices * f.slabs * f.cols) {
+            const size_t first = (slab / f.slabs * f.rows + begin) * f.cols + col;
+            f.slab_sums[i] = sum_of_squares(f, first, f.cols, end - begin);
         }
-        sums[i] = sum;
-    }
+    });
 }
 
 CT_KERNEL
-fold_columns_kernel(const ct_factored __grid_constant__ f, size_t slabs,
-                    const double *sums)
+fold_columns_kernel(const factor_batch __grid_constant__ batch)
 {
-    const size_t n = f.matrices * f.cols, step = (size_t)gridDim.x * blockDim.x;
-    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+    each_block(batch, [&](const factor_operand &f, size_t block) {
+        const size_t i = block * ct_cuda_block_size + threadIdx.x;
         const size_t matrix = i / f.cols, col = i % f.cols;
         double sum = 0.0;
-        for (size_t s = 0; s < slabs; s++) {
-            sum += sums[(matrix * slabs + s) * f.cols + col];
+        if (i >= f.matrices * f.cols) {
+            return;
+        }
+        for (size_t s = 0; s < f.slabs; s++) {
+            sum += f.slab_sums[(matrix * f.slabs + s) * f.cols + col];
         }
         f.sums[f.matrices * f.rows + i] = sum;
-    }
+    });
 }
 
-/* Blocks for n items, `each` to a block. */
-static unsigned
-blocks(size_t n, size_t each)
-{
-    const size_t wanted = (n - 1) / each + 1;
-    return wanted < ct_cuda_max_grid ? (unsigned)wanted : ct_cuda_max_grid;
-}
-
+/* A launch of the kernel for each batch of the list; items(f): how many an operand has,
+ * `each` to a block. slab_sums may be NULL where the kernel has none. */
+template <typename Items>
 static ct_status
-enqueue_sums(void *stream, const ct_factored &f, double *sums, ct_error *err)
+enqueue(void *stream, const char *what, decltype(&rows_kernel) kernel,
+        const ct_factored *list, size_t n, double *slab_sums, size_t each, Items items,
+        ct_error *err)
 {
-    const size_t slabs = slabs_of(f);
-    CT_LAUNCH(rows_kernel, blocks(f.matrices * f.rows, rows_of_block),
-              ct_cuda_block_size, stream, f);
-    ct_status status = ct_cuda_launched("launch factor_sums, rows", err);
-    if (status == CT_OK) {
-        CT_LAUNCH(columns_kernel,
-                  blocks(f.matrices * slabs * f.cols, ct_cuda_block_size),
-                  ct_cuda_block_size, stream, f, slabs, sums);
-        status = ct_cuda_launched("launch factor_sums, columns", err);
-    }
-    if (status == CT_OK) {
-        CT_LAUNCH(fold_columns_kernel, blocks(f.matrices * f.cols, ct_cuda_block_size),
-                  ct_cuda_block_size, stream, f, slabs, sums);
-        status = ct_cuda_launched("launch factor_sums, columns' slabs", err);
-    }
-    return status;
+    return ct_cuda_in_batches<factor_operand>(
+        n,
+        [&](size_t i) {
+            const ct_factored &f = list[i];
+            const size_t slabs = slabs_of(f);
+            const factor_operand operand = {f, slab_sums, slabs,
+                                            (uint32_t)((items(f) - 1) / each + 1)};
+            slab_sums += slab_sums == NULL ? 0 : f.matrices * slabs * f.cols;
+            return operand;
+        },
+        [&](const factor_batch &batch) {
+            CT_LAUNCH(kernel, ct_cuda_grid_size(batch.n_chunks), ct_cuda_block_size,
+                      stream, batch);
+            return ct_cuda_launched(what, err);
+        });
+}
+
+static size_t
+rows_in(const ct_factored &f)
+{
+    return f.matrices * f.rows;
+}
+
+static size_t
+columns_in(const ct_factored &f)
+{
+    return f.matrices * f.cols;
+}
+
+static size_t
+slab_columns_in(const ct_factored &f)
+{
+    return columns_in(f) * slabs_of(f);
 }
 
 ct_status
 ct_cuda_factor_sums(void *stream, ct_scratch *scratch, const ct_factored *list,
                     size_t n, ct_error *err)
 {
-    size_t most = 0;
+    size_t sums = 0;
     ct_status status = ct_factor_check(list, n, err);
     for (size_t i = 0; status == CT_OK && i < n; i++) {
-        const size_t sums = list[i].matrices * slabs_of(list[i]) * list[i].cols;
-        most = sums > most ? sums : most;
+        sums += slab_columns_in(list[i]);
     }
     if (status == CT_OK && n != 0) {
-        status = ct_cuda_scratch_grow(scratch, most * sizeof(double), err);
+        status = ct_cuda_scratch_grow(scratch, sums * sizeof(double), err);
     }
-    for (size_t i = 0; status == CT_OK && i < n; i++) {
-        status = enqueue_sums(stream, list[i], (double *)scratch->data, err);
+    double *const slabs = (double *)scratch->data;
+    if (status == CT_OK) {
+        status = enqueue(stream, "launch factor_sums, rows", rows_kernel, list, n, NULL,
+                         rows_of_block, rows_in, err);
     }
-    return status;
+    if (status == CT_OK) {
+        status = enqueue(stream, "launch factor_sums, columns", columns_kernel, list, n,
+                         slabs, ct_cuda_block_size, slab_columns_in, err);
+    }
+    return status == CT_OK ? enqueue(stream, "launch factor_sums, columns' slabs",
+                                     fold_columns_kernel, list, n, slabs,
+                                     ct_cuda_block_size, columns_in, err)
+                           : status;
 }
 
 /* ---- averages and factors -------------------------------------------------------- */
@@ -170,29 +237,28 @@ is_skipped(const ct_factored &f)
 }
 
 CT_KERNEL
-finish_columns_kernel(const ct_factored __grid_constant__ f)
+finish_columns_kernel(const factor_batch __grid_constant__ batch)
 {
-    const size_t n = f.matrices * f.cols, step = (size_t)gridDim.x * blockDim.x;
-    const double *sums = f.sums + f.matrices * f.rows;
-    if (is_skipped(f)) {
-        return;
-    }
-    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
-        blend(f, f.col, i, sums[i] / (double)f.rows);
+    each_block(batch, [&](const factor_operand &f, size_t block) {
+        const size_t i = block * ct_cuda_block_size + threadIdx.x;
+        if (i >= f.matrices * f.cols || is_skipped(f)) {
+            return;
+        }
+        blend(f, f.col, i, f.sums[f.matrices * f.rows + i] / (double)f.rows);
         put(f.real, f.col_factor, i, 1.0 / sqrt(get(f.state_dtype, f.col, i)));
-    }
+    });
 }
 
 CT_KERNEL
-finish_rows_kernel(const ct_factored __grid_constant__ f)
+finish_rows_kernel(const factor_batch __grid_constant__ batch)
 {
     __shared__ double mean;
-    if (is_skipped(f)) {
-        return;
-    }
-    for (size_t matrix = blockIdx.x; matrix < f.matrices; matrix += gridDim.x) {
+    each_block(batch, [&](const factor_operand &f, size_t matrix) {
         const size_t first = matrix * f.rows;
         double sum = 0.0;
+        if (is_skipped(f)) {
+            return; /* the whole block */
+        }
         for (size_t i = threadIdx.x; i < f.rows; i += blockDim.x) {
             blend(f, f.row, first + i, f.sums[first + i] / (double)f.cols);
             sum += get(f.state_dtype, f.row, first + i);
@@ -207,29 +273,20 @@ finish_rows_kernel(const ct_factored __grid_constant__ f)
             put(f.real, f.row_factor, first + i, 1.0 / sqrt(average / mean));
         }
         __syncthreads(); /* mean is free for the next matrix */
-    }
-}
-
-static ct_status
-enqueue(void *stream, const ct_factored &f, ct_error *err)
-{
-    CT_LAUNCH(finish_columns_kernel, blocks(f.matrices * f.cols, ct_cuda_block_size),
-              ct_cuda_block_size, stream, f);
-    ct_status status = ct_cuda_launched("launch factor, columns", err);
-    if (status == CT_OK) {
-        CT_LAUNCH(finish_rows_kernel, blocks(f.matrices, 1), ct_cuda_block_size, stream,
-                  f);
-        status = ct_cuda_launched("launch factor, rows", err);
-    }
-    return status;
+    });
 }
 
 ct_status
 ct_cuda_factor(void *stream, const ct_factored *list, size_t n, ct_error *err)
 {
     ct_status status = ct_factor_check(list, n, err);
-    for (size_t i = 0; status == CT_OK && i < n; i++) {
-        status = enqueue(stream, list[i], err);
+    if (status == CT_OK) {
+        status = enqueue(stream, "launch factor, columns", finish_columns_kernel, list,
+                         n, NULL, ct_cuda_block_size, columns_in, err);
     }
-    return status;
+    return status == CT_OK
+               ? enqueue(
+                     stream, "launch factor, rows", finish_rows_kernel, list, n, NULL,
+                     1, [](const ct_factored &f) { return f.matrices; }, err)
+               : status;
 }

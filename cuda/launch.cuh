@@ -46,8 +46,8 @@ static const unsigned ct_cuda_max_grid = 4096; /* more than any GPU runs at once
 static const size_t ct_cuda_chunk_elems = 8192;
 static const size_t ct_cuda_param_bytes = 32764; /* of a kernel, from sm_70 on */
 
-/* Operand has a field `n`, its elements. 2^32 chunks would be 32 TiB of bytes: more
- * than a device holds, so 32 bits count them. */
+/* Operand has a field `n`, its elements, or its ct_cuda_operand_chunks(). 2^32 chunks
+ * would be 32 TiB of bytes: more than a device holds, so 32 bits count them. */
 template <typename Operand> struct ct_cuda_batch {
     static const unsigned capacity =
         (ct_cuda_param_bytes - 256) / (sizeof(Operand) + sizeof(uint32_t));
@@ -114,6 +114,14 @@ ct_cuda_grid_size(uint32_t n_chunks)
     return n_chunks < ct_cuda_max_grid ? n_chunks : ct_cuda_max_grid;
 }
 
+/* The chunks of an operand, unless its type says otherwise. */
+template <typename Operand>
+static inline size_t
+ct_cuda_operand_chunks(const Operand &operand)
+{
+    return ct_cuda_chunks_of(operand.n);
+}
+
 /* Calls launch(batch) for the operands load(0) .. load(n - 1), as many at a time as a
  * batch takes; empty ones are left out, and a batch of none is not launched. */
 template <typename Operand, typename Load, typename Launch>
@@ -128,10 +136,11 @@ ct_cuda_in_batches(size_t n, Load load, Launch launch)
     batch.n_operands = batch.n_chunks = 0;
     for (size_t i = 0; i < n && status == CT_OK; i++) {
         const Operand operand = load(i);
-        if (operand.n == 0) {
+        const size_t chunks = ct_cuda_operand_chunks(operand);
+        if (chunks == 0) {
             continue;
         }
-        batch.n_chunks += (uint32_t)ct_cuda_chunks_of(operand.n);
+        batch.n_chunks += (uint32_t)chunks;
         batch.operands[batch.n_operands] = operand;
         batch.chunk_end[batch.n_operands++] = batch.n_chunks;
         if (batch.n_operands == batch.capacity) {

@@ -133,6 +133,49 @@ test_a_thousand_tensors_take_three_launches()
     ct_device_cuda.scratch_release(&outcome);
 }
 
+/* Whatever their number: each kernel is launched once. */
+static void
+test_factored_moments_of_a_hundred_matrices_take_five_launches()
+{
+    const size_t matrices = 100, rows = 3, cols = 5, each = rows + cols;
+    twin grads(CT_F32, matrices * rows * cols, 0), sums(CT_F64, matrices * each, 0);
+    twin averages(CT_F32, matrices * each, 0), factors(CT_F32, matrices * each, 0);
+    fixture f(CT_F32, 1);
+    std::vector<ct_factored> list(matrices);
+    for (size_t i = 0; i < matrices; i++) {
+        list[i] = {};
+        list[i].matrices = 1;
+        list[i].rows = rows;
+        list[i].cols = cols;
+        list[i].n = rows * cols;
+        list[i].grad = (float *)grads.device() + i * rows * cols;
+        list[i].sums = (double *)sums.device() + i * each;
+        list[i].row = (float *)averages.device() + i * each;
+        list[i].col = (float *)list[i].row + rows;
+        list[i].row_factor = (float *)factors.device() + i * each;
+        list[i].col_factor = (float *)list[i].row_factor + rows;
+        list[i].grad_dtype = list[i].state_dtype = list[i].real = CT_F32;
+    }
+    const auto call = [&] {
+        const ct_status status = ct_device_cuda.factor_sums(
+            other, &f.scratch, list.data(), matrices, &f.err);
+        return status == CT_OK
+                   ? ct_device_cuda.factor(other, list.data(), matrices, &f.err)
+                   : status;
+    };
+    CHECK(call() == CT_OK);
+    emul::seen = {};
+    CHECK(call() == CT_OK);
+    CHECK(emul::seen.launches == 5 && emul::seen.stream == other);
+    CHECK(emul::seen.waits + emul::seen.allocations == 0);
+    for (size_t n = 1; n <= 5; n++) {
+        emul::fail_launch = n;
+        CHECK(call() == CT_EDEVICE);
+        CHECK(strstr(f.err.message, "launch factor") != NULL);
+    }
+    CHECK(cudaStreamSynchronize(other) == cudaSuccess);
+}
+
 static void
 test_read_waits()
 {
@@ -426,6 +469,7 @@ main()
     test_every_entry_of_the_table_is_there();
     test_an_entry_enqueues_on_its_stream_and_does_not_wait();
     test_a_thousand_tensors_take_three_launches();
+    test_factored_moments_of_a_hundred_matrices_take_five_launches();
     test_numbers_are_free_when_they_are_sent();
     test_copies_to_pinned_memory_are_not_awaited();
     test_other_threads_work_beside_a_capture();
