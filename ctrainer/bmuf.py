@@ -309,7 +309,8 @@ class BMUF(_C.BMUF):
         self._adopt(communicator, updates.index(most), most)
 
     def average_params(self) -> None:
-        """Average the optimizer's moments over the ranks: Adam's, and no others."""
+        """Average the optimizer's moments over the ranks: Adam's, and no others; of a
+        parameter that one of the ranks has not updated yet, each keeps its own."""
         if _is_foreign(self._optimizer):
             self._optimizer.average_params()
         else:
@@ -322,10 +323,20 @@ class BMUF(_C.BMUF):
         return blocks.synced_tensors(inner if _is_foreign(inner) else inner.optimizer)
 
     def _moments(self) -> tuple[list[Any], None]:
-        return blocks.moments(self._optimizer.optimizer), None
+        inner = self._optimizer.optimizer
+        ranks = self.communicator.gather_bytes(blocks.have_moments(inner))
+        return blocks.moments(inner, ranks), None
 
     def _reset_optimizer(self) -> None:
+        """Load the state of the beginning, but for what a schedule has set, or the mode
+        of a schedule-free optimizer."""
+        kept = [
+            {name: group[name] for name in ("lr", "train_mode") if name in group}
+            for group in getattr(self._optimizer, "param_groups", [])
+        ]
         self._optimizer.load_state_dict(self.initial_state)
+        for number, own in enumerate(kept):
+            self._optimizer.param_groups[number].update(own)
 
     def _after_sync(self) -> None:
         """Have a foreign optimizer copy its float32 parameters to the model."""

@@ -32,12 +32,36 @@ def parameters(optimizer: Any) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def moments(optimizer: Any) -> list[Any]:
-    """exp_avg and exp_avg_sq of the parameters that have both, in their order."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def have_moments(optimizer: Any) -> bytes:
+    """1 for each parameter that has been updated and has both moments, else 0, in their
+    order. An update that a GPU is still busy with is awaited: it may be skipped."""
+    engine = getattr(optimizer, "_engine", None)
+    if engine is not None:
+        engine.await_update()
     state: Mapping[Any, Mapping[str, Any]] = optimizer.state
-    found = [state[p] for p in parameters(optimizer) if p in state]
-    names = ("exp_avg", "exp_avg_sq")
-    return [s[name] for s in found if all(n in s for n in names) for name in names]
+    found = [state[p] if p in state else {} for p in parameters(optimizer)]
+    return bytes(
+        s.get("step", 1) > 0 and all(name in s for name in _MOMENTS) for s in found
+    )
+
+
+def moments(optimizer: Any, ranks: Iterable[bytes]) -> list[Any]:
+    """exp_avg and exp_avg_sq of the parameters that have both on all ranks, in their
+    order: where a rank has skipped its updates, or has not used a parameter, there are
+    none.
+
+    ranks: have_moments() of each.
+
+    Raises:
+        ValueError: the ranks have different numbers of parameters.
+    """
+    params = parameters(optimizer)
+    of_params = zip(params, zip(*ranks, strict=True), strict=True)
+    found = [optimizer.state[param] for param, has in of_params if all(has)]
+    return [s[name] for s in found for name in _MOMENTS]
 
 
 def blanks_like(tensors: Iterable[Any]) -> list[Any]:

@@ -283,6 +283,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             ValueError: the groups, or their numbers of parameters, are others.
         """
         self._engine.check_idle("load_state_dict()")
+        self._engine.await_update()  # whose counts may have to be taken back
         groups = len(state_dict["param_groups"])
         if groups != len(self.param_groups):
             raise ValueError(

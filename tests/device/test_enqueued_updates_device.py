@@ -283,8 +283,10 @@ def test_ranks_enqueue_the_updates_that_they_would_measure(tmp_path: Path) -> No
             "averaged": True, "fp16": True, "sharded": True, "sharded, fp16": True,
             "unused": True, "heard": False, "alone": True, "adafactor": True,
             "adafactor, sharded": True, "schedule-free, fp16": True,
+            "blocks": True, "blocks, adam's moments": True,
+            "blocks after a warm-up": True, "diloco": True,
         }  # fmt: skip
-        assert found["waits"].keys() == {"", "full_shard"}
+        assert found["waits"].keys() == {"plain", "sharded", "blocks"}
         for enqueued, measured in found["waits"].values():
             assert enqueued == 0
             assert measured >= 20  # a second one may have ended before it is asked for

@@ -525,6 +525,13 @@ await_shards(PyObject *op)
                : 0;
 }
 
+/* Ranks with local steps count every update, made or not, and synchronize where due. */
+static int
+count_local_step(const ctpy_update *u, ctpy_state *names)
+{
+    return u->blocks == NULL ? 0 : call(u->blocks, names->str_count_update);
+}
+
 /* Clip, the callback before the step, the update, the callback after it. */
 static int
 update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
@@ -559,10 +566,8 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
         return -1;
     }
     ((Trainer *)op)->skipped_update = !u->s.result.updated;
-    /* Ranks with local steps count every update, made or not, and synchronize where
-     * due. */
     return finish_average(u) < 0 || scaler_update(u, names) < 0 ||
-                   (local_steps && call(u->blocks, names->str_count_update) < 0)
+                   count_local_step(u, names) < 0
                ? -1
                : ctpy_trainer_fire(op, names->str_on_optimizer_step);
 }
@@ -587,11 +592,11 @@ step_schedule(PyObject *op)
 
 /* ---- an update that a GPU is still busy with --------------------------------------
  *
- * With nobody who looks at the norm or the gradients in between, and one rank or a
- * group over NCCL, the host enqueues the update and counts the update as made. The
- * result is awaited before a log, an evaluation or a checkpoint, at the latest in the
- * next update, after the GPU has got the next forward and backward pass. Schedules
- * other than ours cannot step back. */
+ * With nobody who looks at the norm or the gradients in between, and one rank, local
+ * steps or a group over NCCL, the host enqueues the update and counts the update as
+ * made. The result is awaited before a log, an evaluation or a checkpoint, at the
+ * latest in the next update, after the GPU has got the next forward and backward pass.
+ * Schedules other than ours cannot step back. */
 
 static int
 steps_back(PyObject *op)
@@ -641,6 +646,9 @@ static ct_comm *
 gpu_group(PyObject *op, const ctpy_update *u)
 {
     const PyObject *group = ((Trainer *)op)->rank_group;
+    if (u->blocks != NULL) { /* each rank by itself */
+        return NULL;
+    }
     if (u->s.shards != NULL) { /* groups of shards that are replicas decide alike */
         return u->s.config.comm->ops->takes_device_memory ? u->s.config.comm : NULL;
     }
@@ -680,7 +688,8 @@ static int
 can_enqueue(PyObject *op, const ctpy_update *u, ct_step_config *config,
             ct_step_scale *scale)
 {
-    const bool alone = u->s.shards == NULL && ctpy_trainer_is_alone(op);
+    const bool alone =
+        u->blocks != NULL || (u->s.shards == NULL && ctpy_trainer_is_alone(op));
     int can = u->s.engine != NULL && !u->clip_first && !u->logs_layers &&
               u->spike_sigmas == 0.0; /* the host compares norms */
     *config = u->s.config;
@@ -717,7 +726,7 @@ update_enqueue(PyObject *op, ctpy_update *u)
     ctpy_state *names = ctpy_state_borrow(op);
     ct_step_config config;
     ct_step_scale scale;
-    if (u->blocks != NULL || ((Trainer *)op)->updates_together) {
+    if (((Trainer *)op)->updates_together) {
         return 0;
     }
     int can = can_enqueue(op, u, &config, &scale);
@@ -738,6 +747,7 @@ update_enqueue(PyObject *op, ctpy_update *u)
         return done;
     }
     return leave_pending(op, u) < 0 || finish_average(u) < 0 ||
+                   count_local_step(u, names) < 0 ||
                    ctpy_trainer_fire(op, names->str_on_optimizer_step) < 0
                ? -1
                : 1;

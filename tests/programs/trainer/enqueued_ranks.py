@@ -39,6 +39,22 @@ CASES: dict[str, dict[str, Any]] = {
     "adafactor": {"optim": "adafactor", "max_grad_norm": 0.05},
     "adafactor, sharded": {"optim": "adafactor", "fsdp": "full_shard"},
     "schedule-free, fp16": {"optim": "schedule_free_radam", "fp16": True},
+    "blocks": {"use_bmuf": True, "global_sync_iter": 3, "warmup_iterations": 0},
+    "blocks, adam's moments": {
+        "use_bmuf": True,
+        "global_sync_iter": 2,
+        "warmup_iterations": 2,
+        "average_sync": True,
+        "fp16": True,
+        "nonfinite_policy": "skip",
+    },
+    "blocks after a warm-up": {
+        "use_bmuf": True,
+        "global_sync_iter": 2,
+        "warmup_iterations": 4,
+        "ema_decay": 0.5,
+    },
+    "diloco": {"use_diloco": True, "global_sync_iter": 4, "overlap_steps": 1},
     "alone": {"ddp_find_unused_parameters": False},
 }
 
@@ -73,12 +89,12 @@ for name, options in CASES.items():
         runs[0].model.parameters(), runs[2].model.parameters(), strict=True
     ):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-7, equal_nan=True)
-waits: dict[str, list[int]] = {"": [], "full_shard": []}
-for fsdp, counted in waits.items():
+waits: dict[str, list[int]] = {"plain": [], "sharded": [], "blocks": []}
+for name, counted in waits.items():
     for cls in (ctrainer.Trainer, Measured):
         _, notes = run(
             f"{folder}/waits", cls, set(), max_steps=24, logging_strategy="no",
-            fsdp=fsdp,
+            **{**CASES[name], "max_grad_norm": 1.0},
         )  # fmt: skip
         counted.append(notes.waits[-1] - notes.waits[3])
 tell({"rank": rank, "gpu": world().gpu, "enqueued": found, "waits": waits})
