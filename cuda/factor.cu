@@ -2,8 +2,8 @@
  *
  * Three kernels add: a warp a row, a thread a column of a slab of rows, a thread the
  * slabs of a column. The gradient is read twice, along the rows both times. Of two that
- * finish, a thread does a column, a block the rows of a matrix. Each is one launch for
- * the whole list, or as much of the list as a launch's parameters hold. */
+ * finish, a thread does a column, a block the rows of a matrix. Each is a single launch
+ * for the whole list, or as much of the list as a launch's parameters hold. */
 #include "element.cuh"
 #include "kernels.h"
 #include "reduce.cuh"
@@ -50,9 +50,9 @@ grad_scale_of(const ct_factored &f)
     return f.clip == NULL ? f.grad_scale : f.grad_scale * f.clip->coef;
 }
 
-/* The sum of squares of n elements of the list, of which the first is number `first`
- * and the others follow each `step` further; elements of other ranks count as 0. Four
- * are loaded before the first is used. */
+/* The sum of squares of n elements of the list: number `first`, and each `step`
+ * further. Elements of other ranks count as 0. Four are loaded before the first is
+ * used. */
 __device__ static inline double
 sum_of_squares(const ct_factored &f, size_t first, size_t step, size_t n)
 {

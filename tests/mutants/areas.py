@@ -843,7 +843,7 @@ AREAS = {
                 "cuda/test_compact.cpp",
             "cuda/reduce.cuh":
                 "cuda/test_norm.cpp cuda/test_measure.cpp",
-            "cuda/factor.cu":
+            "cuda/factor.cu csrc/core/device/update.h":
                 "cuda/test_measure.cpp",
             "cuda/cross_entropy.cu":
                 "cuda/test_cross_entropy.cpp",

@@ -9,6 +9,7 @@ STEP, ENQUEUED = "cuda/test_step.cpp", "device/test_enqueued_updates_device.py"
 FSDP, NCCL = "cuda/test_fsdp.cpp", "cuda/test_nccl.cpp"
 MAPPING, LAUNCH = "cuda/test_mapping.cpp", "cuda/test_launch.cpp"
 ELEMENTWISE = "cuda/test_elementwise.cpp"
+MEASURED = "cuda/test_measure.cpp"
 CAPTURED = "device/test_captured_updates_device.py"
 SNAPSHOTS = "device/test_snapshots_device.py"
 SHARDING = "device/test_sharding_device.py"
@@ -142,7 +143,7 @@ DEVICE = (
     Fixed(
         "cuda/update.cu",
         "skip a check",
-        "if (options.clip != NULL && options.clip->skip) {",
+        "if (is_skipped(options.clip)) {",
         "if (0) {",
         "an update that the device skips is written",
         STEP,
@@ -154,6 +155,38 @@ DEVICE = (
         "ct_cuda_check(cudaSuccess,",
         "a result is read before it has arrived",
         STEP,
+    ),
+    Fixed(
+        "cuda/update.cu",
+        "change a constant",
+        "const auto c = rounded<Rule, Real>(&operand.constants, clip);",
+        "const auto c = rounded<Rule, Real>(&operand.constants, clip ? NULL : clip);",
+        "the sums of a measured rule are of gradients that are not clipped",
+        MEASURED,
+    ),
+    Fixed(
+        "cuda/factor.cu",
+        "skip a check",
+        "return f.clip != NULL && f.clip->skip;",
+        "return f.clip == NULL;",
+        "factored moments change in an update that the device skips",
+        MEASURED,
+    ),
+    Fixed(
+        "csrc/core/optim/run.c",
+        "drop a synchronisation",
+        "return status == CT_OK ? ct_comm_enqueue(comm, request, stream, err) : status;",
+        "return status == CT_OK ? ct_comm_run(comm, request, err) : status;",
+        "ranks add sums of parts that the device has yet to find",
+        ENQUEUED,
+    ),
+    Fixed(
+        "csrc/core/optim/optim.c",
+        "delete a call",
+        "memcpy(optim->groups, optim->before, optim->n_groups * sizeof *optim->groups);",
+        "(void)0;",
+        "a group keeps the numbers of an update that the device skipped",
+        ENQUEUED,
     ),
     Fixed(
         "csrc/binding/trainer/update.c",
@@ -190,7 +223,7 @@ DEVICE = (
     Fixed(
         "csrc/binding/optim/update.c",
         "delete a call",
-        "return failed ? -1 : self->result.updated ? 0 : optim_count_steps(self);",
+        "return failed ? -1 : self->result.updated ? 0 : write_counts(self);",
         "return failed;",
         "a parameter counts an update that the device skipped",
         ENQUEUED,

@@ -421,7 +421,7 @@ take_groups(OptimEngine *self, PyObject *wrapper)
     return 0;
 }
 
-/* After an update, or after one that was taken back. */
+/* After an update was made, or taken back. */
 static int
 write_counts(OptimEngine *self)
 {

@@ -92,7 +92,7 @@ typedef struct ct_optim_param {
     void *copy;    /* the model's parameter where param is its master copy, or NULL */
     void *ema;     /* the average of the parameter, or NULL */
     void *product; /* NAdam's, of all momenta so far, in [0, 1], in host memory */
-    double last_product; /* its bytes before the last update */
+    double last_product; /* the bytes of *product before the last update */
     size_t n;
     ct_part part;
     /* For random bits of stochastic rounding: element 0 is element `number` of a
@@ -205,8 +205,8 @@ CT_NODISCARD ct_status ct_optim_await(ct_optim *optim, ct_clip_outcome *outcome,
 
 /* ---- an update in a graph -------------------------------------------------------- */
 
-/* Whether a graph can have an update of such groups: one that can be deferred, by
- * elementwise rules, with nothing that changes but counts of parameters. */
+/* Whether a graph can have an update of such groups: the update can be deferred, all
+ * rules are elementwise, and nothing changes but counts of parameters. */
 bool ct_optim_can_capture(const ct_optim *optim);
 
 /* An update for CT_CAPTURE_NOW must be the same as the last one for CT_CAPTURE_LATER:
