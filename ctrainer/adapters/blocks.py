@@ -44,7 +44,8 @@ def have_moments(optimizer: Any) -> bytes:
     state: Mapping[Any, Mapping[str, Any]] = optimizer.state
     found = [state[p] if p in state else {} for p in parameters(optimizer)]
     return bytes(
-        s.get("step", 1) > 0 and all(name in s for name in _MOMENTS) for s in found
+        bool(s.get("step", 1) > 0) and all(name in s for name in _MOMENTS)
+        for s in found
     )
 
 
