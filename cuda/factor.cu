@@ -10,6 +10,7 @@
 #include "vector.cuh"
 
 static const size_t slab_rows = 128;
+static const size_t most_slab_sums = 1 << 21; /* 16 MiB, unless a matrix has more */
 static const size_t rows_of_block = ct_cuda_block_size / ct_warp_size;
 
 static inline size_t
@@ -176,23 +177,13 @@ slab_columns_in(const ct_factored &f)
     return columns_in(f) * slabs_of(f);
 }
 
-ct_status
-ct_cuda_factor_sums(void *stream, ct_scratch *scratch, const ct_factored *list,
-                    size_t n, ct_error *err)
+/* Of a list with room for all its slabs' sums. */
+static ct_status
+enqueue_sums(void *stream, const ct_factored *list, size_t n, double *slabs,
+             ct_error *err)
 {
-    size_t sums = 0;
-    ct_status status = ct_factor_check(list, n, err);
-    for (size_t i = 0; status == CT_OK && i < n; i++) {
-        sums += slab_columns_in(list[i]);
-    }
-    if (status == CT_OK && n != 0) {
-        status = ct_cuda_scratch_grow(scratch, sums * sizeof(double), err);
-    }
-    double *const slabs = (double *)scratch->data;
-    if (status == CT_OK) {
-        status = enqueue(stream, "launch factor_sums, rows", rows_kernel, list, n, NULL,
-                         rows_of_block, rows_in, err);
-    }
+    ct_status status = enqueue(stream, "launch factor_sums, rows", rows_kernel, list, n,
+                               NULL, rows_of_block, rows_in, err);
     if (status == CT_OK) {
         status = enqueue(stream, "launch factor_sums, columns", columns_kernel, list, n,
                          slabs, ct_cuda_block_size, slab_columns_in, err);
@@ -201,6 +192,37 @@ ct_cuda_factor_sums(void *stream, ct_scratch *scratch, const ct_factored *list,
                                      fold_columns_kernel, list, n, slabs,
                                      ct_cuda_block_size, columns_in, err)
                            : status;
+}
+
+/* How many of the n next fit in most_slab_sums, the first in any case. */
+static size_t
+group_at(const ct_factored *list, size_t n, size_t *sums)
+{
+    size_t count = 1;
+    *sums = slab_columns_in(*list);
+    while (count < n && *sums + slab_columns_in(list[count]) <= most_slab_sums) {
+        *sums += slab_columns_in(list[count++]);
+    }
+    return count;
+}
+
+ct_status
+ct_cuda_factor_sums(void *stream, ct_scratch *scratch, const ct_factored *list,
+                    size_t n, ct_error *err)
+{
+    size_t most = 0, sums;
+    ct_status status = ct_factor_check(list, n, err);
+    for (size_t i = 0; status == CT_OK && i<n; most = sums> most ? sums : most) {
+        i += group_at(list + i, n - i, &sums);
+    }
+    if (status == CT_OK && n != 0) {
+        status = ct_cuda_scratch_grow(scratch, most * sizeof(double), err);
+    }
+    for (size_t i = 0, count; status == CT_OK && i < n; i += count) {
+        count = group_at(list + i, n - i, &sums);
+        status = enqueue_sums(stream, list + i, count, (double *)scratch->data, err);
+    }
+    return status;
 }
 
 /* ---- averages and factors -------------------------------------------------------- */

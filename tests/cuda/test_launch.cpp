@@ -133,47 +133,80 @@ test_a_thousand_tensors_take_three_launches()
     ct_device_cuda.scratch_release(&outcome);
 }
 
+/* Matrices of one row, one behind the other. */
+struct matrices {
+    twin grads, sums, averages, factors;
+    std::vector<ct_factored> list;
+
+    matrices(size_t n, size_t cols)
+        : grads(CT_F32, n * cols, 0), sums(CT_F64, n * (cols + 1), 0),
+          averages(CT_F32, n * (cols + 1), 0), factors(CT_F32, n * (cols + 1), 0),
+          list(n)
+    {
+        for (size_t i = 0; i < n; i++) {
+            ct_factored &f = list[i];
+            f = {};
+            f.matrices = f.rows = 1;
+            f.cols = f.n = cols;
+            f.grad = (float *)grads.device() + i * cols;
+            f.sums = (double *)sums.device() + i * (cols + 1);
+            f.row = (float *)averages.device() + i * (cols + 1);
+            f.col = (float *)f.row + 1;
+            f.row_factor = (float *)factors.device() + i * (cols + 1);
+            f.col_factor = (float *)f.row_factor + 1;
+            f.grad_dtype = f.state_dtype = f.real = CT_F32;
+            f.grad_scale = 1.0;
+        }
+    }
+
+    ct_status call(fixture *f)
+    {
+        const ct_status status = ct_device_cuda.factor_sums(
+            other, &f->scratch, list.data(), list.size(), &f->err);
+        return status == CT_OK
+                   ? ct_device_cuda.factor(other, list.data(), list.size(), &f->err)
+                   : status;
+    }
+};
+
 /* Whatever their number: each kernel is launched once. */
 static void
 test_factored_moments_of_a_hundred_matrices_take_five_launches()
 {
-    const size_t matrices = 100, rows = 3, cols = 5, each = rows + cols;
-    twin grads(CT_F32, matrices * rows * cols, 0), sums(CT_F64, matrices * each, 0);
-    twin averages(CT_F32, matrices * each, 0), factors(CT_F32, matrices * each, 0);
+    matrices m(100, 5);
     fixture f(CT_F32, 1);
-    std::vector<ct_factored> list(matrices);
-    for (size_t i = 0; i < matrices; i++) {
-        list[i] = {};
-        list[i].matrices = 1;
-        list[i].rows = rows;
-        list[i].cols = cols;
-        list[i].n = rows * cols;
-        list[i].grad = (float *)grads.device() + i * rows * cols;
-        list[i].sums = (double *)sums.device() + i * each;
-        list[i].row = (float *)averages.device() + i * each;
-        list[i].col = (float *)list[i].row + rows;
-        list[i].row_factor = (float *)factors.device() + i * each;
-        list[i].col_factor = (float *)list[i].row_factor + rows;
-        list[i].grad_dtype = list[i].state_dtype = list[i].real = CT_F32;
-    }
-    const auto call = [&] {
-        const ct_status status = ct_device_cuda.factor_sums(
-            other, &f.scratch, list.data(), matrices, &f.err);
-        return status == CT_OK
-                   ? ct_device_cuda.factor(other, list.data(), matrices, &f.err)
-                   : status;
-    };
-    CHECK(call() == CT_OK);
+    CHECK(m.call(&f) == CT_OK);
     emul::seen = {};
-    CHECK(call() == CT_OK);
+    CHECK(m.call(&f) == CT_OK);
     CHECK(emul::seen.launches == 5 && emul::seen.stream == other);
     CHECK(emul::seen.waits + emul::seen.allocations == 0);
     for (size_t n = 1; n <= 5; n++) {
         emul::fail_launch = n;
-        CHECK(call() == CT_EDEVICE);
+        CHECK(m.call(&f) == CT_EDEVICE);
         CHECK(strstr(f.err.message, "launch factor") != NULL);
     }
     CHECK(cudaStreamSynchronize(other) == cudaSuccess);
+}
+
+static void
+test_large_matrices_share_the_memory_for_sums()
+{
+    const size_t cols = (1 << 20) - 1;
+    matrices m(3, cols);
+    fixture f(CT_F32, 1);
+    random_numbers numbers = {4};
+    m.grads.fill(&numbers, -1.0, 1.0);
+    emul::seen = {};
+    CHECK(m.call(&f) == CT_OK);
+    CHECK(emul::seen.launches == 3 * 2 + 2); /* two fit, then one */
+    CHECK(f.scratch.bytes <= 1 << 24);
+    CHECK(cudaStreamSynchronize(other) == cudaSuccess);
+    const std::vector<unsigned char> back = m.sums.download();
+    const double *sums = (const double *)back.data();
+    for (size_t i = 0; i < 3 * cols; i++) {
+        const double x = get(CT_F32, m.grads.host.data(), i);
+        CHECK(sums[i + i / cols + 1] == x * x); /* behind the sum of a row */
+    }
 }
 
 static void
@@ -470,6 +503,7 @@ main()
     test_an_entry_enqueues_on_its_stream_and_does_not_wait();
     test_a_thousand_tensors_take_three_launches();
     test_factored_moments_of_a_hundred_matrices_take_five_launches();
+    test_large_matrices_share_the_memory_for_sums();
     test_numbers_are_free_when_they_are_sent();
     test_copies_to_pinned_memory_are_not_awaited();
     test_other_threads_work_beside_a_capture();
