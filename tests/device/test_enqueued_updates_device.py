@@ -12,7 +12,7 @@ import pytest
 import ranks
 import torch
 from draws import draws
-from enqueued import UPDATES, Measured, assert_same_runs, run
+from enqueued import UPDATES, Measured, assert_same_runs, muon, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import Net
@@ -83,18 +83,6 @@ class Rounded(Net):
 
     def forward(self, x: torch.Tensor, labels: Any = None) -> Any:
         return super().forward(x.bfloat16(), labels)
-
-
-def muon(groups: Any, lr: float) -> optim.Composite:
-    """AdamW for what is no matrix."""
-    params = [p for group in groups for p in group["params"]]
-    matrices = [p for p in params if p.ndim == 2]
-    return optim.Composite(
-        [
-            {"params": matrices, "optimizer": optim.Muon, "lr": lr},
-            {"params": [p for p in params if p.ndim != 2], "lr": lr},
-        ]
-    )
 
 
 LARGE: dict[str, Any] = {"lr": 0.02}
@@ -283,6 +271,7 @@ def test_ranks_enqueue_the_updates_that_they_would_measure(tmp_path: Path) -> No
             "averaged": True, "fp16": True, "sharded": True, "sharded, fp16": True,
             "unused": True, "heard": False, "alone": True, "adafactor": True,
             "adafactor, sharded": True, "schedule-free, fp16": True,
+            "muon, sharded": True, "lamb, sharded": False,
             "blocks": True, "blocks, adam's moments": True,
             "blocks after a warm-up": True, "diloco": True,
         }  # fmt: skip

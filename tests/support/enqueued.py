@@ -13,6 +13,8 @@ import transformers
 from tiny import Net, arguments, rows
 
 import ctrainer
+from ctrainer import optim
+from ctrainer.optim._wrapper import shape_of
 
 UPDATES = 12
 
@@ -39,6 +41,18 @@ class Notes(ctrainer.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **k: Any) -> None:
         self.waits.append(any_gpu.waits())
         self.enqueued.append(self.trainer._enqueued_engine is not None)
+
+
+def muon(groups: Any, lr: float) -> optim.Composite:
+    """AdamW for what is no matrix, also of shards."""
+    params = [p for group in groups for p in group["params"]]
+    matrices = [p for p in params if len(shape_of(p)) == 2]
+    return optim.Composite(
+        [
+            {"params": matrices, "optimizer": optim.Muon, "lr": lr},
+            {"params": [p for p in params if len(shape_of(p)) != 2], "lr": lr},
+        ]
+    )
 
 
 def data(bad: set[int]) -> list[dict[str, torch.Tensor]]:

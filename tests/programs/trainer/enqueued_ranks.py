@@ -5,12 +5,13 @@ from typing import Any
 
 import any_gpu
 import torch
-from enqueued import Measured, assert_same_runs, run
+from enqueued import Measured, assert_same_runs, muon, run
 from programs.run import folder, rank, tell
 from tiny import Net
 from torch import nn
 
 import ctrainer
+from ctrainer import optim
 from ctrainer.comm import world
 
 any_gpu.device()
@@ -38,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "heard": {},
     "adafactor": {"optim": "adafactor", "max_grad_norm": 0.05},
     "adafactor, sharded": {"optim": "adafactor", "fsdp": "full_shard"},
+    "muon, sharded": {"optimizer": (muon, {"lr": 0.02}), "fsdp": "full_shard"},
+    "lamb, sharded": {"optimizer": (optim.LAMB, {"lr": 0.02}), "fsdp": "full_shard"},
     "schedule-free, fp16": {"optim": "schedule_free_radam", "fp16": True},
     "blocks": {"use_bmuf": True, "global_sync_iter": 3, "warmup_iterations": 0},
     "blocks, adam's moments": {
