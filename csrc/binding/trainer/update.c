@@ -719,6 +719,16 @@ ranks_can(PyObject *op, const ct_step_config *config, int can)
     return ctpy_trainer_reduce(op, &all, 1, CT_REDUCE_MIN) < 0 ? -1 : all > 0.0;
 }
 
+/* Whether the run continues with these weights when another rank dies: its GPU may not
+ * have sent what this one would wait for, and the update would be of other gradients.
+ */
+static bool
+outlives_ranks(PyObject *op, const ctpy_update *u)
+{
+    const Trainer *self = (const Trainer *)op;
+    return self->updates_together || (self->least_ranks != 0 && u->s.shards == NULL);
+}
+
 /* 1: the update was enqueued; 0: the host has to measure first; or -1. */
 static int
 update_enqueue(PyObject *op, ctpy_update *u)
@@ -726,7 +736,7 @@ update_enqueue(PyObject *op, ctpy_update *u)
     ctpy_state *names = ctpy_state_borrow(op);
     ct_step_config config;
     ct_step_scale scale;
-    if (((Trainer *)op)->updates_together) {
+    if (outlives_ranks(op, u)) {
         return 0;
     }
     int can = can_enqueue(op, u, &config, &scale);
