@@ -10,6 +10,7 @@ FSDP, NCCL = "cuda/test_fsdp.cpp", "cuda/test_nccl.cpp"
 MAPPING, LAUNCH = "cuda/test_mapping.cpp", "cuda/test_launch.cpp"
 ELEMENTWISE = "cuda/test_elementwise.cpp"
 MEASURED = "cuda/test_measure.cpp"
+OUTLIVED = "device/test_outlived_device.py"
 CAPTURED = "device/test_captured_updates_device.py"
 SNAPSHOTS = "device/test_snapshots_device.py"
 SHARDING = "device/test_sharding_device.py"
@@ -187,6 +188,14 @@ DEVICE = (
         "memmove(optim->groups, optim->groups,",
         "a group keeps the numbers of an update that the device skipped",
         ENQUEUED,
+    ),
+    Fixed(
+        "csrc/binding/trainer/update.c",
+        "skip a check",
+        "return self->updates_together ||",
+        "return self->updates_together &&",
+        "ranks that continue have an update of gradients that were not summed",
+        OUTLIVED,
     ),
     Fixed(
         "csrc/binding/trainer/update.c",
