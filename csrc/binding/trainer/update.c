@@ -719,9 +719,8 @@ ranks_can(PyObject *op, const ct_step_config *config, int can)
     return ctpy_trainer_reduce(op, &all, 1, CT_REDUCE_MIN) < 0 ? -1 : all > 0.0;
 }
 
-/* Whether the run continues with these weights when another rank dies: its GPU may not
- * have sent what this one would wait for, and the update would be of other gradients.
- */
+/* Whether the run continues with the same weights after a rank's death: the dead rank's
+ * GPU may not have sent the gradients that an enqueued update is waiting for. */
 static bool
 outlives_ranks(PyObject *op, const ctpy_update *u)
 {
