@@ -45,39 +45,33 @@ each_block(const factor_batch &batch, F f)
     }
 }
 
-__device__ static inline double
-grad_scale_of(const ct_factored &f)
-{
-    return f.clip == NULL ? f.grad_scale : f.grad_scale * f.clip->coef;
-}
-
 /* The sum of squares of n elements of the list: number `first`, and each `step`
  * further. Elements of other ranks count as 0. Four are loaded before the first is
  * used. */
 __device__ static inline double
 sum_of_squares(const ct_factored &f, size_t first, size_t step, size_t n)
 {
-    const double scale = grad_scale_of(f);
+    const double scale = ct_clip_scaled(f.clip, f.grad_scale);
+    const auto number = [&](size_t k) { return first + k * step - f.begin; };
     double sum = 0.0;
     ct_visit_float(f.grad_dtype, [&](auto tag) {
         typedef typename decltype(tag)::type element;
         const element *const grad = ct_global((const element *)f.grad);
-        const auto load = [&](size_t k) { /* before `begin` the difference is huge */
-                                          const size_t i = first + k * step - f.begin;
-                                          return i < f.n
-                                                     ? (double)ct_load(grad[i]) * scale
-                                                     : 0.0;
+        /* Before the local part the number is huge. */
+        const auto load = [&](size_t i) {
+            return i < f.n ? (double)ct_load(grad[i]) * scale : 0.0;
         };
         size_t k = 0;
         for (; k + 4 <= n; k += 4) {
-            const double x[4] = {load(k), load(k + 1), load(k + 2), load(k + 3)};
+            const double x[4] = {load(number(k)), load(number(k + 1)),
+                                 load(number(k + 2)), load(number(k + 3))};
             CT_UNROLL
             for (int a = 0; a < 4; a++) {
                 sum += x[a] * x[a];
             }
         }
         for (; k < n; k++) {
-            const double x = load(k);
+            const double x = load(number(k));
             sum += x * x;
         }
     });
@@ -212,8 +206,9 @@ ct_cuda_factor_sums(void *stream, ct_scratch *scratch, const ct_factored *list,
 {
     size_t most = 0, sums;
     ct_status status = ct_factor_check(list, n, err);
-    for (size_t i = 0; status == CT_OK && i<n; most = sums> most ? sums : most) {
+    for (size_t i = 0; status == CT_OK && i < n;) {
         i += group_at(list + i, n - i, &sums);
+        most = sums > most ? sums : most;
     }
     if (status == CT_OK && n != 0) {
         status = ct_cuda_scratch_grow(scratch, most * sizeof(double), err);
@@ -252,18 +247,12 @@ blend(const ct_factored &f, void *average, size_t i, double mean)
     put(f.state_dtype, average, i, old * f.decay + (1.0 - f.decay) * (mean + f.eps));
 }
 
-__device__ static inline bool
-is_skipped(const ct_factored &f)
-{
-    return f.clip != NULL && f.clip->skip;
-}
-
 CT_KERNEL
 finish_columns_kernel(const factor_batch __grid_constant__ batch)
 {
     each_block(batch, [&](const factor_operand &f, size_t block) {
         const size_t i = block * ct_cuda_block_size + threadIdx.x;
-        if (i >= f.matrices * f.cols || is_skipped(f)) {
+        if (i >= f.matrices * f.cols || ct_clip_skips(f.clip)) {
             return;
         }
         blend(f, f.col, i, f.sums[f.matrices * f.rows + i] / (double)f.rows);
@@ -278,7 +267,7 @@ finish_rows_kernel(const factor_batch __grid_constant__ batch)
     each_block(batch, [&](const factor_operand &f, size_t matrix) {
         const size_t first = matrix * f.rows;
         double sum = 0.0;
-        if (is_skipped(f)) {
+        if (ct_clip_skips(f.clip)) {
             return; /* the whole block */
         }
         for (size_t i = threadIdx.x; i < f.rows; i += blockDim.x) {

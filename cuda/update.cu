@@ -38,17 +38,9 @@ rounded(const ct_rule_coef *constants, const ct_clip_outcome *clip)
 {
     auto c = Rule::rounded(constants, Real());
     if constexpr (scales_grads<decltype(c)>::value) {
-        if (clip != NULL) {
-            c.grad_scale = (Real)(constants->grad_scale * clip->coef);
-        }
+        c.grad_scale = (Real)ct_clip_scaled(clip, constants->grad_scale);
     }
     return c;
-}
-
-__device__ static inline bool
-is_skipped(const ct_clip_outcome *clip)
-{
-    return clip != NULL && clip->skip;
 }
 
 /* ---- a chunk --------------------------------------------------------------------- */
@@ -492,7 +484,7 @@ __device__ static inline void
 each_chunk(const update_batch &batch, update_options &options, F f)
 {
     __shared__ ct_cuda_update_operand operand;
-    if (is_skipped(options.clip)) {
+    if (ct_clip_skips(options.clip)) {
         return;
     }
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
@@ -837,7 +829,7 @@ CT_KERNEL_BY(sizeof(Real) == 8 ? 2 : 3) /* sums in double, besides */
 measure_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
                const ct_clip_outcome *clip, double *partials)
 {
-    if (is_skipped(clip)) {
+    if (ct_clip_skips(clip)) {
         return;
     }
     for (size_t chunk = blockIdx.x; chunk < batch.n_chunks; chunk += gridDim.x) {
@@ -858,7 +850,7 @@ CT_KERNEL
 fold_kernel(const ct_cuda_batch<measure_operand> __grid_constant__ batch,
             const ct_clip_outcome *clip, const double *partials, double *sums)
 {
-    if (is_skipped(clip)) {
+    if (ct_clip_skips(clip)) {
         return;
     }
     for (uint32_t i = blockIdx.x; i < batch.n_operands; i += gridDim.x) {
@@ -967,7 +959,7 @@ settle_kernel(const ct_cuda_batch<settle_operand> __grid_constant__ batch,
         ct_rule_coef coef = operand.constants;
         ct_rule_settle(rule, &coef, sums + CT_MEASURES * operand.number, operand.whole);
         settled[operand.number] = coef;
-        if (!is_skipped(clip)) {
+        if (!ct_clip_skips(clip)) {
             ct_update_keep_rms(operand.rms, operand.real, &coef);
         }
     }

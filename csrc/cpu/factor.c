@@ -52,8 +52,7 @@ sum_row(const factor_job *job, size_t row, double *columns)
     const size_t first = row * f->cols, end = f->begin + f->n;
     const size_t low = first > f->begin ? first : f->begin;
     const size_t high = least(first + f->cols, end);
-    const double scale =
-        f->clip == NULL ? f->grad_scale : f->grad_scale * f->clip->coef;
+    const double scale = ct_clip_scaled(f->clip, f->grad_scale);
     return low < high
                ? bodies[job->isa][f->grad_dtype](f->grad, low - f->begin, high - low,
                                                  scale, columns + (low - first))
@@ -220,7 +219,7 @@ static void
 finish(void *arg, size_t i)
 {
     const ct_factored *f = (const ct_factored *)arg + i;
-    if (f->clip != NULL && f->clip->skip) {
+    if (ct_clip_skips(f->clip)) {
         return;
     }
     for (size_t matrix = 0; matrix < f->matrices; matrix++) {

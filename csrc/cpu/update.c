@@ -429,16 +429,10 @@ constants_of(const ct_update *update, const ct_rule_coef *constants)
 {
     ct_rule_coef coef = *constants;
     /* Muon's step has a direction for its gradient, and no factor. */
-    if (update->clip != NULL && update->rule != CT_RULE_descend) {
-        coef.grad_scale *= update->clip->coef;
+    if (update->rule != CT_RULE_descend) {
+        coef.grad_scale = ct_clip_scaled(update->clip, coef.grad_scale);
     }
     return coef;
-}
-
-static bool
-is_skipped(const ct_update *update)
-{
-    return update->clip != NULL && update->clip->skip;
 }
 
 static void
@@ -587,7 +581,7 @@ ct_cpu_update(void *stream, ct_update_table *table, const ct_update *update,
     if (status == CT_OK) {
         status = ct_update_check(update, err);
     }
-    if (status == CT_OK && !is_skipped(update)) {
+    if (status == CT_OK && !ct_clip_skips(update->clip)) {
         prepare_searches(&job);
         ct_pool_run(run_batch, &job, job.partition.n_batches);
     }
@@ -680,7 +674,7 @@ ct_cpu_measure(void *stream, ct_scratch *scratch, const ct_update *update, doubl
     if (status == CT_OK) {
         status = ct_cpu_scratch_grow(scratch, n_partial * sizeof(double), err);
     }
-    if (status == CT_OK && is_skipped(update)) {
+    if (status == CT_OK && ct_clip_skips(update->clip)) {
         memset(sums, 0, CT_MEASURES * update->n_spans * sizeof *sums);
     }
     else if (status == CT_OK) {
@@ -704,7 +698,7 @@ ct_cpu_settle(void *stream, const ct_update *update, const double *sums,
         settled[i] = update->coefs[span->coef];
         ct_rule_settle(update->rule, &settled[i], sums + CT_MEASURES * i,
                        ct_update_whole(span));
-        if (!is_skipped(update)) {
+        if (!ct_clip_skips(update->clip)) {
             ct_update_keep_rms(span->rms, ct_update_real(span), &settled[i]);
         }
     }

@@ -41,6 +41,20 @@ ct_clip_coef(double max_norm, double norm)
     return coef > 1.0 ? 1.0 : coef;
 }
 
+/* Of an outcome that may be NULL: whether an update by that writes nothing, and a
+ * factor of gradients together with the outcome's. */
+CT_HD static inline int
+ct_clip_skips(const ct_clip_outcome *clip)
+{
+    return clip != NULL && clip->skip;
+}
+
+CT_HD static inline double
+ct_clip_scaled(const ct_clip_outcome *clip, double grad_scale)
+{
+    return clip != NULL ? grad_scale * clip->coef : grad_scale;
+}
+
 /* From the sum of a norm of kind CT_NORM_ONE, _TWO or _MAX. all: a number that is
  * finite if the sums of all ranks are. */
 CT_HD static inline void

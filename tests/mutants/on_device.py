@@ -144,7 +144,7 @@ DEVICE = (
     Fixed(
         "cuda/update.cu",
         "skip a check",
-        "if (is_skipped(options.clip)) {",
+        "if (ct_clip_skips(options.clip)) {",
         "if (0) {",
         "an update that the device skips is written",
         STEP,
@@ -168,8 +168,8 @@ DEVICE = (
     Fixed(
         "cuda/factor.cu",
         "skip a check",
-        "return f.clip != NULL && f.clip->skip;",
-        "return f.clip == NULL;",
+        "if (i >= f.matrices * f.cols || ct_clip_skips(f.clip)) {",
+        "if (i >= f.matrices * f.cols) {",
         "factored moments change in an update that the device skips",
         MEASURED,
     ),

@@ -49,7 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
         "warmup_iterations": 2,
         "average_sync": True,
         "fp16": True,
-        "nonfinite_policy": "skip",
     },
     "blocks after a warm-up": {
         "use_bmuf": True,

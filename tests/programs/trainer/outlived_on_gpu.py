@@ -32,7 +32,7 @@ watch = Watch()
 
 
 class Dying(Net):
-    """Its last layer's gradients are exchanged before the first one's are there."""
+    """A rank dies in a pass, when the last layer's gradients are on their way."""
 
     def __init__(self) -> None:
         super().__init__()
