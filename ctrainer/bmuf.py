@@ -61,9 +61,9 @@ class BMUF(_C.BMUF):
             place of BMUF's, "slowmo" that of SlowMo; None: BMUF's.
 
     Raises:
-        ValueError: options that are not known, of another type or out of range; on all
-            ranks in step(), where a first block did not begin with the same parameters
-            on all.
+        ValueError: options that are not known, of another type or out of range; a
+            schedule-free optimizer; on all ranks in step(), where a first block did not
+            begin with the same parameters on all.
         RuntimeError: in step(), another rank fails or stays away. A NaN or Inf in one
             rank's parameters is in those of all after the block.
 
@@ -93,6 +93,11 @@ class BMUF(_C.BMUF):
         *,
         look: str | None = None,
     ) -> None:
+        if any("train_mode" in g for g in getattr(optimizer, "param_groups", ())):
+            raise ValueError(
+                "BMUF averages parameters, and a schedule-free optimizer moves them "
+                'towards a "z" of its own on each rank: use another one, such as AdamW'
+            )
         options = asdict(read_options(_Options, cfg, "BMUF"))
         nbm = "nbm" if options.pop("use_nbm") else "plain"
         group = _group(options.pop("distributed_world_size"), communicator)
@@ -328,12 +333,9 @@ class BMUF(_C.BMUF):
         return blocks.moments(inner, ranks), None
 
     def _reset_optimizer(self) -> None:
-        """Load the state of the beginning, but for what a schedule has set, or the mode
-        of a schedule-free optimizer."""
-        kept = [
-            {name: group[name] for name in ("lr", "train_mode") if name in group}
-            for group in getattr(self._optimizer, "param_groups", [])
-        ]
+        """Load the state of the beginning, but for what a schedule has set."""
+        groups = getattr(self._optimizer, "param_groups", [])
+        kept = [{"lr": group["lr"]} if "lr" in group else {} for group in groups]
         self._optimizer.load_state_dict(self.initial_state)
         for number, own in enumerate(kept):
             self._optimizer.param_groups[number].update(own)
