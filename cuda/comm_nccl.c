@@ -536,14 +536,24 @@ nccl_run(ct_comm *op, const ct_request *request, ct_error *err)
         return status;
     }
     const enum cudaStreamCaptureMode mode = ct_cuda_relax_mode();
-    status = stage(&comm->staging, request, &staged, comm->stream, &is_staged, err);
+    /* A copy of ordinary host memory may wait for the stream without a time-out: first,
+     * the stream comes so far. */
+    if (needs_staging(request)) {
+        status = settle_stream(comm, what, err);
+    }
+    if (status == CT_OK) {
+        status = stage(&comm->staging, request, &staged, comm->stream, &is_staged, err);
+    }
     if (status == CT_OK) {
         status = submit(comm, &staged, err);
+    }
+    if (status == CT_OK) {
+        status = settle_stream(comm, what, err);
     }
     if (status == CT_OK && is_staged) {
         status = unstage(request, &staged, comm->stream, err);
     }
-    if (status == CT_OK) {
+    if (status == CT_OK && is_staged) {
         status = settle_stream(comm, what, err);
     }
     ct_cuda_restore_mode(mode);
@@ -655,6 +665,20 @@ nccl_precede(ct_comm *op, void *stream, ct_error *err)
 {
     const member *comm = (const member *)op;
     return put_behind(comm, stream, comm->stream, err);
+}
+
+/* A stream continues behind a failed collective only once the group is aborted. */
+static ct_status
+nccl_check(ct_comm *op, ct_error *err)
+{
+    member *comm = (member *)op;
+    ct_status status = ct_comm_check_here(op, "a collective", err);
+    if (status == CT_OK) {
+        pthread_mutex_lock(&comm->lock);
+        status = comm->handle == NULL ? fail_broken(comm, "an update", err) : CT_OK;
+        pthread_mutex_unlock(&comm->lock);
+    }
+    return status;
 }
 
 /* ---- joining, splitting and leaving ---------------------------------------------- */
@@ -812,6 +836,7 @@ static const ct_comm_ops nccl_ops = {
     .follow = nccl_follow,
     .precede = nccl_precede,
     .order = nccl_order,
+    .check = nccl_check,
 };
 
 ct_status

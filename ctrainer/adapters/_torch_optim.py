@@ -6,13 +6,13 @@ import itertools
 import logging
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ctrainer import _C
 from ctrainer.adapters.parameters import grads_of
@@ -51,6 +51,34 @@ def devices_elsewhere(parameters: Iterable[torch.Tensor]) -> set[str]:
     ):
         return set()
     return {str(device) for device in first}
+
+
+def step_undo(scheduler: Any) -> Callable[[], None] | None:
+    """What takes the next step of one of torch's schedules back.
+
+    None where that is not known: for classes of others, and for learning rates that are
+    tensors, which a step fills.
+    """
+    made_of = [scheduler, *getattr(scheduler, "_schedulers", [])]
+    groups = scheduler.optimizer.param_groups if _all_of_torch(made_of) else []
+    set_by_step = [
+        {name: group[name] for name in ("lr", "momentum", "betas") if name in group}
+        for group in groups
+    ]
+    if not groups or any(isinstance(v["lr"], torch.Tensor) for v in set_by_step):
+        return None
+    state = scheduler.state_dict()
+
+    def undo() -> None:
+        scheduler.load_state_dict(state)
+        for group, values in zip(groups, set_by_step, strict=True):
+            group.update(values)
+
+    return undo
+
+
+def _all_of_torch(schedulers: list[Any]) -> bool:
+    return all(type(s).__module__ == LRScheduler.__module__ for s in schedulers)
 
 
 def embeddings(model: nn.Module) -> list[torch.Tensor]:

@@ -38,6 +38,7 @@ evaluated = memory.evaluated
 decay_parameter_names = optimizers.decay_parameter_names
 grad_norms = optimizers.grad_norms
 is_metric_scheduler = optimizers.is_metric_scheduler
+step_undo = optimizers.step_undo
 make_scheduler = schedules.get_scheduler
 devices_elsewhere = optimizers.devices_elsewhere
 optimizer_class = optimizers.optimizer_class

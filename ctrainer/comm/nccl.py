@@ -39,7 +39,7 @@ def communicator(
         raise RuntimeError(id.decode().rstrip())
     seconds = run.timeout_seconds() if timeout_seconds is None else timeout_seconds
     return _C.plugin_communicator(
-        cuda.plugin, id, group.rank, group.world_size, mine, seconds
+        cuda.plugin, id, group.rank, group.world_size, mine, seconds, group
     )
 
 

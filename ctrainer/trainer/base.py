@@ -506,7 +506,7 @@ _OF_PROCESS = frozenset(
     f"_{name}" for name in (
         "accelerator", "adapter", "batch_weight", "checkpoint_writer", "device_loss",
         "device_scale", "enqueued_average", "enqueued_engine", "enqueued_scaler",
-        "grad_metrics", "grads_scaled", "in_update", "rank_group", "skipped_update",
-        "staged_folder", "syncs_gradients", "writes_checkpoint",
+        "enqueued_undo", "grad_metrics", "grads_scaled", "in_update", "rank_group",
+        "skipped_update", "staged_folder", "syncs_gradients", "writes_checkpoint",
     )
 )  # fmt: skip

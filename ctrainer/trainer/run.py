@@ -290,7 +290,8 @@ class TrainerRun(TrainerBase):
         if self.model_init is not None:
             self._seed()
             self.model = self.model_wrapped = self.call_model_init(trial)
-            self.optimizer = self.lr_scheduler = self._shard_group = None
+            self.optimizer = self.lr_scheduler = None
+            self._shard_group = self._replica_group = None
         if self._adapter.is_wrapped(self.model_wrapped):
             self.model_wrapped = self.model  # of the run before
         self._move_model_to_device(self.model, args.device)

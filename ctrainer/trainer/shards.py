@@ -128,6 +128,7 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
         )
         trainer.model_wrapped = trainer.model
         trainer._shard_group = trainer.model.communicator
+        trainer._replica_group = trainer.model.replicas
     survivors.update_together(trainer)
     if checkpoint is not None and (anew or _has_shards(checkpoint)):
         load_sharded(trainer, checkpoint)

@@ -250,7 +250,7 @@ def last_checkpoint(trainer: TrainerRun) -> str:
 def make_anew(trainer: TrainerRun) -> None:
     """Put the model in its place as it was before it was sharded."""
     trainer.optimizer = trainer.lr_scheduler = None
-    trainer._shard_group = trainer._own_shards = None
+    trainer._shard_group = trainer._replica_group = trainer._own_shards = None
     if trainer.model_init is None and trainer._before_shards is not None:
         trainer.model = trainer.model_wrapped = trainer._before_shards
 

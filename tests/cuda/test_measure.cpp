@@ -449,7 +449,8 @@ check_part_steps(const ct_optim_group &group)
     ct_optim_pass pass = {};
     pass.grad_scale = 0.5;
     for (size_t i = 0; i < part.params.size(); i++) {
-        ct_optim_params_borrow(second)[i].part = {lone.comm, 0, part.params[i].n};
+        ct_optim_params_borrow(second)[i].part = {lone.comm, 0, part.params[i].n,
+                                                  nullptr};
     }
     for (int step = 0; step < 3; step++) {
         ct_error err;

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import emulated_cuda
 import numpy as np
 import pytest
+from rank_threads import on_ranks
 
 import ctrainer
 from ctrainer import _C
 from ctrainer.comm import nccl
 
 RANKS = 2
-
-
-class Over:
-    """What brings the id to the other rank, by rank."""
-
-    world_size = RANKS
-
-    def __init__(self, rank: int, id: bytes) -> None:
-        self.rank, self.id = rank, id
-
-    def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
-        assert (data is None) == (self.rank != root == 0)
-        return self.id
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +27,16 @@ def on_every_rank(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, work: Callable[[_C.Communicator], Any]
 ) -> list[Any]:
     monkeypatch.setattr(nccl, "plugin", lambda: cuda)
-    id = cuda.comm_id()
 
-    def be_rank(rank: int) -> Any:
-        emulated_cuda.be_host(rank)
-        group = nccl.communicator(Over(rank, id), 30.0, stream=0)  # type: ignore[arg-type]
+    def be_rank(over: _C.Communicator) -> Any:
+        emulated_cuda.be_host(over.rank)
+        group = nccl.communicator(over, 30.0, stream=0)
         try:
             return work(group)
         finally:
             group.close()
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        return [
-            done.result(60) for done in [pool.submit(be_rank, r) for r in range(RANKS)]
-        ]
+    return on_ranks(RANKS, be_rank)
 
 
 def test_collectives_on_host_memory_are_copied_to_the_device(

@@ -411,6 +411,22 @@ DEVICE = (
         CAPTURED,
     ),
     Fixed(
+        "cuda/comm_nccl.c",
+        "delete a call",
+        "    .check = nccl_check,",
+        "    .check = NULL,",
+        "an update behind a failed collective is saved",
+        ENQUEUED,
+    ),
+    Fixed(
+        "csrc/binding/optim/parts.c",
+        "wrong stream or rank",
+        "ctpy_comm_of_hosts(communicator), NULL,",
+        "communicator, NULL,",
+        "hosts wait for their GPUs to say which parameters have gradients",
+        ENQUEUED,
+    ),
+    Fixed(
         "csrc/core/checkpoint/writer.c",
         "drop a synchronisation",
         "ct_status status = ct_snapshot_await(&writer->snapshot, err);",

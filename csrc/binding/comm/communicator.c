@@ -64,11 +64,26 @@ leave(Communicator *self)
     ctpy_comm_free(comm);
 }
 
+static int
+Communicator_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(((Communicator *)op)->over);
+    return 0;
+}
+
+static int
+Communicator_clear(PyObject *op)
+{
+    Py_CLEAR(((Communicator *)op)->over);
+    return 0;
+}
+
 static void
 Communicator_dealloc(PyObject *op)
 {
     leave((Communicator *)op);
-    ctpy_leaf_dealloc(op);
+    ctpy_dealloc(op, Communicator_clear);
 }
 
 static const char Communicator_close_doc[] =
@@ -796,7 +811,8 @@ static PyMethodDef Communicator_methods[] = {
 static PyType_Slot Communicator_slots[] = {
     {Py_tp_doc,      (void *)Communicator_doc},
     {Py_tp_new,      Communicator_new        },
-    {Py_tp_traverse, ctpy_leaf_traverse      },
+    {Py_tp_traverse, Communicator_traverse   },
+    {Py_tp_clear,    Communicator_clear      },
     {Py_tp_dealloc,  Communicator_dealloc    },
     {Py_tp_methods,  Communicator_methods    },
     {Py_tp_getset,   Communicator_getset     },

@@ -12,6 +12,8 @@ typedef struct Communicator {
     PyObject_HEAD
     ct_comm *comm;   /* NULL once it is closed */
     Py_ssize_t busy; /* calls and collectives under way; close() fails meanwhile */
+    PyObject *over;  /* of a group for a GPU's memory: the same ranks' group for the
+                      * host's; or NULL */
 } Communicator;
 
 /* An instance of `type` that owns comm, also on failure. */
@@ -28,6 +30,15 @@ ctpy_comm_borrow(ctpy_state *state, PyObject *op)
     ct_comm *comm =
         PyObject_TypeCheck(op, state->Communicator) ? ((Communicator *)op)->comm : NULL;
     return comm != NULL ? comm : ctpy_comm_reject(state, op);
+}
+
+/* The group of the same ranks for numbers of the hosts: best one that waits for no GPU.
+ */
+static inline PyObject *
+ctpy_comm_of_hosts(PyObject *op)
+{
+    PyObject *over = ((Communicator *)op)->over;
+    return over != NULL && ((Communicator *)over)->comm != NULL ? over : op;
 }
 
 /* Leaves the group, with the GIL. */

@@ -673,19 +673,21 @@ ctpy_hierarchical_communicator(PyObject *module, PyObject *args)
 
 static const char ctpy_plugin_communicator_doc[] =
     "plugin_communicator($module, plugin, id, rank, world_size, stream,\n"
-    "                    timeout_seconds, /)\n--\n\n"
+    "                    timeout_seconds, over=None, /)\n--\n\n"
     "Join the processes that give the same id; a Communicator on a GPU's memory.\n\n"
     "plugin: ctrainer._cuda.plugin. id: 128 bytes, of _cuda.comm_id() on one rank. "
     "rank:\nin [0, world_size). stream: the address of a CUDA stream of the current "
     "device, 0\nfor the default one, on which collectives are enqueued. "
-    "timeout_seconds: how long to\nwait for the others, now and in each collective.\n\n"
+    "timeout_seconds: how long to\nwait for the others, now and in each collective. "
+    "over: a Communicator of the same\nranks, for what their hosts exchange without "
+    "the GPU.\n\n"
     "Raises ValueError for arguments that are out of range or no such plugin, "
     "RuntimeError\nwhen NCCL cannot be found, or others fail or stay away.";
 
 static PyObject *
 ctpy_plugin_communicator(PyObject *module, PyObject *args)
 {
-    PyObject *capsule, *address;
+    PyObject *capsule, *address, *over = Py_None;
     const char *id;
     Py_ssize_t id_bytes;
     int rank, world_size;
@@ -693,9 +695,21 @@ ctpy_plugin_communicator(PyObject *module, PyObject *args)
     ct_comm *comm = NULL;
     ct_status status;
     ct_error err;
-    if (!PyArg_ParseTuple(args, "Oy#iiOd:plugin_communicator", &capsule, &id, &id_bytes,
-                          &rank, &world_size, &address, &timeout_seconds)) {
+    if (!PyArg_ParseTuple(args, "Oy#iiOd|O:plugin_communicator", &capsule, &id,
+                          &id_bytes, &rank, &world_size, &address, &timeout_seconds,
+                          &over)) {
         return NULL;
+    }
+    ctpy_state *state = PyModule_GetState(module);
+    const ct_comm *hosts = over == Py_None ? NULL : ctpy_comm_borrow(state, over);
+    if (over != Py_None && hosts == NULL) {
+        return NULL;
+    }
+    if (hosts != NULL && (hosts->rank != rank || hosts->world_size != world_size)) {
+        return PyErr_Format(
+            PyExc_ValueError,
+            "over is the group of rank %d of %d; expected rank %d of %d", hosts->rank,
+            hosts->world_size, rank, world_size);
     }
     const ct_plugin *plugin = ctpy_plugin_borrow(capsule);
     if (plugin == NULL) {
@@ -716,8 +730,11 @@ ctpy_plugin_communicator(PyObject *module, PyObject *args)
     if (status != CT_OK) {
         return ctpy_raise(&err);
     }
-    ctpy_state *state = PyModule_GetState(module);
-    return ctpy_communicator_steal(state->Communicator, comm);
+    PyObject *made = ctpy_communicator_steal(state->Communicator, comm);
+    if (made != NULL && hosts != NULL) {
+        ((Communicator *)made)->over = Py_NewRef(over);
+    }
+    return made;
 }
 
 PyMethodDef ctpy_comm_group_functions[] = {

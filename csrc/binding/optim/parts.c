@@ -248,8 +248,9 @@ optim_reduce_presence(OptimEngine *self, size_t first, double *has)
             has[n++] = found;
         }
     }
-    if (found < 0 || ctpy_comm_reduce_numbers(self->state, communicator, NULL, has, n,
-                                              CT_REDUCE_MAX) < 0) {
+    if (found < 0 ||
+        ctpy_comm_reduce_numbers(self->state, ctpy_comm_of_hosts(communicator), NULL,
+                                 has, n, CT_REDUCE_MAX) < 0) {
         return -1;
     }
     for (size_t k = first; found >= 0 && k < self->n_slots; k++) {

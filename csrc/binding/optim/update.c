@@ -52,8 +52,13 @@ plan_part(OptimEngine *self, const optim_slot *slot, ct_optim_param *param)
         return 0;
     }
     ct_comm *comm = ctpy_comm_borrow(self->state, part->communicator);
-    param->part = (ct_part){comm, part->begin, part->whole};
-    return comm == NULL ? -1 : 0;
+    if (comm == NULL) {
+        return -1;
+    }
+    const PyObject *hosts = ctpy_comm_of_hosts(part->communicator);
+    param->part =
+        (ct_part){comm, part->begin, part->whole, ((const Communicator *)hosts)->comm};
+    return 0;
 }
 
 /* Keeps the communicators of all parts from being closed, or no longer. */
@@ -64,6 +69,7 @@ hold_groups(OptimEngine *self, bool held)
         PyObject *communicator = self->slots[k].part.communicator;
         if (communicator != NULL) {
             ((Communicator *)communicator)->busy += held ? 1 : -1;
+            ((Communicator *)ctpy_comm_of_hosts(communicator))->busy += held ? 1 : -1;
         }
     }
 }

@@ -340,6 +340,36 @@ agree_finite(PyObject *op, bool *finite)
     return 0;
 }
 
+static int
+check_group(ctpy_state *names, PyObject *group)
+{
+    ct_error err;
+    if (group == NULL || !PyObject_TypeCheck(group, names->Communicator)) {
+        return 0;
+    }
+    ct_comm *comm = ((Communicator *)group)->comm;
+    if (comm == NULL ||
+        (ct_comm_check(comm, &err) == CT_OK &&
+         (comm->on_gpu == NULL || ct_comm_check(comm->on_gpu, &err) == CT_OK))) {
+        return 0;
+    }
+    return ctpy_raise_int(&err);
+}
+
+/* -1 with an exception where a collective of the GPUs has failed: the streams continued
+ * with wrong gradients, and the host has their norm by now. */
+static int
+check_collectives(PyObject *op)
+{
+    const Trainer *self = (const Trainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    return check_group(names, self->rank_group) < 0 ||
+                   check_group(names, self->shard_group) < 0 ||
+                   check_group(names, self->replica_group) < 0
+               ? -1
+               : 0;
+}
+
 /* Replaces the gradients of an update by their mean over the ranks, where nothing
  * around the model has done so. 0, or -1 with an exception. */
 static int
@@ -540,8 +570,9 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
     const bool local_steps = u->blocks != NULL;
     if ((!local_steps && average_grads(op, u) < 0) || measure(op, u) < 0 ||
         (!local_steps && agree_finite(op, &u->s.result.finite) < 0) ||
-        measure_layers(op, run, u) < 0 || report_if_nonfinite(op, u) < 0 ||
-        judge_norm(op, u) < 0 || (u->s.result.finite && clip_update(op, run, u) < 0) ||
+        check_collectives(op) < 0 || measure_layers(op, run, u) < 0 ||
+        report_if_nonfinite(op, u) < 0 || judge_norm(op, u) < 0 ||
+        (u->s.result.finite && clip_update(op, run, u) < 0) ||
         report_norm(op, run, u) < 0) {
         return -1;
     }
@@ -596,18 +627,35 @@ step_schedule(PyObject *op)
  * steps or a group over NCCL, the host enqueues the update and counts the update as
  * made. The result is awaited before a log, an evaluation or a checkpoint, at the
  * latest in the next update, after the GPU has got the next forward and backward pass.
- * Schedules other than ours cannot step back. */
+ * A skipped update then takes the schedule's step back. */
 
+/* For a schedule of another library: has the adapter remember what a step changes. 1, 0
+ * for an unknown class, or -1. */
+static int
+remember_schedule(PyObject *op, PyObject *scheduler)
+{
+    PyObject *undo =
+        ctpy_ask_adapter(op, ctpy_state_borrow(op)->str_step_undo, &scheduler, 1);
+    if (undo == NULL) {
+        return -1;
+    }
+    const int known = undo != Py_None;
+    Py_XSETREF(((Trainer *)op)->enqueued_undo, undo);
+    return known;
+}
+
+/* 1 if the schedule can step back, 0 or -1. */
 static int
 steps_back(PyObject *op)
 {
     ctpy_state *names = ctpy_state_borrow(op);
     PyObject *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler);
-    const int result = scheduler == NULL
-                           ? -1
-                           : scheduler == Py_None ||
-                                 ((Trainer *)op)->schedule_on_metric ||
-                                 ctpy_scheduler_is_native(names, scheduler);
+    int result = scheduler == NULL ? -1 : 1;
+    Py_CLEAR(((Trainer *)op)->enqueued_undo);
+    if (result > 0 && scheduler != Py_None && !((Trainer *)op)->schedule_on_metric &&
+        !ctpy_scheduler_is_native(names, scheduler)) {
+        result = remember_schedule(op, scheduler);
+    }
     Py_XDECREF(scheduler);
     return result;
 }
@@ -766,12 +814,16 @@ static int
 step_schedule_back(PyObject *op)
 {
     ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *undo = ctpy_field(((Trainer *)op)->enqueued_undo);
     PyObject *scheduler = PyObject_GetAttr(op, names->str_lr_scheduler);
-    int result = scheduler == NULL ? -1 : 0;
-    if (scheduler != NULL && !((Trainer *)op)->schedule_on_metric &&
+    PyObject *done = undo == NULL ? NULL : PyObject_CallNoArgs(undo);
+    int result = scheduler == NULL || (undo != NULL && done == NULL) ? -1 : 0;
+    if (result == 0 && !((Trainer *)op)->schedule_on_metric &&
         ctpy_scheduler_is_native(names, scheduler)) {
         result = ctpy_scheduler_step_back(scheduler);
     }
+    Py_XDECREF(done);
+    Py_XDECREF(undo);
     Py_XDECREF(scheduler);
     return result;
 }
@@ -795,7 +847,7 @@ ctpy_await_update(PyObject *op)
     const ct_step_result result = u.s.result;
     Py_DECREF(engine);
     Py_XDECREF(u.scaler);
-    if (failed) {
+    if (failed || check_collectives(op) < 0) {
         return -1;
     }
     self->last_grad_norm = result.grad_norm;
@@ -804,12 +856,11 @@ ctpy_await_update(PyObject *op)
         ctpy_average_take_back(self->enqueued_average, self->enqueued_due);
     }
     Py_CLEAR(self->enqueued_average);
-    if (result.finite) {
-        return 0;
+    if (!result.updated && step_schedule_back(op) < 0) {
+        return -1;
     }
-    return !result.updated && step_schedule_back(op) < 0 ? -1
-           : scaled                                      ? 0
-                    : report_nonfinite(op, self->enqueued_step);
+    Py_CLEAR(self->enqueued_undo);
+    return result.finite || scaled ? 0 : report_nonfinite(op, self->enqueued_step);
 }
 
 static const char Trainer__await_update_doc[] =

@@ -130,6 +130,7 @@ typedef struct ct_comm_ops {
     ct_status (*follow)(ct_comm *comm, void *stream, ct_error *err);
     ct_status (*precede)(ct_comm *comm, void *stream, ct_error *err);
     ct_status (*order)(ct_comm *comm, ct_work *work, void *stream, ct_error *err);
+    ct_status (*check)(ct_comm *comm, ct_error *err); /* likewise for ct_comm_check */
 } ct_comm_ops;
 
 struct ct_comm {
@@ -235,6 +236,14 @@ ct_comm_order(ct_comm *comm, ct_work *work, void *stream, ct_error *err)
     return work == NULL || comm->ops->order == NULL
                ? ct_comm_wait(comm, work, err)
                : comm->ops->order(comm, work, stream, err);
+}
+
+/* For a host that has waited for the work behind ct_comm_order: CT_ECOMM where such a
+ * collective had failed, so that the streams continued with wrong values. */
+CT_NODISCARD static inline ct_status
+ct_comm_check(ct_comm *comm, ct_error *err)
+{
+    return comm->ops->check == NULL ? CT_OK : comm->ops->check(comm, err);
 }
 
 /* Runs the request between the work that is on a stream of the device so far and later

@@ -20,7 +20,7 @@ CT_BEGIN_DECLS
 
 /* Raised whenever an entry or a struct below changes; the plugin's capsule carries it.
  */
-#define CT_DEVICE_VERSION 31
+#define CT_DEVICE_VERSION 32
 
 /* Memory of the device that a kernel may use for partial results; grown on demand by
  * the device's own `grow`, released by `release`. Starts as {0}. */

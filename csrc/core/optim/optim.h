@@ -79,6 +79,8 @@ enum {
 typedef struct ct_part {
     ct_comm *comm; /* borrowed; NULL: the whole parameter is on this rank */
     size_t begin, whole;
+    ct_comm *of_hosts; /* borrowed: the same ranks, to compare parts without a wait for
+                        * the device; NULL: comm */
 } ct_part;
 
 /* Borrowed memory of one parameter; arrays have n elements unless their kind says

@@ -116,10 +116,19 @@ describe(const ct_rule_run *run, const ct_comm *comm, part *to, size_t *spans)
     return n;
 }
 
-/* Gathers the parts of all ranks of the group, a collective. */
-static ct_status
-gather_parts(const ct_rule_run *run, ct_comm *comm, group_parts *parts, ct_error *err)
+/* The ranks of spans[i], as a group for numbers of the hosts. */
+static ct_comm *
+hosts_borrow(const ct_rule_run *run, size_t i)
 {
+    ct_comm *hosts = run->params[run->owner[i]].part.of_hosts;
+    return hosts != NULL ? hosts : comm_borrow(run, i);
+}
+
+/* Gathers the parts of all ranks of the group of spans[first], a collective. */
+static ct_status
+gather_parts(const ct_rule_run *run, size_t first, group_parts *parts, ct_error *err)
+{
+    const ct_comm *comm = comm_borrow(run, first);
     const size_t ranks = (size_t)comm->world_size, most = run->update.n_spans;
     ct_run_buffers *b = run->buffers;
     ct_status status = ct_grow(&b->described, &b->described_capacity,
@@ -135,7 +144,7 @@ gather_parts(const ct_rule_run *run, ct_comm *comm, group_parts *parts, ct_error
     const ct_span in = {own, n * NUMBERS, CT_I64};
     const ct_span out = {all, ranks * n * NUMBERS, CT_I64};
     *parts = (group_parts){n, b->numbers, all};
-    return ct_comm_all_gather(comm, &out, &in, err);
+    return ct_comm_all_gather(hosts_borrow(run, first), &out, &in, err);
 }
 
 /* One parameter's parts of all ranks. */
@@ -172,10 +181,11 @@ check_parts(const group_parts *parts, size_t number, size_t ranks, ct_error *err
 }
 
 static ct_status
-check_group(const ct_rule_run *run, ct_comm *comm, ct_error *err)
+check_group(const ct_rule_run *run, size_t first, ct_error *err)
 {
+    const ct_comm *comm = comm_borrow(run, first);
     group_parts parts;
-    ct_status status = gather_parts(run, comm, &parts, err);
+    ct_status status = gather_parts(run, first, &parts, err);
     for (size_t k = 0; status == CT_OK && k < parts.n; k++) {
         status = check_parts(&parts, k, (size_t)comm->world_size, err);
     }
@@ -197,9 +207,8 @@ check_groups(const ct_rule_run *run, ct_error *err)
 {
     ct_status status = CT_OK;
     for (size_t i = 0; status == CT_OK && i < run->update.n_spans; i++) {
-        ct_comm *comm = comm_borrow(run, i);
-        if (comm != NULL && is_first(run, i)) {
-            status = check_group(run, comm, err);
+        if (comm_borrow(run, i) != NULL && is_first(run, i)) {
+            status = check_group(run, i, err);
         }
     }
     return status;
@@ -836,11 +845,11 @@ run_dtype(distribution *d, ct_dtype dtype, ct_error *err)
 }
 
 static ct_status
-muon_distributed(ct_rule_run *run, void *stream, ct_comm *comm, ct_error *err)
+muon_distributed(ct_rule_run *run, void *stream, size_t first, ct_error *err)
 {
-    distribution d = {.run = run, .stream = stream, .comm = comm};
+    distribution d = {.run = run, .stream = stream, .comm = comm_borrow(run, first)};
     const size_t ranks = ranks_of(&d);
-    ct_status status = gather_parts(run, comm, &d.parts, err);
+    ct_status status = gather_parts(run, first, &d.parts, err);
     if (status != CT_OK) {
         return status;
     }
@@ -863,9 +872,9 @@ muon_run(ct_rule_run *run, void *stream, ct_error *err)
 {
     ct_status status = CT_OK;
     for (size_t i = 0; status == CT_OK && i < run->update.n_spans; i++) {
-        ct_comm *comm = comm_borrow(run, i);
+        const ct_comm *comm = comm_borrow(run, i);
         if (comm != NULL && is_first(run, i)) {
-            status = muon_distributed(run, stream, comm, err);
+            status = muon_distributed(run, stream, i, err);
         }
         else if (comm == NULL && run->spans[i].n != 0) {
             status = muon_whole(run, stream, i, err);

@@ -107,7 +107,7 @@ optimizer(const setting *s, model *m, ct_comm *comm)
         if (comm != NULL) {
             const size_t begin = cut(s, p, comm->rank, comm->world_size);
             to->n = cut(s, p, comm->rank + 1, comm->world_size) - begin;
-            to->part = (ct_part){comm, begin, whole_of(p)};
+            to->part = (ct_part){comm, begin, whole_of(p), NULL};
         }
         fill_part(s, &r, p, to->part.begin, to->n, m->param[p]);
     }

@@ -74,6 +74,10 @@ std::condition_variable changed;
 /* In use also at the exit, as what they name is. */
 clock &host = *new clock(); /* what the host has waited for; one for all threads */
 thread_local bool enqueues; /* else the thread only asks: nothing is behind that */
+/* The work that such a thread asked for last, if unfinished: to ask again at once is to
+ * wait. */
+thread_local work_ptr asked;
+thread_local bool asked_again;
 std::deque<CUstream_st> &streams = *new std::deque<CUstream_st>();
 auto &found =
     *new std::map<cudaStream_t, CUstream_st *>();          /* as the program names it */
@@ -301,6 +305,7 @@ append(queue *on, const char *name, std::function<void()> work,
     }
     clock at = host;
     enqueues = true;
+    asked = nullptr;
     if (on->last) {
         at.join(on->last->at);
     }
@@ -340,6 +345,14 @@ cudaError_t
 ask(const work_ptr &last)
 {
     held_lock held(device_lock);
+    if (last && asked == last) {
+        seen.waits += asked_again ? 0 : 1;
+        asked_again = true;
+    }
+    else {
+        asked = enqueues && last && !last->ended ? last : nullptr;
+        asked_again = false;
+    }
     if ((busy > 0 && busy-- > 0) || draw() % 4 == 0 ||
         (last && !run_until(held, last, false))) {
         set_last_error(cudaErrorNotReady); /* for the next launch */

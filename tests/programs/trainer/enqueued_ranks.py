@@ -91,7 +91,10 @@ for name, options in CASES.items():
         runs[0].model.parameters(), runs[2].model.parameters(), strict=True
     ):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-7, equal_nan=True)
-waits: dict[str, list[int]] = {"plain": [], "sharded": [], "blocks": []}
+waits: dict[str, list[int]] = {
+    "plain": [], "sharded": [], "blocks": [], "adafactor, sharded": [],
+    "muon, sharded": [],
+}  # fmt: skip
 for name, counted in waits.items():
     for cls in (ctrainer.Trainer, Measured):
         _, notes = run(

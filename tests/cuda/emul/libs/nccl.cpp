@@ -82,6 +82,7 @@ struct group {
 std::mutex mutex;
 std::condition_variable changed;
 std::map<std::string, group> groups;
+extern "C" int fake_nccl_called, fake_nccl_stalls;
 
 struct rank {
     group *of;
@@ -303,9 +304,12 @@ enqueue_for_processes(rank *me, cudaStream_t stream, const char *name, const cal
     const std::string number = std::to_string(me->called);
     const std::string before = std::to_string(me->called - 1);
     me->called++;
+    const bool stalls = ++fake_nccl_called == fake_nccl_stalls;
     all->ranks = 1;
     all->send = [=] { send(self.folder, number, self.number, sent_by(mine)); };
-    all->arrived = [=] { return all_sent(self.folder, number, self.world_size); };
+    all->arrived = [=] {
+        return !stalls && all_sent(self.folder, number, self.world_size);
+    };
     me->of->under_way.push_back(all);
     emul::enqueue_part(
         stream, name, all, [mine] { touch(mine); },
@@ -352,6 +356,8 @@ int fake_nccl_fail;    /* the next collective is rejected with this result */
 int fake_nccl_async;   /* what communicators say of themselves */
 int fake_nccl_pending; /* so many times they say before that a call is in progress */
 int fake_nccl_aborted;
+int fake_nccl_called; /* collectives of ranks that are processes, so far */
+int fake_nccl_stalls; /* the number of the one that never ends */
 
 static int
 rejected()
