@@ -345,6 +345,7 @@ def test_a_rank_that_dies_behind_its_update_is_named(tmp_path: Path, fsdp: str) 
         ("hybrid_shard", {"measured": True}),
         ("full_shard", {"from_last": 2}), ("hybrid_shard", {"from_last": 3}),
         ("hybrid_shard auto_wrap", {"from_last": 2, "slow": True}),
+        ("full_shard", {"evaluates": True}),
     ],
 )  # fmt: skip
 def test_no_update_behind_a_failed_collective_is_saved(

@@ -292,6 +292,34 @@ ctpy_trainer_is_alone(const PyObject *op)
     return !is_open(group) || ((Communicator *)group)->comm->world_size == 1;
 }
 
+static ct_status
+check_group(PyObject *op, PyObject *group, ct_error *err)
+{
+    const ctpy_state *state = ctpy_state_borrow(op);
+    if (group == NULL || !PyObject_TypeCheck(group, state->Communicator) ||
+        !is_open(group)) {
+        return CT_OK;
+    }
+    ct_comm *comm = ((Communicator *)group)->comm;
+    ct_comm *on_gpu = comm->on_gpu == NULL ? comm : comm->on_gpu;
+    return ct_comm_check(on_gpu, err);
+}
+
+int
+ctpy_trainer_check_collectives(PyObject *op)
+{
+    const Trainer *self = (const Trainer *)op;
+    ct_error err;
+    ct_status status = check_group(op, self->rank_group, &err);
+    if (status == CT_OK) {
+        status = check_group(op, self->shard_group, &err);
+    }
+    if (status == CT_OK) {
+        status = check_group(op, self->replica_group, &err);
+    }
+    return status == CT_OK ? 0 : ctpy_raise_int(&err);
+}
+
 PyObject *
 ctpy_trainer_get_communicator(PyObject *op, void *Py_UNUSED(closure))
 {

@@ -417,7 +417,8 @@ run_loop(eval_loop *loop, PyObject *batches, ctpy_state *names)
     }
     int result = run_batches(loop, iterator, names);
     Py_DECREF(iterator);
-    if (result < 0 || commit_waiting(loop, names, PyList_GET_SIZE(loop->waiting)) < 0) {
+    if (result < 0 || commit_waiting(loop, names, PyList_GET_SIZE(loop->waiting)) < 0 ||
+        ctpy_trainer_check_collectives(loop->op) < 0) {
         return NULL;
     }
     return Py_BuildValue("(nnNN)", loop->n_batches, loop->n_rows,

@@ -340,36 +340,6 @@ agree_finite(PyObject *op, bool *finite)
     return 0;
 }
 
-static int
-check_group(ctpy_state *names, PyObject *group)
-{
-    ct_error err;
-    if (group == NULL || !PyObject_TypeCheck(group, names->Communicator)) {
-        return 0;
-    }
-    ct_comm *comm = ((Communicator *)group)->comm;
-    if (comm == NULL ||
-        (ct_comm_check(comm, &err) == CT_OK &&
-         (comm->on_gpu == NULL || ct_comm_check(comm->on_gpu, &err) == CT_OK))) {
-        return 0;
-    }
-    return ctpy_raise_int(&err);
-}
-
-/* -1 with an exception where a collective of the GPUs has failed: the streams continued
- * with wrong gradients, and the host has their norm by now. */
-static int
-check_collectives(PyObject *op)
-{
-    const Trainer *self = (const Trainer *)op;
-    ctpy_state *names = ctpy_state_borrow(op);
-    return check_group(names, self->rank_group) < 0 ||
-                   check_group(names, self->shard_group) < 0 ||
-                   check_group(names, self->replica_group) < 0
-               ? -1
-               : 0;
-}
-
 /* Replaces the gradients of an update by their mean over the ranks, where nothing
  * around the model has done so. 0, or -1 with an exception. */
 static int
@@ -570,7 +540,7 @@ update_apply(PyObject *op, ctpy_run *run, ctpy_update *u)
     const bool local_steps = u->blocks != NULL;
     if ((!local_steps && average_grads(op, u) < 0) || measure(op, u) < 0 ||
         (!local_steps && agree_finite(op, &u->s.result.finite) < 0) ||
-        check_collectives(op) < 0 || measure_layers(op, run, u) < 0 ||
+        ctpy_trainer_check_collectives(op) < 0 || measure_layers(op, run, u) < 0 ||
         report_if_nonfinite(op, u) < 0 || judge_norm(op, u) < 0 ||
         (u->s.result.finite && clip_update(op, run, u) < 0) ||
         report_norm(op, run, u) < 0) {
@@ -847,7 +817,7 @@ ctpy_await_update(PyObject *op)
     const ct_step_result result = u.s.result;
     Py_DECREF(engine);
     Py_XDECREF(u.scaler);
-    if (failed || check_collectives(op) < 0) {
+    if (failed || ctpy_trainer_check_collectives(op) < 0) {
         return -1;
     }
     self->last_grad_norm = result.grad_norm;

@@ -8,7 +8,7 @@ from typing import Any
 
 import any_gpu
 import emulated_torch
-from enqueued import Measured, run
+from enqueued import Measured, data, run
 from programs.run import folder, options, tell
 from tiny import Net
 
@@ -22,6 +22,8 @@ nccl.run = SimpleNamespace(timeout_seconds=lambda: 2.0)  # the hosts wait longer
 LAST = 5
 wheels = emulated_torch.FOLDER.parent / "wheels"
 library = ctypes.CDLL(str(wheels / "nvidia/nccl/lib/libnccl.so.2"))
+called = ctypes.c_int.in_dll(library, "fake_nccl_called")
+stalls = ctypes.c_int.in_dll(library, "fake_nccl_stalls")
 
 
 class Slow(Net):
@@ -32,31 +34,37 @@ class Slow(Net):
         self.layers[1].register_full_backward_hook(self._wait)
 
     def _wait(self, *unused: Any) -> None:
-        if ctypes.c_int.in_dll(library, "fake_nccl_stalls").value != 0:
+        if stalls.value != 0:
             time.sleep(3.0)
 
 
 class Stalls(ctrainer.TrainerCallback):
     """A collective of update LAST, which has as many as that before: 1 is the last."""
 
-    called = 0
+    before = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **k: Any) -> None:
-        so_far = ctypes.c_int.in_dll(library, "fake_nccl_called").value
         if state.global_step == LAST - 1:
-            each = so_far - self.called
-            which = so_far + max(each - from_last + 1, 1)
-            ctypes.c_int.in_dll(library, "fake_nccl_stalls").value = which
-        self.called = so_far
+            each = called.value - self.before
+            stalls.value = called.value + max(each - from_last + 1, 1)
+        self.before = called.value
 
 
 error, from_last, slow = "", options.pop("from_last", 1), options.pop("slow", False)
+evaluates = options.pop("evaluates", False)
 cls = Measured if options.pop("measured", False) else ctrainer.Trainer
 try:
-    run(
-        folder, cls, set(), model=Slow if slow else Net, callbacks=[Stalls()], save_strategy="steps",
+    trainer, _ = run(
+        folder, cls, set(), model=Slow if slow else Net,
+        callbacks=[] if evaluates else [Stalls()],
+        save_strategy="no" if evaluates else "steps",
         save_steps=LAST, logging_strategy="no", **options,
     )  # fmt: skip
+    if evaluates:
+        before = called.value
+        trainer.evaluate(data(set()))
+        stalls.value = called.value + called.value - before
+        trainer.evaluate(data(set()))
 except RuntimeError as raised:
     error = str(raised)
 tell([error, [path.name for path in Path(folder).glob("checkpoint-*")]])
