@@ -22,6 +22,8 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
 }
 _OF_BOOLS = {"sum": "max", "mean": "min"}  # any and all
+_IN_PLACE = ("all_reduce", "broadcast", "reduce")
+_GPU = torch.device("cuda")
 
 # Newer releases call them so, and warn about the older names.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -101,18 +103,19 @@ def _check_initialized() -> None:
 
 
 class ProcessGroupBackend:
-    """Collectives of a process group on buffers in host memory.
+    """Collectives of a process group on buffers in host memory. Time-outs are the
+    group's own.
 
-    A group that works on GPUs alone gets copies in their memory, and its results are
-    copied back. Time-outs are the group's own.
+    A group of NCCL works on GPUs alone, behind all that is enqueued there: gloo
+    connects the same ranks beside it, so that no host waits for its GPU. To make the
+    backend is then a collective.
     """
 
     def __init__(self, group: Any = None) -> None:
-        self.group: Any = dist.group.WORLD if group is None else group
+        given: Any = dist.group.WORLD if group is None else group
+        self.group = _by_gloo(given) if dist.get_backend(given) == "nccl" else given
         self.rank: int = dist.get_rank(self.group)
         self.world_size: int = dist.get_world_size(self.group)
-        on_gpu = dist.get_backend(self.group) == "nccl"
-        self.device = torch.device("cuda") if on_gpu else torch.device("cpu")
         self._on_gloo = dist.get_backend(self.group) == "gloo"
 
     def note_request(self, request: bytes) -> None:
@@ -130,39 +133,36 @@ class ProcessGroupBackend:
         root: int,
     ) -> Pending:
         """Start a collective by its name in core/comm/comm.h; wait() ends it."""
-        given, result = (self._tensor(view, dtype) for view in (in_, out))
-        source, target = given.to(self.device), result.to(self.device)
+        source, result = (self._tensor(view, dtype) for view in (in_, out))
         if dtype == "bool":
             op = _OF_BOOLS.get(op, op)
         more: dict[str, Any] = {"group": self.group, "async_op": True}
-        written, home = target, result
+        written = source if what in _IN_PLACE else result
+        home = written
         if what == "all_reduce":
             work = dist.all_reduce(source, _OPS[op], **more)
-            written, home = source, given
         elif what == "broadcast":
             work = dist.broadcast(
                 source, dist.get_global_rank(self.group, root), **more
             )
-            written, home = source, given
         elif what == "reduce":
             work = dist.reduce(
                 source, dist.get_global_rank(self.group, root), _OPS[op], **more
             )
-            written, home = source, given
         elif what == "all_gather":
-            work = _all_gather(target, source, **more)
+            work = _all_gather(result, source, **more)
         elif what == "reduce_scatter" and self._on_gloo:
             # As gloo makes it, in work that no time ends before the group's.
             source = source.clone()
             work = dist.all_reduce(source, _OPS[op], **more)
             written = source.view(self.world_size, -1)[self.rank]
         elif what == "reduce_scatter":
-            work = _reduce_scatter(target, source, _OPS[op], **more)
+            work = _reduce_scatter(result, source, _OPS[op], **more)
         elif what == "all_to_all":
-            work = dist.all_to_all_single(target, source, **more)
+            work = dist.all_to_all_single(result, source, **more)
         else:
             work = dist.barrier(**more)
-        _hold(given, result, source, target)
+        _hold(result, source)
         divisor = self.world_size if op == "mean" else 1
         return Pending(
             work, written, home, divisor, self.group if self._on_gloo else None
@@ -170,16 +170,10 @@ class ProcessGroupBackend:
 
     def make_group(self, ranks: list[int]) -> ProcessGroupBackend:
         """A smaller group, made by these ranks alone, with this one's time-out."""
-        backend = self.group._get_backend(self.device)
-        more: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-        made = dist.new_group(
-            [dist.get_global_rank(self.group, rank) for rank in ranks],
-            timeout=backend.options._timeout,
-            backend=dist.get_backend(self.group),
-            use_local_synchronization=True,
-            **more,
-        )
-        return ProcessGroupBackend(made)
+        members = [dist.get_global_rank(self.group, rank) for rank in ranks]
+        timeout = self.group._get_backend(torch.device("cpu")).options._timeout
+        backend = dist.get_backend(self.group)
+        return ProcessGroupBackend(_new_group(members, timeout, backend))
 
     @staticmethod
     def _tensor(view: memoryview, dtype: str) -> torch.Tensor:
@@ -187,6 +181,26 @@ class ProcessGroupBackend:
         if view.nbytes == 0:
             return torch.empty(0, dtype=kind, device="cpu")
         return torch.frombuffer(view, dtype=kind)
+
+
+def _by_gloo(group: Any) -> Any:
+    ranks = dist.get_process_group_ranks(group)
+    timeout = group._get_backend(_GPU).options._timeout
+    try:
+        return _new_group(ranks, timeout, "gloo")
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"gloo does not connect the hosts beside a process group of NCCL: {error}. "
+            "Set GLOO_SOCKET_IFNAME to the network interface between them"
+        ) from error
+
+
+def _new_group(ranks: list[int], timeout: Any, backend: str) -> Any:
+    """A process group of these ranks, which alone make it."""
+    more: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    return dist.new_group(
+        ranks, timeout=timeout, backend=backend, use_local_synchronization=True, **more
+    )
 
 
 class Pending:

@@ -1,4 +1,5 @@
-"""Every collective over a gloo group of 2 ranks, and the end of one."""
+"""Every collective over a gloo group of 2 ranks, and the end of one; and by gloo beside
+a group that says that it is NCCL's."""
 
 import os
 import time
@@ -6,11 +7,23 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from programs.run import join_gloo, rank, tell
+from programs.run import join_gloo, options, rank, tell
 
+from ctrainer.comm import process_group
 from ctrainer.comm.process_group import communicator
 
 join_gloo()
+if options["of_nccl"]:
+    gloo, backend_of = dist.group.WORLD, dist.get_backend
+    begin = process_group.ProcessGroupBackend.begin
+
+    def begin_beside(self, *request):
+        assert self.group is not gloo
+        return begin(self, *request)
+
+    process_group._GPU = torch.device("cpu")
+    process_group.ProcessGroupBackend.begin = begin_beside
+    dist.get_backend = lambda group: "nccl" if group is gloo else backend_of(group)
 
 group = communicator()
 found = {"who": [group.rank, group.world_size]}

@@ -6,9 +6,12 @@ import pytest
 from ranks import Rank, run
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
-    return run(tmp_path_factory.mktemp("ranks"), "comm.process_groups")
+@pytest.fixture(scope="module", params=["gloo", "beside nccl"])
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Rank]:
+    folder, of_nccl = tmp_path_factory.mktemp("ranks"), request.param != "gloo"
+    return run(folder, "comm.process_groups", of_nccl=of_nccl)
 
 
 def test_every_collective_over_gloo(ranks: list[Rank]) -> None:
