@@ -176,6 +176,10 @@ def device_scale(total: tuple[float, int]) -> float:
     return 1.0
 
 
+def step_undo(scheduler: Any) -> None:
+    """Of no schedule: an update in host memory is known when it is made."""
+
+
 def read_device_loss(total: tuple[float, int], accumulation: int) -> tuple[float, int]:
     """The sum, and how many updates at least had a loss that is not finite."""
     return total[0], -(-total[1] // accumulation)

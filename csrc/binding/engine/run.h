@@ -84,10 +84,6 @@ bool ctpy_trainer_is_alone(const PyObject *op);
 
 /* Reduces n numbers in place over the ranks, without the GIL. 0, or -1 with an
  * exception. */
-/* Where a collective of the GPUs has failed, the streams continued with wrong values:
- * -1 with an exception. For a host that has waited for results of theirs. */
-int ctpy_trainer_check_collectives(PyObject *op);
-
 int ctpy_trainer_reduce(PyObject *op, double *values, size_t n, ct_reduce_op how);
 int ctpy_trainer_reduce_span(PyObject *op, const ct_span *span, ct_reduce_op how);
 int ctpy_trainer_sum(PyObject *op, int64_t *values, size_t n);

@@ -320,8 +320,8 @@ ct_fsdp_reduce(ct_fsdp *unit, ct_comm *comm, size_t group, ct_fsdp_presence *pre
         unit->stream = unit->grads->stream = comm->stream;
         status = reduce(unit, comm, group, presence, shard, add, err);
         unit->stream = stream;
-        if (status !=
-            CT_OK) { /* the caller's gradients go, maybe of other units, too */
+        if (status != CT_OK) {
+            /* The caller drops gradients, of other units as well. */
             const ct_status ignored = ct_comm_precede(comm, stream, NULL);
             (void)ignored;
         }
