@@ -413,8 +413,8 @@ DEVICE = (
     Fixed(
         "cuda/comm_nccl.c",
         "delete a call",
-        "    .check = nccl_check,",
-        "    .check = NULL,",
+        'status = comm->handle == NULL ? fail_broken(comm, "an update", err) : CT_OK;',
+        "status = CT_OK;",
         "an update behind a failed collective is saved",
         ENQUEUED,
     ),
