@@ -19,15 +19,15 @@ def communicator(
 ) -> _C.Communicator:
     """A Communicator of the ranks of `over`, a GPU each, on tensors in their memory.
 
-    Every rank calls it. over: through which the ranks find each other; comm.world() by
-    default. timeout_seconds: how long a rank waits for the others, here and in each
-    collective, by default as long as in those of comm.world(); then, or when NCCL
-    reports a failure, the group is aborted, and the RuntimeError names the collective
-    and this rank. stream: the address of a CUDA
-    stream of the current device, as torch's `.cuda_stream`. Collectives are enqueued
-    behind what is there; by default it is torch's current one on the GPU of this
-    rank's number on its machine, which becomes the current device. Tensors and arrays
-    in host memory are copied to the GPU and back.
+    Every rank calls it. over: through which the ranks find each other, and later
+    exchange what hosts decide by; comm.world() by default. timeout_seconds: how long a
+    rank waits for the others, here and in each collective, by default as long as in
+    those of comm.world(); then, or when NCCL reports a failure, the group is aborted,
+    and the RuntimeError names the collective and this rank. stream: the address of a
+    CUDA stream of the current device, as torch's `.cuda_stream`. Collectives are
+    enqueued behind what is there; by default it is torch's current one on the GPU of
+    this rank's number on its machine, which becomes the current device. Tensors and
+    arrays in host memory are copied to the GPU and back.
 
     Raises RuntimeError saying what is missing: the plugin, a driver, a GPU or NCCL.
     """

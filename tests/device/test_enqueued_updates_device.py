@@ -351,7 +351,7 @@ def test_a_rank_that_dies_behind_its_update_is_named(tmp_path: Path, fsdp: str) 
 def test_no_update_behind_a_failed_collective_is_saved(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    """Its weights are wrong, and the streams have gone on."""
+    """Its weights are wrong, and the streams have continued."""
     for rank in ranks.run(
         tmp_path, "trainer.broken_behind", fsdp=kind, **options,
         fsdp_config={"min_num_params": 1, "state_dict_type": "SHARDED_STATE_DICT"},

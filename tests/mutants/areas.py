@@ -485,6 +485,8 @@ AREAS = {
             binding("comm/communicator"):
                 "binding/comm/test_communicator.py "
                 "python/comm/test_ranks_of_one_machine.py",
+            binding("comm/alike"):
+                "python/ddp/test_data_parallel.py python/fsdp/test_fsdp_values.py",
             binding("comm/memory"):
                 "python/comm/test_ranks_of_one_machine.py "
                 "python/trainer/test_copies.py cuda/test_fsdp_device.py",
