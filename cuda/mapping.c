@@ -235,9 +235,10 @@ cuda_open(ct_mapping *map, size_t bytes, ct_error *err)
     size_t reserved = 0;
     ct_status status =
         ct_cuda_check(cudaGetDevice(&map->ordinal), "find the current GPU", err);
-    if (status == CT_OK) {
-        status = ct_driver_borrow(&driver, err);
+    if (status != CT_OK || bytes == 0) {
+        return status;
     }
+    status = ct_driver_borrow(&driver, err);
     if (status == CT_OK) {
         status = round_up(driver, map, bytes, &reserved, err);
     }

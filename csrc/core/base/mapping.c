@@ -86,12 +86,12 @@ ct_status
 ct_mapping_open_on(const ct_mapping_ops *ops, ct_mapping *map, size_t bytes,
                    bool watched, ct_error *err)
 {
-    if (ops == NULL || bytes == 0) {
+    if (ops == NULL) {
         return ct_mapping_open(map, bytes, watched, err);
     }
     *map = (ct_mapping){.data = NULL};
     const ct_status status = ops->open(map, bytes, err);
-    if (status == CT_OK) {
+    if (status == CT_OK && bytes != 0) {
         map->bytes = bytes;
         map->watched = watched;
         map->ops = ops;
