@@ -129,7 +129,9 @@ BMUF_dealloc(PyObject *op)
 {
     PyObject_GC_UnTrack(op);
     (void)BMUF_clear(op);
+    Py_BEGIN_ALLOW_THREADS /* waits for the device */
     ct_bmuf_fini(&((BMUF *)op)->core);
+    Py_END_ALLOW_THREADS
     ctpy_leaf_dealloc(op);
 }
 

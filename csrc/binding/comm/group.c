@@ -187,7 +187,9 @@ ctpy_comm_free(ct_comm *comm)
     if (comm != NULL) {
         ctpy_comm_free(comm->on_gpu);
         ct_history_free(comm->history);
+        Py_BEGIN_ALLOW_THREADS /* NCCL's waits for the device */
         comm->ops->free(comm);
+        Py_END_ALLOW_THREADS
     }
 }
 

@@ -255,10 +255,12 @@ static void
 MappedMemory_dealloc(PyObject *op)
 {
     MappedMemory *self = (MappedMemory *)op;
+    Py_BEGIN_ALLOW_THREADS /* waits for the device */
     if (self->pinned != NULL) {
         self->pinned->unpin(self->pages.data);
     }
     ct_mapping_close(&self->pages);
+    Py_END_ALLOW_THREADS
     ctpy_leaf_dealloc(op);
 }
 

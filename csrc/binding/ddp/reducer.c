@@ -70,8 +70,10 @@ GradReducer_dealloc(PyObject *op)
     GradReducer *self = (GradReducer *)op;
     PyObject_GC_UnTrack(op);
     (void)GradReducer_clear(op);
+    Py_BEGIN_ALLOW_THREADS /* waits for the device */
     ct_reducer_fini(&self->core);
     ct_staged_fini(&self->staged);
+    Py_END_ALLOW_THREADS
     ct_free(self->used);
     ct_free(self->absent);
     ct_free(self->owners);

@@ -126,10 +126,12 @@ FSDPUnit_dealloc(PyObject *op)
     fsdp_await_quietly(self);
     fsdp_drop_read(self);
     EACH_OBJECT(Py_CLEAR, self);
+    Py_BEGIN_ALLOW_THREADS /* waits for the device */
     if (self->core.device != NULL) {
         ct_fsdp_ledger_close(&self->ledger, self->core.device);
     }
     ct_fsdp_fini(&self->core);
+    Py_END_ALLOW_THREADS
     ct_free(self->leaves);
     ctpy_leaf_dealloc(op);
 }

@@ -107,7 +107,9 @@ OptimEngine_dealloc(PyObject *op)
     ct_free(self->slots);
     ct_free(self->known);
     ct_free(self->viewed);
+    Py_BEGIN_ALLOW_THREADS /* waits for the device */
     ct_optim_free(self->core);
+    Py_END_ALLOW_THREADS
     ctpy_leaf_dealloc(op);
 }
 
