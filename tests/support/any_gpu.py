@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import emulated_torch
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from ctrainer import _C
 from ctrainer.comm import nccl
@@ -63,13 +66,40 @@ class Graph:
 RANKS = 2
 
 
+class TestsMakeTensorsOn(TorchFunctionMode):
+    """Within it a test's torch.randn() and the like are on the device, and have the
+    values that they have on the host. ctrainer's stay where it wants them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._makers = _device_constructors()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in self._makers or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        caller = sys._getframe(1)
+        while "/torch/" in caller.f_code.co_filename and caller.f_back is not None:
+            caller = caller.f_back
+        if "/ctrainer/" in caller.f_code.co_filename:
+            return func(*args, **kwargs)
+        trains = kwargs.pop("requires_grad", False)
+        made = func(*args, **kwargs)
+        if isinstance(made, torch.Tensor):
+            made = made.to(self._device).requires_grad_(trains)
+        return made
+
+
 def on_nccl_ranks(work: Callable[[_C.Communicator, torch.device], Any]) -> list[Any]:
     """What the work of each rank returns: a thread and an emulated GPU each, in a group
     of NCCL on a stream beside torch's."""
     device()
     cuda = nccl.plugin()
     id = cuda.comm_id()
-    gc.collect()  # a rank that frees memory of an earlier one would wait, with the GIL
+    gc.collect()  # a rank that frees memory of an earlier one would wait
 
     def be_rank(rank: int) -> Any:
         gpu = torch.device("emul", rank)

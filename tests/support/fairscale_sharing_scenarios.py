@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fairscale_scenarios import assert_close, dumped, nested, train
-from fsdp_scenarios import WIDTH, batch, mse, tree
+from fsdp_scenarios import WIDTH, batch, linear, mse, tree
+from rank_threads import seeded
 from torch import nn
 
 from ctrainer.compat.fairscale import FullyShardedDataParallel, TrainingState
@@ -42,11 +43,9 @@ def scenario_names_and_attributes_are_fairscales(group: Any) -> None:
         module[2] = FullyShardedDataParallel(module[2], group, flatten_parameters=inner)
         model = FullyShardedDataParallel(module, group, flatten_parameters=outer)
         assert name in {name for name, _ in model.named_parameters()}
-    layer = FullyShardedDataParallel(
-        nn.Linear(2, 2), group, allow_reset_parameters=True
-    )
+    layer = FullyShardedDataParallel(linear(2, 2), group, allow_reset_parameters=True)
     before = layer.state_dict()["weight"]
-    with layer.summon_full_params():
+    with layer.summon_full_params(), seeded(1):
         layer.reset_parameters()
     assert not torch.equal(layer.state_dict()["weight"], before)
 
@@ -105,10 +104,10 @@ class Siblings(nn.Module):
 
     def __init__(self, group: Any = None, order: tuple[int, ...] = ()) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        with seeded(1):
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+            self.head = nn.Linear(WIDTH, 4)
         self.layers[2].weight = self.layers[0].weight
-        self.head = nn.Linear(WIDTH, 4)
         for i in order:
             unit = FullyShardedDataParallel(
                 self.layers[i], group, flatten_parameters=False
@@ -166,7 +165,7 @@ def scenario_a_copy_shares_a_parameter_of_its_own(group: Any) -> None:
 
 
 def scenario_parameters_that_cannot_be_shared_are_named(group: Any) -> None:
-    outer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    outer = nn.Sequential(linear(3, 3), linear(3, 3))
     outer[1].weight = outer[0].weight
     outer[0] = FullyShardedDataParallel(outer[0], group, flatten_parameters=False)
     with pytest.raises(ValueError, match=r"1\.weight is a parameter of a unit below"):
@@ -186,7 +185,7 @@ def scenario_parameters_that_cannot_be_shared_are_named(group: Any) -> None:
 
 def scenario_buffers_may_be_left_out_of_consolidated_weights(group: Any) -> None:
     model = FullyShardedDataParallel(
-        nn.Sequential(nn.Linear(WIDTH, 5), nn.BatchNorm1d(5)), group
+        nn.Sequential(linear(WIDTH, 5), nn.BatchNorm1d(5)), group
     )
     assert model.params[0].numel() * group.world_size > 5 * WIDTH + 15  # is padded
     weights = group.gather_bytes(dumped(model.local_state_dict()))

@@ -11,6 +11,7 @@ from typing import Any
 import fsdp_scenarios as units
 import pytest
 import torch
+from rank_threads import seeded
 from torch import nn
 
 WIDTH, DEPTH = 64, 4
@@ -19,12 +20,11 @@ Record = list[int]
 
 def chain(group: Any, **options: Any) -> tuple[Any, int]:
     """Blocks of equal units below a root that has nothing, and a unit's bytes."""
-    torch.manual_seed(0)
+    with seeded(0):
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)]
     blocks = [
-        nn.Sequential(
-            units.wrap(group, nn.Linear(WIDTH, WIDTH), **options), nn.Tanh(), nn.Tanh()
-        )
-        for _ in range(DEPTH)
+        nn.Sequential(units.wrap(group, layer, **options), nn.Tanh(), nn.Tanh())
+        for layer in layers
     ]
     model = units.wrap(group, nn.Sequential(*blocks), **options)
     return model, blocks[0][0]._groups[0].size * 4
@@ -133,8 +133,8 @@ class Changing(nn.Module):
 
 
 def changing(group: Any, kind: str) -> tuple[Any, Changing]:
-    torch.manual_seed(0)
-    plain = Changing()
+    with seeded(0):
+        plain = Changing()
     options = {"forward_prefetch": True, "backward_prefetch": kind}
     sharded = copy.deepcopy(plain)
     for i, block in enumerate(sharded.blocks):

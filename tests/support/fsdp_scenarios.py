@@ -36,6 +36,11 @@ def tree(seed: int = 0) -> nn.Sequential:
         )
 
 
+def linear(*sizes: int, bias: bool = True) -> nn.Linear:
+    with seeded(0):
+        return nn.Linear(*sizes, bias=bias)
+
+
 def batch(step: int, group: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets: this rank's part, or everybody's."""
     generator = torch.Generator().manual_seed(step)
@@ -168,7 +173,7 @@ def scenario_low_precision_accumulates_in_float32(group: Any) -> None:
 
     The gradient of the weight is the input.
     """
-    sharded = wrap(group, nn.Linear(1, 1, bias=False), compute_dtype=torch.bfloat16)
+    sharded = wrap(group, linear(1, 1, bias=False), compute_dtype=torch.bfloat16)
     for step, value in enumerate((256.0, 1.0, 1.0)):
         with sharded.no_sync() if step < 2 else contextlib.nullcontext():
             sharded(torch.tensor([[value]])).sum().backward()
@@ -209,10 +214,9 @@ class Adapter(nn.Module):
 
 def scenario_frozen_and_trainable_parameters_share_a_unit(group: Any) -> None:
     for options in ({}, {"flatten_parameters": False}):
-        torch.manual_seed(0)
-        plain = nn.Sequential(
-            Adapter(), nn.Tanh(), Adapter(), nn.Linear(WIDTH, 4).requires_grad_(False)
-        )
+        with seeded(0):
+            layers = Adapter(), Adapter(), nn.Linear(WIDTH, 4).requires_grad_(False)
+        plain = nn.Sequential(layers[0], nn.Tanh(), *layers[1:])
         sharded = copy.deepcopy(plain)
         for i in (0, 2, 3):
             sharded[i] = wrap(group, sharded[i], **options)
@@ -235,8 +239,8 @@ class Detached(nn.Module):
 
 
 def scenario_a_weight_that_is_read_detached_stays_for_the_input(group: Any) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Detached(), nn.Linear(WIDTH, 4))
+    with seeded(0):
+        plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Detached(), nn.Linear(WIDTH, 4))
     sharded = copy.deepcopy(plain)
     sharded[1] = wrap(group, sharded[1])
     check_same(group, wrap(group, sharded), plain)
@@ -256,8 +260,8 @@ class Tied(nn.Module):
 
 def scenario_tied_parameters_keep_both_names(group: Any) -> None:
     for options in ({}, {"flatten_parameters": False}):
-        torch.manual_seed(0)
-        plain = Tied()
+        with seeded(0):
+            plain = Tied()
         sharded = wrap(group, copy.deepcopy(plain), **options)
         check_same(group, sharded, plain)
         assert sharded.a.weight is sharded.b.weight
@@ -281,8 +285,8 @@ class Reused(nn.Module):
 
 
 def scenario_units_are_used_twice_and_not_at_all(group: Any) -> None:
-    torch.manual_seed(0)
-    plain = Reused()
+    with seeded(0):
+        plain = Reused()
     for frozen in (False, True):
         sharded = copy.deepcopy(plain)
         sharded.twice.requires_grad_(not frozen)
@@ -317,8 +321,8 @@ class Checkpointed(nn.Module):
 def scenario_activation_checkpoints_of_both_kinds(group: Any) -> None:
     for reentrant in (False, True):
         for inner in (False, True):
-            torch.manual_seed(0)
-            plain = Checkpointed(reentrant, inner)
+            with seeded(0):
+                plain = Checkpointed(reentrant, inner)
             sharded = copy.deepcopy(plain)
             if inner:
                 sharded.block = wrap(group, sharded.block)
@@ -385,8 +389,8 @@ def tensors_in(out: Any) -> list[torch.Tensor]:
 
 def scenario_outputs_of_any_container(group: Any) -> None:
     for kind in ("tuple", "list", "dict", "ordered", "dataclass", "twice"):
-        torch.manual_seed(0)
-        plain = Containers()
+        with seeded(0):
+            plain = Containers()
         sharded = copy.deepcopy(plain)
 
         def loss(model: nn.Module, step: int, own: Any = None, k: str = kind) -> Any:
@@ -430,9 +434,9 @@ class Fragile(nn.Module):
     fails = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if Fragile.fails == "forward":
+        if self.fails == "forward":
             raise KeyError("forward")
-        if Fragile.fails == "backward":
+        if self.fails == "backward":
             x = Breaks.apply(x)
         return x * 1
 
@@ -449,17 +453,17 @@ class Breaks(torch.autograd.Function):
 
 def scenario_an_exception_leaves_the_module_usable(group: Any) -> None:
     for fails in ("forward", "backward"):
-        torch.manual_seed(0)
-        plain = nn.Sequential(
-            nn.Sequential(nn.Linear(WIDTH, 10), Fragile()), nn.Linear(10, 4)
-        )
+        with seeded(0):
+            first, last = nn.Linear(WIDTH, 10), nn.Linear(10, 4)
+        plain = nn.Sequential(nn.Sequential(first, Fragile()), last)
         sharded = copy.deepcopy(plain)
+        fragile = sharded[0][1]
         sharded[0] = wrap(group, sharded[0])
         sharded = wrap(group, sharded)
-        Fragile.fails = fails
+        fragile.fails = fails
         with pytest.raises(KeyError, match=fails):
             mse(sharded, 0, group).backward()
-        Fragile.fails = ""
+        fragile.fails = ""
         with sharded.no_sync():  # it is idle
             pass
         sharded.zero_grad()
@@ -583,12 +587,13 @@ def scenario_memory_is_everything_shared_and_one_unit(group: Any) -> None:
     In the backward a unit's parameters and its gradients are there together.
     """
     width, depth = 256, 6
-    torch.manual_seed(0)
-    blocks = [wrap(group, nn.Linear(width, width)) for _ in range(depth)]
+    with seeded(0):
+        layers = [nn.Linear(width, width) for _ in range(depth)]
+    blocks = [wrap(group, layer) for layer in layers]
     model = wrap(group, nn.Sequential(*blocks, nn.Linear(width, 4)))
     unit_bytes = blocks[0]._groups[0].size * 4
     root_bytes = model._groups[0].size * 4
-    out = model(torch.randn(2, width))
+    out = model(torch.ones(2, width))
     engine = model._unit
     # From a file the shard of the next unit is read ahead, to whole pages.
     page, shard = mmap.PAGESIZE, unit_bytes // group.world_size

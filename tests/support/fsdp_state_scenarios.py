@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_scenarios import mse, tree
+from fsdp_scenarios import linear, mse, tree
 from torch import nn
 
 from ctrainer import optim
@@ -180,7 +180,7 @@ def scenario_states_that_do_not_fit_are_named(group: Any) -> None:
         with pytest.raises(ValueError, match=f"PARAM_NAME or PARAM_ID, got {key!r}"):
             FSDP.rekey_optim_state_dict(full, key, tree())
     with pytest.raises(ValueError, match=r"no parameter '0\.weight'"):
-        FSDP.rekey_optim_state_dict(full, "PARAM_ID", nn.Linear(2, 2))
+        FSDP.rekey_optim_state_dict(full, "PARAM_ID", linear(2, 2))
     with pytest.raises(ValueError, match="optim_state_dict: leave it out"):
         FSDP.optim_state_dict(model, optimizer, full)
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from fairscale_scenarios import assert_close
-from fsdp_scenarios import WIDTH, batch, mse, tree
+from fsdp_scenarios import WIDTH, batch, linear, mse, tree
+from rank_threads import seeded
 from torch import nn
 
 from ctrainer.compat.fairscale import OSS, ShardedDataParallel
@@ -70,7 +71,7 @@ def scenario_gradients_are_given_back_during_the_backward_pass(group: Any) -> No
     most, beside the one that was sent last, and of those about half are another's."""
     layers, width = 16, 512
     model, optimizer = sharded(
-        group, nn.Sequential(*[nn.Linear(width, width, False) for _ in range(layers)])
+        group, nn.Sequential(*[linear(width, width, bias=False) for _ in range(layers)])
     )
     own, most = owned(optimizer, group.rank), 0
 
@@ -159,8 +160,9 @@ class Partly(nn.Module):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.first, self.second, self.third = (nn.Linear(WIDTH, 4) for _ in range(3))
+        with seeded(1):
+            layers = [nn.Linear(WIDTH, 4) for _ in range(3)]
+        self.first, self.second, self.third = layers
         self.rank = rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,26 @@
 #include <set>
 #include <utility>
 
+extern "C" {
+int PyGILState_Check(void);
+void *PyEval_SaveThread(void);
+void PyEval_RestoreThread(void *);
+}
+
 namespace {
+
+/* Torch enqueues some operators with the GIL held. Here they wait for the stream, on
+ * which a collective may wait for what another rank's thread enqueues from Python. */
+struct without_gil {
+    void *const held = PyGILState_Check() == 1 ? PyEval_SaveThread() : nullptr;
+
+    ~without_gil()
+    {
+        if (held != nullptr) {
+            PyEval_RestoreThread(held);
+        }
+    }
+};
 
 constexpr c10::DeviceType TYPE = c10::DeviceType::PrivateUse1;
 enum {
@@ -80,6 +99,7 @@ struct Allocator final : c10::Allocator {
     void copy_data(void *to, const void *from, std::size_t bytes) const override
     {
         const auto device = (c10::DeviceIndex)emul::current_device;
+        const without_gil others_run;
         emul::work_at_once(current_stream(device), "torch's copy", [=] {
             emul::touch(from, bytes, false);
             emul::touch(to, bytes, true);
@@ -334,6 +354,7 @@ compute(const at::Tensor &on, const char *name, const at::Tensor *to,
 {
     const c10::DeviceGuard guard(on.device());
     const cudaStream_t stream = current_stream(on.device().index());
+    const without_gil others_run;
     emul::work_at_once(stream, name, [&] {
         touch(from, false);
         if (to != nullptr) {
