@@ -8,6 +8,7 @@
 #include "binding/runtime/buffer.h"
 
 #include "core/base/region.h"
+#include "core/base/wait.h"
 
 /* ---- checks ---------------------------------------------------------------------- */
 
@@ -336,6 +337,30 @@ current_task(FSDPUnit *self, long *task)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* A number that no earlier thread had. */
+static uint64_t
+this_thread(void)
+{
+    return PyThreadState_GetID(PyThreadState_Get());
+}
+
+/* The thread that called a backward has it behind itself when it comes here. Of one
+ * that failed on a GPU, torch's thread has the objects a moment longer. */
+static int
+outlasts_failure(const FSDPUnit *root)
+{
+    const ct_deadline end = ct_deadline_after(10.0);
+    int alive = is_under_way(root);
+    while (alive > 0 && this_thread() == root->forward_thread &&
+           ct_deadline_left(end) > 0.0) {
+        Py_BEGIN_ALLOW_THREADS
+        ct_deadline_nap(end, 1e-3);
+        Py_END_ALLOW_THREADS
+        alive = PyErr_CheckSignals() < 0 ? -1 : is_under_way(root);
+    }
+    return alive;
+}
+
 /* 1 while a backward of this root is under way, 0, or -1. Abandons a backward that has
  * ended with an exception. */
 static int
@@ -348,7 +373,7 @@ in_backward_of(FSDPUnit *root)
     if (current_task(root, &task) < 0) {
         return -1;
     }
-    const int alive = task < 0 ? is_under_way(root) : 1;
+    const int alive = task < 0 ? outlasts_failure(root) : 1;
     if (alive == 0) {
         abandon(root);
     }
@@ -405,13 +430,6 @@ FSDPUnit_abandon(PyObject *op, PyObject *Py_UNUSED(unused))
  * released when a task with a lower number runs.
  *
  * The nodes of leaves run as soon as they are ready and say nothing about others. */
-
-/* A number that no earlier thread had. */
-static uint64_t
-this_thread(void)
-{
-    return PyThreadState_GetID(PyThreadState_Get());
-}
 
 /* Notes the thread in which autograd numbers the nodes of the forwards below a root.
  */
