@@ -344,8 +344,8 @@ this_thread(void)
     return PyThreadState_GetID(PyThreadState_Get());
 }
 
-/* The thread that called a backward has it behind itself when it comes here. Of one
- * that failed on a GPU, torch's thread has the objects a moment longer. */
+/* The thread that called a backward comes here after the backward. Where a GPU's has
+ * failed, torch's thread has the objects a moment longer. */
 static int
 outlasts_failure(const FSDPUnit *root)
 {

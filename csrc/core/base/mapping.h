@@ -24,7 +24,7 @@ typedef struct ct_block_cache ct_block_cache;
 
 /* The functions below for a device's memory. */
 typedef struct ct_mapping_ops {
-    /* Of no bytes it finds the ordinal alone. */
+    /* For 0 bytes: finds the ordinal alone. */
     ct_status (*open)(ct_mapping *map, size_t bytes, ct_error *err);
     ct_status (*obtain)(ct_mapping *map, size_t bytes, ct_block_cache *cache,
                         ct_error *err);

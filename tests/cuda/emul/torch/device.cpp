@@ -32,8 +32,9 @@ void PyEval_RestoreThread(void *);
 
 namespace {
 
-/* Torch enqueues some operators with the GIL held. Here they wait for the stream, on
- * which a collective may wait for what another rank's thread enqueues from Python. */
+/* Torch enqueues some operators with the GIL held. The emulation waits for the stream,
+ * on which a collective may wait for what another rank's thread enqueues from Python.
+ */
 struct without_gil {
     void *const held = PyGILState_Check() == 1 ? PyEval_SaveThread() : nullptr;
 
