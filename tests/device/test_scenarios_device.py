@@ -45,6 +45,7 @@ def test_on_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work(group: _C.Communicator, device: torch.device) -> None:
         with any_gpu.TestsMakeTensorsOn(device):
+            assert torch.ones(1).device == device
             FOUND[name](group)
 
     with rank_threads.nothing_global_changes():

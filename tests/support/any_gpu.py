@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+import ctrainer
 from ctrainer import _C
 from ctrainer.comm import nccl
 
@@ -64,6 +65,7 @@ class Graph:
 
 
 RANKS = 2
+OURS, TORCHS = (os.path.dirname(str(m.__file__)) + os.sep for m in (ctrainer, torch))
 
 
 class TestsMakeTensorsOn(TorchFunctionMode):
@@ -82,9 +84,9 @@ class TestsMakeTensorsOn(TorchFunctionMode):
         if func not in self._makers or kwargs.get("device") is not None:
             return func(*args, **kwargs)
         caller = sys._getframe(1)
-        while "/torch/" in caller.f_code.co_filename and caller.f_back is not None:
+        while caller.f_code.co_filename.startswith(TORCHS) and caller.f_back:
             caller = caller.f_back
-        if "/ctrainer/" in caller.f_code.co_filename:
+        if caller.f_code.co_filename.startswith(OURS):
             return func(*args, **kwargs)
         trains = kwargs.pop("requires_grad", False)
         made = func(*args, **kwargs)
