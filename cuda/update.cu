@@ -289,8 +289,13 @@ update(const ct_cuda_update_operand &operand, const ct_rule_coef *constants,
             x.each([&](Real grad, Real *param, Real *state) {
                 Rule::apply(&c, grad, param, state);
             });
-            x.store_states(operand, i);
+            if (Rule::is_factored) { /* saves registers */
+                x.store_states(operand, i);
+            }
             finish_vector(operand, options, i, x.param);
+            if (!Rule::is_factored) {
+                x.store_states(operand, i);
+            }
         },
         [&](size_t i) { update_one<Rule, Real>(operand, options, c, i); });
 }
