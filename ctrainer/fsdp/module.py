@@ -12,8 +12,8 @@ from torch import nn
 
 from ctrainer import _C
 from ctrainer.fsdp import full_params, optim_state, shard_files, shard_metadata
-from ctrainer.fsdp.layout import cast_floats, tensor_over
-from ctrainer.fsdp.sharded import ShardedModule, TrainingState
+from ctrainer.fsdp.layout import cast_floats
+from ctrainer.fsdp.sharded import ShardedModule, TrainingState, residual_of
 
 __all__ = ["FullyShardedDataParallel", "XlaFullyShardedDataParallel"]
 
@@ -443,10 +443,9 @@ class FullyShardedDataParallel(ShardedModule):
         """By the name of the unit, over its own memory."""
         found = {}
         for name, unit in self.named_modules():
-            memory = getattr(getattr(unit, "_unit", None), "residual", None)
-            if memory is not None and unit in self.units():
-                size = torch.Size([memory.nbytes // torch.float32.itemsize])
-                found[name] = tensor_over(memory, torch.float32, 0, size)
+            residual = residual_of(unit) if unit in self.units() else None
+            if residual is not None:
+                found[name] = residual
         return found
 
     def feedback_state_dict(self) -> dict[str, torch.Tensor]:

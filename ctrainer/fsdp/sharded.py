@@ -181,9 +181,19 @@ def _settle(made: Any, source: Any) -> None:
         made._attributes = changes.attributes(made)
     made._unit.divide_factors = source._unit.divide_factors
     made._unit.require_sync = source._unit.require_sync
-    if made._unit.residual is not None:
-        memoryview(made._unit.residual)[:] = memoryview(source._unit.residual)
+    residual = residual_of(made)
+    if residual is not None:
+        residual.copy_(residual_of(source))
     made._reset_lazy_init()
+
+
+def residual_of(unit: Any) -> Any:
+    """A unit's error-feedback residual over its own memory, float32, or None."""
+    memory = unit._unit.residual
+    if memory is None:
+        return None
+    size = torch.Size([memory.nbytes // torch.float32.itemsize])
+    return tensor_over(memory, torch.float32, 0, size)
 
 
 # Longer blocks would leave holes in the heap that few other blocks fit. A tensor of

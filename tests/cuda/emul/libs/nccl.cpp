@@ -30,7 +30,9 @@ enum {
     MAX = 2,
     MIN = 3,
     MEAN = 4,
+    SIGNED_BYTE = 0,
     BYTE = 1,
+    INT = 2,
     LONG = 4,
     HALF = 6,
     FLOAT = 7,
@@ -164,11 +166,13 @@ size_t
 size_of(int dtype)
 {
     switch (dtype) {
+    case SIGNED_BYTE:
     case BYTE:
         return 1;
     case HALF:
     case BFLOAT:
         return 2;
+    case INT:
     case FLOAT:
         return 4;
     case LONG:
@@ -209,9 +213,11 @@ reduce_as(const std::vector<call> &calls, size_t i, int op, char *to)
 void
 reduce(const std::vector<call> &calls, size_t i, int dtype, int op, char *to)
 {
-    dtype == BYTE     ? reduce_as<unsigned char>(calls, i, op, to)
-    : dtype == LONG   ? reduce_as<int64_t>(calls, i, op, to)
-    : dtype == DOUBLE ? reduce_as<double>(calls, i, op, to)
+    dtype == BYTE          ? reduce_as<unsigned char>(calls, i, op, to)
+    : dtype == SIGNED_BYTE ? reduce_as<int8_t>(calls, i, op, to)
+    : dtype == INT         ? reduce_as<int32_t>(calls, i, op, to)
+    : dtype == LONG        ? reduce_as<int64_t>(calls, i, op, to)
+    : dtype == DOUBLE      ? reduce_as<double>(calls, i, op, to)
     : dtype == HALF ? average_halves<ct_f32_from_f16, ct_f16_from_f64>(calls, i, op, to)
     : dtype == BFLOAT
         ? average_halves<ct_f32_from_bf16, ct_bf16_from_f64>(calls, i, op, to)
