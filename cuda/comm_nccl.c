@@ -15,6 +15,7 @@
 
 #include "core/base/alloc.h"
 #include "core/base/wait.h"
+#include "kernels.h"
 #include "nccl.h"
 #include "status.h"
 
@@ -516,6 +517,22 @@ submit(member *comm, const ct_request *r, ct_error *err)
     return status == CT_OK ? settle(comm, NULL, what, err) : status;
 }
 
+/* Any thread of the process may call. A thread's current GPU is the first, unless the
+ * thread has chosen a GPU. */
+static ct_status
+use_own_gpu(const member *comm, int *before, ct_error *err)
+{
+    return ct_cuda_use(comm->base.gpu, before, err);
+}
+
+static void
+use_again(int before)
+{
+    ct_error unused;
+    int own;
+    (void)ct_cuda_use(before, &own, &unused);
+}
+
 static ct_status
 check(const ct_comm *op, const ct_request *request, ct_error *err)
 {
@@ -533,6 +550,11 @@ nccl_run(ct_comm *op, const ct_request *request, ct_error *err)
     bool is_staged = false;
     ct_status status = check(op, request, err);
     if (status != CT_OK || moves_nothing(request)) {
+        return status;
+    }
+    int gpu;
+    status = use_own_gpu(comm, &gpu, err);
+    if (status != CT_OK) {
         return status;
     }
     const enum cudaStreamCaptureMode mode = ct_cuda_relax_mode();
@@ -557,6 +579,7 @@ nccl_run(ct_comm *op, const ct_request *request, ct_error *err)
         status = settle_stream(comm, what, err);
     }
     ct_cuda_restore_mode(mode);
+    use_again(gpu);
     return status;
 }
 
@@ -577,9 +600,14 @@ nccl_start(ct_comm *op, const ct_request *request, ct_work **work, ct_error *err
         return ct_fail(err, CT_ENOMEM, "no memory to begin a collective");
     }
     made->what = ct_collective_name(request->what);
-    status = submit(comm, request, err);
+    int gpu;
+    status = use_own_gpu(comm, &gpu, err);
     if (status == CT_OK) {
-        status = ct_cuda_mark(comm->stream, &made->done, err);
+        status = submit(comm, request, err);
+        if (status == CT_OK) {
+            status = ct_cuda_mark(comm->stream, &made->done, err);
+        }
+        use_again(gpu);
     }
     if (status != CT_OK) {
         ct_free(made);
@@ -644,12 +672,18 @@ put_behind(const member *comm, cudaStream_t later, cudaStream_t earlier, ct_erro
     if (status != CT_OK) {
         return status;
     }
+    int gpu;
+    status = use_own_gpu(comm, &gpu, err);
+    if (status != CT_OK) {
+        return status;
+    }
     status = ct_cuda_mark(earlier, &here, err);
     if (status == CT_OK) {
         status = ct_cuda_check(cudaStreamWaitEvent(later, here, 0),
                                "let a stream wait for another", err);
         (void)cudaEventDestroy(here);
     }
+    use_again(gpu);
     return status;
 }
 
@@ -722,6 +756,9 @@ nccl_free(ct_comm *op)
 {
     member *comm = (member *)op;
     if (ct_comm_is_here(op)) { /* a forked child has neither NCCL's threads nor CUDA */
+        int gpu = comm->base.gpu;
+        ct_error unused;
+        (void)use_own_gpu(comm, &gpu, &unused);
         const enum cudaStreamCaptureMode mode = ct_cuda_relax_mode();
         watch_end(comm);
         let_end(comm);
@@ -732,6 +769,7 @@ nccl_free(ct_comm *op)
         release_staging(&comm->staging);
         (void)cudaFree(comm->token);
         ct_cuda_restore_mode(mode);
+        use_again(gpu);
     }
     ct_free(comm);
 }
@@ -784,21 +822,16 @@ finish_join(member *made, ct_status status, ct_comm **comm, ct_error *err)
     return CT_OK;
 }
 
-/* Every rank of the group calls it, also a rank that will be in no smaller group. */
 static ct_status
-nccl_split(ct_comm *op, const ct_members *members, ct_comm **made, ct_error *err)
+split(member *comm, const ct_members *members, ct_comm **made, ct_error *err)
 {
     static const char what[] = "split";
-    member *comm = (member *)op;
     const bool joins = members->n > 1;
     const int color = joins ? members->ranks[0] : CT_NCCL_NO_COLOR;
     ct_nccl_handle handle = NULL;
-    ct_status status = ct_comm_check_here(op, what, err);
-    if (status != CT_OK) {
-        return status;
-    }
+    ct_status status = CT_OK;
     member *part =
-        member_new(op->ops, comm->nccl, members->index, joins ? members->n : 1,
+        member_new(comm->base.ops, comm->nccl, members->index, joins ? members->n : 1,
                    comm->stream, comm->timeout_seconds, &status, err);
     if (part == NULL) {
         return status;
@@ -823,6 +856,23 @@ nccl_split(ct_comm *op, const ct_members *members, ct_comm **made, ct_error *err
         return CT_OK;
     }
     return finish_join(part, status, made, err);
+}
+
+/* Every rank of the group calls it, also a rank that will be in no smaller group. */
+static ct_status
+nccl_split(ct_comm *op, const ct_members *members, ct_comm **made, ct_error *err)
+{
+    member *comm = (member *)op;
+    int gpu;
+    ct_status status = ct_comm_check_here(op, "split", err);
+    if (status == CT_OK) {
+        status = use_own_gpu(comm, &gpu, err);
+    }
+    if (status == CT_OK) {
+        status = split(comm, members, made, err);
+        use_again(gpu);
+    }
+    return status;
 }
 
 static const ct_comm_ops nccl_ops = {

@@ -578,6 +578,55 @@ test_groups_are_split()
     });
 }
 
+/* Threads of a process whose current GPU is not the group's. */
+static void
+test_any_thread_may_call()
+{
+    static const int GPU = 1;
+    ct_comm *group[RANKS];
+    void *there[RANKS];
+    char id[CT_COMM_ID_BYTES];
+    emul::n_devices = GPU + 1;
+    CHECK(ct_nccl_id(id, NULL) == CT_OK);
+    on_every_rank([&](size_t r) {
+        cudaStream_t stream;
+        ct_error err;
+        CHECK(cudaSetDevice(GPU) == cudaSuccess);
+        CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+        CHECK(cudaMalloc(&there[r], sizeof(float)) == cudaSuccess);
+        CHECK(cudaMemsetAsync(there[r], 0, sizeof(float), stream) == cudaSuccess);
+        check_ok(ct_nccl_join(id, (int)r, RANKS, stream, 30.0, &group[r], &err), err);
+    });
+    on_every_rank([&](size_t r) {
+        int64_t value = (int64_t)r;
+        const ct_span one = {&value, 1, CT_I64};
+        cudaStream_t stream = (cudaStream_t)group[r]->stream;
+        const ct_request sum = {
+            CT_ALL_REDUCE, CT_REDUCE_SUM, 0, {there[r], 1, CT_F32},
+               {},
+               {}
+        };
+        ct_comm *part = NULL;
+        ct_work *work = NULL;
+        ct_error err;
+        int current = -1;
+        check_ok(ct_comm_all_reduce(group[r], &one, CT_REDUCE_SUM, &err), err);
+        CHECK(value == 3);
+        check_ok(ct_comm_barrier(group[r], &err), err);
+        check_ok(ct_comm_start(group[r], &sum, &work, &err), err);
+        check_ok(ct_comm_wait(group[r], work, &err), err);
+        check_ok(ct_comm_follow(group[r], NULL, &err), err);
+        check_ok(ct_comm_split(group[r], 0, 0, &part, &err), err);
+        CHECK(part->gpu == GPU);
+        CHECK(cudaGetDevice(&current) == cudaSuccess && current == 0);
+        part->ops->free(part);
+        group[r]->ops->free(group[r]);
+        CHECK(cudaFree(there[r]) == cudaSuccess);
+        CHECK(cudaStreamDestroy(stream) == cudaSuccess);
+    });
+    emul::n_devices = 1;
+}
+
 static void
 test_nothing_to_send_is_no_collective()
 {
@@ -612,6 +661,7 @@ main()
     test_host_memory_is_copied();
     test_memory_for_copies_may_be_missing();
     test_groups_are_split();
+    test_any_thread_may_call();
     test_a_stream_waits_in_place_of_the_host();
     test_a_rejected_collective_breaks_the_group();
     test_a_dead_peer_ends_the_wait();

@@ -5,6 +5,7 @@ what the CPU gives."""
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,39 @@ def test_updates_on_the_device_are_those_on_the_host(
         assert host.keys() == device.keys()
         for name, value in host.items():
             torch.testing.assert_close(device[name], value, msg=name)
+
+
+def test_a_root_without_parameters_is_where_its_units_are(gpu: torch.device) -> None:
+    def clip(group: _C.Communicator, device: torch.device) -> float:
+        given: dict[str, Any] = {"process_group": group, "on_neuron": False}
+        unit = FSDP(nn.Linear(3, 2, device=device), **given)
+        root = FSDP(nn.Sequential(unit), **given)
+        root(torch.ones(1, 3, device=device)).sum().backward()
+        return float(root.clip_grad_norm_(1.0))
+
+    assert any_gpu.on_nccl_ranks(clip) == [pytest.approx(8**0.5)] * RANKS
+
+
+def test_any_thread_may_train(gpu: torch.device) -> None:
+    """A thread's current GPU is the first one, whichever its module is on."""
+
+    def train(group: _C.Communicator, device: torch.device) -> float:
+        given: dict[str, Any] = {"process_group": group, "on_neuron": False}
+        unit = FSDP(nn.Linear(3, 2, device=device), **given)
+        root = FSDP(nn.Sequential(unit, nn.Linear(2, 2, device=device)), **given)
+        batch = torch.ones(1, 3, device=device)
+        calls = [
+            lambda: root(batch).sum().backward(),
+            lambda: root.clip_grad_norm_(1.0),
+            lambda: root.full_state_dict(),
+        ]
+        for call in calls:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(call).result()
+        return float(root.clip_grad_norm_(1.0))
+
+    for norm in any_gpu.on_nccl_ranks(train):
+        assert norm == pytest.approx(1, rel=1e-5)
 
 
 def test_no_memory_is_taken_after_the_second_update(

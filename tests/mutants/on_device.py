@@ -14,7 +14,6 @@ OUTLIVED = "device/test_outlived_device.py"
 CAPTURED = "device/test_captured_updates_device.py"
 SNAPSHOTS = "device/test_snapshots_device.py"
 SHARDING = "device/test_sharding_device.py"
-SCENARIOS = "device/test_scenarios_device.py"
 
 DEVICE = (
     Fixed(
@@ -420,12 +419,29 @@ DEVICE = (
         ENQUEUED,
     ),
     Fixed(
+        "csrc/binding/fsdp/collectives.c",
+        "wrong stream or rank",
+        "(void)ct_device_switch(self->core.device, gpu, &unused);",
+        "(void)unused;",
+        "a thread works on a unit while another GPU is its current one",
+        SHARDING,
+    ),
+    Fixed(
+        "cuda/comm_nccl.c",
+        "wrong stream or rank",
+        "status = use_own_gpu(comm, &gpu, err);",
+        "status = cudaGetDevice(&gpu) == cudaSuccess ? CT_OK : CT_EDEVICE;",
+        "a thread splits a group while another GPU is its current one",
+        NCCL,
+        behind='ct_comm_check_here(op, "split", err);',
+    ),
+    Fixed(
         "csrc/core/base/mapping.c",
         "wrong stream or rank",
         "if (ops == NULL) {",
         "if (ops == NULL || bytes == 0) {",
         "a root without parameters works on the first GPU's stream",
-        SCENARIOS,
+        SHARDING,
     ),
     Fixed(
         "csrc/binding/optim/parts.c",

@@ -23,11 +23,25 @@ fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
 }
 
 int
+fsdp_gpu(const FSDPUnit *self)
+{
+    return self->full == NULL ? 0 : ((MappedMemory *)self->full)->pages.ordinal;
+}
+
+void
+fsdp_switch_gpu(const FSDPUnit *self, int *gpu)
+{
+    ct_error unused; /* the work fails, too */
+    if (self->full != NULL) {
+        (void)ct_device_switch(self->core.device, gpu, &unused);
+    }
+}
+
+int
 fsdp_use_stream(FSDPUnit *self)
 {
     return ctpy_current_stream(fsdp_state_borrow(self), self->core.device->dlpack,
-                               ((MappedMemory *)self->full)->pages.ordinal,
-                               &self->core.stream);
+                               fsdp_gpu(self), &self->core.stream);
 }
 
 /* ---- checks ---------------------------------------------------------------------- */
@@ -116,9 +130,9 @@ gather_from(FSDPUnit *self, const ct_span *spans, gather_fn *gather)
     ct_error err;
     if (comm != NULL) {
         communicator->busy++;
-        Py_BEGIN_ALLOW_THREADS
+        FSDP_BEGIN_WORK(self)
         status = gather(&self->core, comm, spans, &err);
-        Py_END_ALLOW_THREADS
+        FSDP_END_WORK(self)
         communicator->busy -= !self->core.begun; /* else it is under way */
     }
     Py_DECREF(shards);
@@ -149,9 +163,9 @@ end_prefetch(FSDPUnit *self)
     Communicator *communicator = (Communicator *)self->communicator;
     ct_status status;
     ct_error err;
-    Py_BEGIN_ALLOW_THREADS
+    FSDP_BEGIN_WORK(self)
     status = ct_fsdp_gather(&self->core, communicator->comm, NULL, &err);
-    Py_END_ALLOW_THREADS
+    FSDP_END_WORK(self)
     communicator->busy--;
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
@@ -187,9 +201,9 @@ fsdp_drop_prefetch(FSDPUnit *self)
         return;
     }
     PyErr_Fetch(&type, &value, &trace);
-    Py_BEGIN_ALLOW_THREADS
+    FSDP_BEGIN_WORK(self)
     ct_fsdp_cancel_gather(&self->core, communicator->comm);
-    Py_END_ALLOW_THREADS
+    FSDP_END_WORK(self)
     communicator->busy--;
     PyErr_Restore(type, value, trace);
 }
@@ -219,9 +233,9 @@ void
 fsdp_release(FSDPUnit *self)
 {
     fsdp_drop_prefetch(self);
-    Py_BEGIN_ALLOW_THREADS /* memory that is watched waits for its last use */
+    FSDP_BEGIN_WORK(self) /* memory that is watched waits for its last use */
     ct_fsdp_release(&self->core);
-    Py_END_ALLOW_THREADS
+    FSDP_END_WORK(self)
 }
 
 /* ---- reducing -------------------------------------------------------------------- */
@@ -242,9 +256,9 @@ fsdp_drop_grads(FSDPUnit *self)
     for (size_t i = 0; i < self->n_leaves; i++) {
         self->leaves[i].filled = false;
     }
-    Py_BEGIN_ALLOW_THREADS
+    FSDP_BEGIN_WORK(self)
     ct_fsdp_drop_grads(&self->core);
-    Py_END_ALLOW_THREADS
+    FSDP_END_WORK(self)
 }
 
 int
@@ -255,9 +269,9 @@ fsdp_await_copies(FSDPUnit *self)
     if (self->core.copied == NULL) {
         return 0;
     }
-    Py_BEGIN_ALLOW_THREADS
+    FSDP_BEGIN_WORK(self)
     status = ct_fsdp_await_copies(&self->core, &err);
-    Py_END_ALLOW_THREADS
+    FSDP_END_WORK(self)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
@@ -332,10 +346,10 @@ reduce_into(FSDPUnit *self, size_t group, ct_fsdp_presence *presence, PyObject *
         if (replicate_group != NULL) {
             replicate_group->busy++;
         }
-        Py_BEGIN_ALLOW_THREADS
+        FSDP_BEGIN_WORK(self)
         status =
             ct_fsdp_reduce(&self->core, comm, group, presence, &span, add != 0, &err);
-        Py_END_ALLOW_THREADS
+        FSDP_END_WORK(self)
         if (replicate_group != NULL) {
             replicate_group->busy--;
         }

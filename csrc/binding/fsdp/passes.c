@@ -851,9 +851,9 @@ keep_secondary(FSDPUnit *self)
     if (comm == NULL) {
         return -1;
     }
-    Py_BEGIN_ALLOW_THREADS
+    FSDP_BEGIN_WORK(self)
     status = ct_fsdp_keep_secondary(&self->core, comm, &err);
-    Py_END_ALLOW_THREADS
+    FSDP_END_WORK(self)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 
@@ -1028,10 +1028,10 @@ store(FSDPUnit *self, fsdp_leaf *leaf, PyObject *grad)
                      leaf->n);
         return -1;
     }
-    Py_BEGIN_ALLOW_THREADS
+    FSDP_BEGIN_WORK(self)
     status = ct_fsdp_take_grad(&self->core, leaf->group, leaf->at, &span, leaf->filled,
                                !self->require_sync, &err);
-    Py_END_ALLOW_THREADS
+    FSDP_END_WORK(self)
     return status == CT_OK ? 0 : ctpy_raise_int(&err);
 }
 

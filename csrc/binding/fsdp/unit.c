@@ -877,9 +877,9 @@ run(PyObject *op, PyObject *params, clip_job *job)
     Py_INCREF(group);
     /* close() fails meanwhile, as the communicator is in use without the GIL. */
     group->busy++;
-    Py_BEGIN_ALLOW_THREADS
+    FSDP_BEGIN_WORK(self)
     status = clip(job, comm, &err);
-    Py_END_ALLOW_THREADS
+    FSDP_END_WORK(self)
     group->busy--;
     Py_DECREF(group);
     Py_XDECREF(owners);

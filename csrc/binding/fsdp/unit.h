@@ -108,6 +108,21 @@ int fsdp_span_from(FSDPUnit *self, PyObject *op, const char *what, int writable,
                    bool of_shard, ct_span *span);
 int fsdp_use_stream(FSDPUnit *self); /* sets the core's stream to torch's current */
 
+/* Around work on the unit's memory, without the GIL, on any thread: the unit's GPU is
+ * the thread's current GPU. */
+#define FSDP_BEGIN_WORK(self)                                                          \
+    {                                                                                  \
+        int gpu_ = fsdp_gpu(self);                                                     \
+        Py_BEGIN_ALLOW_THREADS                                                         \
+        fsdp_switch_gpu(self, &gpu_);
+#define FSDP_END_WORK(self)                                                            \
+    fsdp_switch_gpu(self, &gpu_);                                                      \
+    Py_END_ALLOW_THREADS                                                               \
+    }
+int fsdp_gpu(const FSDPUnit *self);
+/* Swaps *gpu and the thread's current GPU. */
+void fsdp_switch_gpu(const FSDPUnit *self, int *gpu);
+
 /* -1 with a RuntimeError that names the unit if its parameters have been used since
  * their release: results computed from them are wrong. */
 int fsdp_check_unused(FSDPUnit *self);

@@ -49,6 +49,7 @@ struct CUstream_st {
 };
 
 struct CUevent_st {
+    int device = emul::current_device;
     std::shared_ptr<emul::operation> recorded;
 };
 
@@ -554,8 +555,11 @@ cudaError_t
 cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     emul::held_lock held(emul::device_lock);
-    event->recorded =
-        emul::append(&emul::stream_of(stream)->queue, "cudaEventRecord", nullptr);
+    emul::queue *on = &emul::stream_of(stream)->queue;
+    if (event->device != on->device) {
+        return cudaErrorInvalidResourceHandle;
+    }
+    event->recorded = emul::append(on, "cudaEventRecord", nullptr);
     emul::finish_append(held, event->recorded);
     return cudaSuccess;
 }

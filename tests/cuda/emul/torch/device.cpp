@@ -171,6 +171,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void record(void **event, const c10::Stream &stream, const c10::DeviceIndex,
                 const c10::EventFlag) const override
     {
+        const c10::DeviceGuard guard(stream.device());
         if (*event == nullptr) {
             (void)cudaEventCreateWithFlags((cudaEvent_t *)event, 0);
         }
@@ -537,10 +538,33 @@ host_waits_for(const c10::OperatorHandle &op, const c10::IValue *arguments)
     return SIZED_BY_VALUES.count(name) != 0;
 }
 
+/* Torch makes the GPU of an operator's tensors the current GPU. */
+c10::optional<c10::Device>
+device_of(const c10::IValue *arguments, size_t n)
+{
+    std::vector<at::Tensor> tensors;
+    for (size_t i = 0; i < n; i++) {
+        if (arguments[i].isTensor()) {
+            tensors.push_back(arguments[i].toTensor());
+        }
+        else if (arguments[i].isTensorList()) {
+            const std::vector<at::Tensor> list = arguments[i].toTensorVector();
+            tensors.insert(tensors.end(), list.begin(), list.end());
+        }
+    }
+    for (const at::Tensor &of : tensors) {
+        if (of.defined() && of.device().type() == TYPE) {
+            return of.device();
+        }
+    }
+    return c10::nullopt;
+}
+
 void
 fall_back(const c10::OperatorHandle &op, torch::jit::Stack *stack)
 {
-    const size_t first = stack->size() - op.schema().arguments().size();
+    const size_t n = op.schema().arguments().size(), first = stack->size() - n;
+    const c10::OptionalDeviceGuard guard(device_of(stack->data() + first, n));
     if (operators == 0 && host_waits_for(op, stack->data() + first)) {
         host_waits_on(current_stream((c10::DeviceIndex)emul::current_device));
     }
