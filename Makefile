@@ -98,10 +98,12 @@ test-engine: ext $(TESTABLE) emulation
 # Torch has a GPU of the emulation in these processes. The second runs tests of the host
 # once more, on that GPU, with small draws.
 ON_DEVICE := $(addprefix tests/python/,optim callbacks trainer/test_trainer_precision.py \
-    trainer/test_fp16_training.py fsdp/test_drawn_trainings.py \
+    trainer/test_fp16_training.py fsdp/test_drawn_trainings.py compat/test_fairscale.py \
+    $(addprefix fsdp/test_fsdp, .py _copies.py _dtypes.py _prefetch.py _threads.py) \
     $(addprefix fairseq/test_fairseq_, optimizers.py sharding.py trainer.py))
 ALL_ON_DEVICE := $(addprefix tests/python/,optim callbacks fairseq trainer checkpoint \
-    evaluate data bmuf ddp fsdp/test_drawn_trainings.py) \
+    evaluate data bmuf ddp fsdp/test_drawn_trainings.py compat/test_fairscale.py) \
+    $(wildcard tests/python/fsdp/test_*fsdp*.py tests/python/fsdp/test_shards*.py) \
     tests/binding/trainer tests/binding/evaluate tests/parity
 test-device: ext $(TESTABLE) emulation
 	$(PY) -m pytest tests/device

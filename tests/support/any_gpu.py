@@ -68,9 +68,13 @@ RANKS = 2
 OURS, TORCHS = (os.path.dirname(str(m.__file__)) + os.sep for m in (ctrainer, torch))
 
 
+COMPARISONS = (torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose)
+
+
 class TestsMakeTensorsOn(TorchFunctionMode):
     """Within it a test's torch.randn() and the like are on the device, and have the
-    values that they have on the host. ctrainer's stay where it wants them."""
+    values that they have on the host. ctrainer's stay where it wants them. What is
+    compared may be anywhere."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -81,6 +85,8 @@ class TestsMakeTensorsOn(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in COMPARISONS:
+            return func(*(of.cpu() for of in args), **kwargs)
         if func not in self._makers or kwargs.get("device") is not None:
             return func(*args, **kwargs)
         caller = sys._getframe(1)
@@ -95,7 +101,11 @@ class TestsMakeTensorsOn(TorchFunctionMode):
         return made
 
 
-def on_nccl_ranks(work: Callable[[_C.Communicator, torch.device], Any]) -> list[Any]:
+def on_nccl_ranks(
+    work: Callable[[_C.Communicator, torch.device], Any],
+    ranks: int = RANKS,
+    seconds: float = 60.0,
+) -> list[Any]:
     """What the work of each rank returns: a thread and an emulated GPU each, in a group
     of NCCL on a stream beside torch's."""
     device()
@@ -107,12 +117,12 @@ def on_nccl_ranks(work: Callable[[_C.Communicator, torch.device], Any]) -> list[
         gpu = torch.device("emul", rank)
         torch.accelerator.set_device_index(gpu)
         beside = torch.Stream(gpu).stream_id
-        group = _C.plugin_communicator(cuda.plugin, id, rank, RANKS, beside, 60.0)
+        group = _C.plugin_communicator(cuda.plugin, id, rank, ranks, beside, seconds)
         try:
             return work(group, gpu)
         finally:
             group.close()
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        begun = [pool.submit(be_rank, rank) for rank in range(RANKS)]
+    with ThreadPoolExecutor(ranks) as pool:
+        begun = [pool.submit(be_rank, rank) for rank in range(ranks)]
         return [done.result(120) for done in begun]

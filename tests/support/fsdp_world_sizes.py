@@ -44,10 +44,10 @@ def digest(model: FSDP, optimizer: torch.optim.Optimizer) -> str:
     state = FSDP.optim_state_dict(model, optimizer)["state"]
     found = hashlib.sha256()
     for name, value in sorted(model.full_state_dict().items()):
-        found.update(f"{name} {value.shape}".encode() + value.numpy().tobytes())
+        found.update(f"{name} {value.shape}".encode() + value.cpu().numpy().tobytes())
     for name, values in sorted(state.items()):
         for key, value in sorted(values.items()):
-            found.update(f"{name} {key}".encode() + value.numpy().tobytes())
+            found.update(f"{name} {key}".encode() + value.cpu().numpy().tobytes())
     return found.hexdigest()
 
 

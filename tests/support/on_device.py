@@ -13,6 +13,9 @@ from typing import Any
 
 import emulated_torch
 import pytest
+import rank_threads
+import ranks_on_device
+import scenarios
 import torch
 import transformers
 
@@ -23,6 +26,10 @@ from ctrainer.adapters import torch_fairseq as tools
 PEERS_BITS = "transformers on the host has other bits than torch's operators one by one"
 NO_BACKEND = "torch.distributed has no backend for the device"
 NO_AUTOCAST = "accelerate's autocast does not know the device"
+PREFETCHES = "units are prefetched on a GPU unless told otherwise"
+PYTHONS_GROUP = "its group is Python's, for host memory"
+NOT_WATCHED = "released memory of a GPU is not watched"
+NO_BYTES = "groups over NCCL do not count bytes"
 ON_RANKS = (
     "the_process_group_is_there_after_training_arguments",
     "the_accelerator_agrees_in_every_event_and_micro_batch",
@@ -61,6 +68,29 @@ LEFT_OUT = {
     "parity/test_saved_weights.py": "torch has convolutions for its own devices alone",
     "parity/test_training.py::test_fifty_updates_in_bf16": "transformers refuses",
     "trainer/test_ranks_outlived.py": NO_BACKEND,
+    "fsdp/test_fsdp.py::test_on_ranks[2-memory_is": PREFETCHES,
+    "fsdp/test_fsdp.py::test_on_ranks[3-memory_is": PREFETCHES,
+    "fsdp/test_fsdp_dtypes.py::test_batch_norm": "autocast is the host's",
+    "fsdp/test_fsdp_exceptions.py::test_a_collective": PYTHONS_GROUP,
+    "fsdp/test_fsdp_exceptions.py::test_a_failure_at_the_end": PYTHONS_GROUP,
+    "fsdp/test_fsdp_exceptions.py::test_the_others_are_told": "at the time-out",
+    "fsdp/test_fsdp_optimizers.py::test_updates_are_those_of_one_process[Muon-views": (
+        "a mean of three is rounded, which products in bfloat16 multiply"
+    ),
+    "fsdp/test_fsdp_memory_used.py": PREFETCHES,
+    "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[the_next_unit_is_begun": PREFETCHES,
+    "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[at_most_one_unit": PREFETCHES,
+    "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[a_module_may_go": (
+        "torch's thread of a GPU has the error"
+    ),
+    "fsdp/test_fsdp_released.py::test_released_parameters_that": NOT_WATCHED,
+    "fsdp/test_fsdp_released.py::test_poisoned": NOT_WATCHED,
+    "fsdp/test_fsdp_threads.py::test_two_models": "a thread begins on the first GPU",
+    "fsdp/test_fsdp_traffic.py": NO_BYTES,
+    "fsdp/test_fsdp_quantized.py::test_codes_are": NO_BYTES,
+    "fsdp/test_shards_in_files.py::test_training": "its full state is on the host",
+    "fsdp/test_shards_in_files.py::test_whatever": "its full state is on the host",
+    "fsdp/test_secondary_shards.py": "NCCL's groups have no machines",
 }
 launched: list[str] = []
 
@@ -68,6 +98,8 @@ launched: list[str] = []
 def pytest_configure() -> None:
     os.environ["CTRAINER_TEST_ON_DEVICE"] = "1"  # for the ranks that tests start
     emulate()
+    rank_threads.on_ranks = ranks_on_device.on_ranks
+    scenarios.outcomes = ranks_on_device.outcomes
 
 
 def emulate() -> None:
@@ -94,7 +126,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     before = emulated_torch.launches()
     try:
         return (yield)

@@ -20,7 +20,6 @@ from torch import nn
 from ctrainer import _C
 
 WORLD = 2
-PLAIN = tree()
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"flatten_parameters": False, "reshard_after_forward": False},
@@ -67,7 +66,7 @@ PLACES = (raises_in_forward, raises_before_forward, raises_in_backward)
 def trained(group: Any, ranks: Any, **options: Any) -> tuple[Any, nn.Module]:
     """A sharded module, of which ranks have parts, that knows its order of units, and
     the same in one process."""
-    plain = copy.deepcopy(PLAIN)
+    plain = tree()
     sharded = nested(ranks, copy.deepcopy(plain), **options)
     check_same(group, sharded, plain, steps=1)
     return sharded, plain
@@ -240,10 +239,10 @@ def test_the_others_are_told_and_go_on_in_a_new_group(
     assert second in ("forward", "before", "backward")
 
     def go_on(group: _C.Communicator) -> None:
-        sharded = nested(group, copy.deepcopy(PLAIN))
+        sharded = nested(group, tree())
         sharded.load_state_dict(states[group.rank])
-        whole = copy.deepcopy(PLAIN)
-        check_same(group, nested(group, copy.deepcopy(PLAIN)), whole, steps=1)
+        whole = tree()
+        check_same(group, nested(group, tree()), whole, steps=1)
         check_parameters(sharded, whole)
         check_same(group, sharded, whole)
 

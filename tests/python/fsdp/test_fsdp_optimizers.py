@@ -44,18 +44,15 @@ MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_updates_are_those_of_one_process(name: str, layout: str) -> None:
     world = 3 if layout == "views of rows" else 2
-    plain = tree()
-    whole = copy.deepcopy(plain)
-    expected = train(whole, MADE[name](whole))
 
-    def work(group: _C.Communicator) -> list[float]:
-        sharded = nested(group, copy.deepcopy(plain), **LAYOUTS[layout])
+    def work(group: _C.Communicator) -> None:
+        whole, sharded = tree(), nested(group, tree(), **LAYOUTS[layout])
+        expected = train(whole, MADE[name](whole))
         losses = train(sharded, MADE[name](sharded))
-        check_parameters(sharded, whole)
-        return losses
-
-    for losses in on_ranks(world, work):
         assert losses == pytest.approx(expected, rel=1e-5)
+        check_parameters(sharded, whole)
+
+    on_ranks(world, work)
 
 
 @pytest.mark.parametrize("layout", ["views of rows", "views by rows"])
