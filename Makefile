@@ -103,7 +103,7 @@ ON_DEVICE := $(addprefix tests/python/,optim callbacks trainer/test_trainer_prec
     $(addprefix fairseq/test_fairseq_, optimizers.py sharding.py trainer.py))
 ALL_ON_DEVICE := $(addprefix tests/python/,optim callbacks fairseq trainer checkpoint \
     evaluate data bmuf ddp fsdp/test_drawn_trainings.py compat/test_fairscale.py) \
-    $(wildcard tests/python/fsdp/test_*fsdp*.py tests/python/fsdp/test_shards*.py) \
+    $(shell grep -lE 'on_ranks|scenarios.outcomes' tests/python/fsdp/*.py) \
     tests/binding/trainer tests/binding/evaluate tests/parity
 test-device: ext $(TESTABLE) emulation
 	$(PY) -m pytest tests/device
