@@ -83,6 +83,7 @@ LEFT_OUT = {
     "fsdp/test_fsdp_memory_used.py": PREFETCHES,
     "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[the_next_unit_is_begun": PREFETCHES,
     "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[at_most_one_unit": PREFETCHES,
+    "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[what_trains": "ranks share options",
     "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[a_module_may_go": (
         "torch's thread of a GPU has the error"
     ),
