@@ -30,6 +30,7 @@ PREFETCHES = "units are prefetched on a GPU unless told otherwise"
 PYTHONS_GROUP = "its group is Python's, for host memory"
 NOT_WATCHED = "released memory of a GPU is not watched"
 MEAN_OF_THREE = "NCCL rounds a mean of three ranks"
+ON_HOST = "modules on the meta device get their values in host memory"
 NO_BYTES = "groups over NCCL do not count bytes"
 ON_RANKS = (
     "the_process_group_is_there_after_training_arguments",
@@ -71,7 +72,6 @@ LEFT_OUT = {
     "trainer/test_ranks_outlived.py": NO_BACKEND,
     "fsdp/test_fsdp.py::test_on_ranks[2-memory_is": PREFETCHES,
     "fsdp/test_fsdp.py::test_on_ranks[3-memory_is": PREFETCHES,
-    "compat/test_fairscale.py::test_on_two_ranks[changes_of": "ranks share a log",
     "fsdp/test_fsdp_bits.py": MEAN_OF_THREE,
     "fsdp/test_fsdp_dtypes.py::test_batch_norm": "autocast is the host's",
     "fsdp/test_fsdp_exceptions.py::test_a_collective": PYTHONS_GROUP,
@@ -83,15 +83,13 @@ LEFT_OUT = {
     "fsdp/test_fsdp_memory_used.py": PREFETCHES,
     "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[the_next_unit_is_begun": PREFETCHES,
     "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[at_most_one_unit": PREFETCHES,
-    "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[what_trains": "ranks share options",
-    "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[a_module_may_go": (
-        "torch's thread of a GPU has the error"
-    ),
     "fsdp/test_fsdp_released.py::test_released_parameters_that": NOT_WATCHED,
     "fsdp/test_fsdp_released.py::test_poisoned": NOT_WATCHED,
     "fsdp/test_fsdp_threads.py::test_two_models": "a thread begins on the first GPU",
     "fsdp/test_fsdp_traffic.py": NO_BYTES,
     "fsdp/test_fsdp_quantized.py::test_codes_are": NO_BYTES,
+    "fsdp/test_fsdp_values.py::test_ranks_without_values": ON_HOST,
+    "fsdp/test_fsdp_values.py::test_units_of_a_policy": ON_HOST,
     "fsdp/test_fsdp_world_sizes.py": "torch loads all on the GPU that it was saved on",
     "fsdp/test_shards_in_files.py::test_training": "its full state is on the host",
     "fsdp/test_shards_in_files.py::test_whatever": "its full state is on the host",
@@ -125,9 +123,11 @@ def emulate() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for name, reason in LEFT_OUT.items():
-            if f"/{name}" in item.nodeid:
-                item.add_marker(pytest.mark.skip(reason=reason))
+        found = [why for name, why in LEFT_OUT.items() if f"/{name}" in item.nodeid]
+        for scenario, why in ranks_on_device.LEFT_OUT.items():
+            found += [why] if item.nodeid.endswith(f"{scenario}]") else []
+        for why in found:
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.hookimpl(wrapper=True)
