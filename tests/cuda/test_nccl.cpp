@@ -601,11 +601,8 @@ test_any_thread_may_call()
         int64_t value = (int64_t)r;
         const ct_span one = {&value, 1, CT_I64};
         cudaStream_t stream = (cudaStream_t)group[r]->stream;
-        const ct_request sum = {
-            CT_ALL_REDUCE, CT_REDUCE_SUM, 0, {there[r], 1, CT_F32},
-               {},
-               {}
-        };
+        const ct_span value_there = {there[r], 1, CT_F32};
+        const ct_request sum = {CT_ALL_REDUCE, CT_REDUCE_SUM, 0, value_there, {}, {}};
         ct_comm *part = NULL;
         ct_work *work = NULL;
         ct_error err;

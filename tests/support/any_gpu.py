@@ -73,8 +73,8 @@ COMPARISONS = (torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.all
 
 class TestsMakeTensorsOn(TorchFunctionMode):
     """Within it a test's torch.randn() and the like are on the device, and have the
-    values that they have on the host. ctrainer's stay where it wants them. What is
-    compared may be anywhere."""
+    values that they have on the host. ctrainer's stay where it wants them. What a test
+    compares may be anywhere."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -85,15 +85,16 @@ class TestsMakeTensorsOn(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in COMPARISONS:
-            return func(*(of.cpu() for of in args), **kwargs)
-        if func not in self._makers or kwargs.get("device") is not None:
+        makes = func in self._makers and kwargs.get("device") is None
+        if not makes and func not in COMPARISONS:
             return func(*args, **kwargs)
         caller = sys._getframe(1)
         while caller.f_code.co_filename.startswith(TORCHS) and caller.f_back:
             caller = caller.f_back
         if caller.f_code.co_filename.startswith(OURS):
             return func(*args, **kwargs)
+        if not makes:
+            return func(*(of.cpu() for of in args), **kwargs)
         trains = kwargs.pop("requires_grad", False)
         made = func(*args, **kwargs)
         if isinstance(made, torch.Tensor):

@@ -39,6 +39,7 @@ ON_RANKS = (
     "losses_and_predictions_are_those_of_transformers",
     "everything_that_a_subclass_does_with_the_accelerator",
 )
+ONE_PROCESS = "test_fsdp_optimizers.py::test_updates_are_those_of_one_process"
 LEFT_OUT = {
     **{
         f"parity/test_accelerator_parity.py::test_{name}[two ranks]": NO_BACKEND
@@ -77,9 +78,7 @@ LEFT_OUT = {
     "fsdp/test_fsdp_exceptions.py::test_a_collective": PYTHONS_GROUP,
     "fsdp/test_fsdp_exceptions.py::test_a_failure_at_the_end": PYTHONS_GROUP,
     "fsdp/test_fsdp_exceptions.py::test_the_others_are_told": "at the time-out",
-    "fsdp/test_fsdp_optimizers.py::test_updates_are_those_of_one_process[Muon-views": (
-        MEAN_OF_THREE
-    ),
+    f"fsdp/{ONE_PROCESS}[Muon-views of rows]": MEAN_OF_THREE,
     "fsdp/test_fsdp_memory_used.py": PREFETCHES,
     "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[the_next_unit_is_begun": PREFETCHES,
     "fsdp/test_fsdp_prefetch.py::test_on_two_ranks[at_most_one_unit": PREFETCHES,
