@@ -342,6 +342,13 @@ wait_for(held_lock &held, queue *on)
     }
 }
 
+/* Not of a thread that enqueues nothing, as one that writes a file: it holds nothing up. */
+void
+count_wait(const work_ptr &last)
+{
+    seen.waits += enqueues && !(last && last->ended) ? 1 : 0;
+}
+
 cudaError_t
 ask(const work_ptr &last)
 {
@@ -523,7 +530,7 @@ cudaStreamSynchronize(cudaStream_t stream)
     if (on->captured != nullptr) {
         emul::die("cudaStreamSynchronize of a stream that is captured");
     }
-    emul::seen.waits += on->last && on->last->ended ? 0 : 1;
+    emul::count_wait(on->last);
     emul::wait_for(held, on);
     return cudaSuccess;
 }
@@ -585,7 +592,7 @@ cudaEventSynchronize(cudaEvent_t event)
     emul::held_lock held(emul::device_lock);
     emul::reject_in_capture("cudaEventSynchronize");
     if (event->recorded) {
-        emul::seen.waits += event->recorded->ended ? 0 : 1;
+        emul::count_wait(event->recorded);
         (void)emul::run_until(held, event->recorded, true);
         emul::host.join(event->recorded->at);
     }
