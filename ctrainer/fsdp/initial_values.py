@@ -1,9 +1,10 @@
 """The values of parameters and buffers before they are sharded: a module's own, new
-values for a module on the meta device, or those of the first rank.
+values for a module on the meta device, or those of the first rank; and their device.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,32 +14,43 @@ from torch import nn
 
 from ctrainer import _C
 from ctrainer.comm.parallel import describe
+from ctrainer.fsdp import options
 
 Init = Callable[[nn.Module], object]
 
 
 def settle(
-    module: nn.Module, init: Init, groups: Sequence[_C.Communicator], unit: type
+    module: nn.Module,
+    init: Init,
+    groups: Sequence[_C.Communicator],
+    unit: type,
+    device: torch.device | None,
 ) -> None:
-    """Give the tensors of `module` that are not in an inner unit values.
+    """Give the tensors of `module` that are not in an inner unit values, on `device`.
 
     init: called with each module that has parameters or buffers of its own on the meta
     device. groups: the first rank's values go to all ranks of the first group, then of
-    the next, and only that rank needs values; empty: each rank has its own. Collective
-    over the groups.
+    the next, and only that rank needs values; empty: each rank has its own. device:
+    where tensors of the CPU and the meta device are moved; None: to a GPU, where the
+    first rank's are on one. Collective over the groups.
 
     Raises ValueError, on all ranks of the groups, for tensors that init leaves on the
-    meta device, and for names, shapes or dtypes that differ.
+    meta device, and for names, shapes, dtypes or kinds of device that differ.
     """
     own = [m for m, _ in _outside(module, unit)]
     first = all(group.rank == 0 for group in groups)
-    problem = _materialize(own, init) if first else ""
+    said = [_materialize(own, init), _kind_of(own)] if first else []
     for group in groups:
-        problem = group.broadcast_bytes(problem.encode(), 0).decode()
+        said = json.loads(group.broadcast_bytes(json.dumps(said).encode(), 0))
+    problem, kind = said
     if problem:
         raise ValueError(problem)
+    if groups and device is None and kind != "cpu":
+        device = options.current(kind)
     if groups:
-        _take(module, groups, unit)
+        _take(module, groups, unit, device)
+    if device is not None:
+        _move(own, device)
 
 
 def is_on_meta(module: nn.Module, recurse: bool = True) -> bool:
@@ -96,11 +108,18 @@ def _fill(empty: list[nn.Module], init: Init) -> str:
 
 
 @torch.no_grad()
-def _take(module: nn.Module, groups: Sequence[_C.Communicator], unit: type) -> None:
+def _take(
+    module: nn.Module,
+    groups: Sequence[_C.Communicator],
+    unit: type,
+    device: torch.device | None,
+) -> None:
     named = dict(_named(module, unit))
     different = {id(tensor): tensor.detach() for tensor in named.values()}
+    kinds = {(device or tensor.device).type for tensor in named.values()}
+    lines = f"{describe(named)}its device: {' and '.join(sorted(kinds))}\n"
     for group in groups:
-        _C.check_ranks_agree(group, "parameter or buffer", describe(named))
+        _C.check_ranks_agree(group, "parameter or buffer", lines)
         pairs = [(tensor, tensor.cpu()) for tensor in different.values()]
         _C.broadcast_tensors(group, [on_host for _, on_host in pairs])
         for tensor, on_host in pairs:
@@ -115,6 +134,27 @@ def _named(module: nn.Module, unit: type) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in _own(part):
             if not hasattr(tensor, "_sharded_param"):  # of another unit
                 yield f"{prefix}{name}", tensor
+
+
+def _kind_of(own: list[nn.Module]) -> str:
+    """The type of the device of the first tensor that is of no other unit."""
+    for module in own:
+        for _, tensor in _own(module):
+            if not hasattr(tensor, "_sharded_param"):
+                return tensor.device.type
+    return "cpu"
+
+
+def _move(own: list[nn.Module], device: torch.device) -> None:
+    """As module.to(device) does, what is in host memory and of no other unit."""
+
+    def is_here(tensor: torch.Tensor) -> bool:
+        return tensor.is_cpu and not hasattr(tensor, "_sharded_param")
+
+    with _swapping:  # or parameters would lose their attributes
+        for module in own:
+            if any(is_here(tensor) for _, tensor in _own(module)):
+                module._apply(lambda t: t.to(device) if is_here(t) else t, False)
 
 
 def materialize(module: nn.Module, fill: Callable[..., object] | None = None) -> None:

@@ -190,11 +190,12 @@ class Home:
         return over if over is None or self.plugin is None else _on_gpu(over)
 
 
-def home_of(module: nn.Module) -> Home:
+def home_of(module: nn.Module, given: torch.device | None) -> Home:
     """The one device on which are the module's parameters that no inner unit has.
 
-    Raises ValueError naming parameters on two devices, or one that is neither the host
-    nor the current GPU, RuntimeError saying what of the plugin is missing.
+    Raises ValueError naming parameters on two devices, one that is neither the host
+    nor the current GPU, or another than is given; RuntimeError saying what of the
+    plugin is missing.
     """
     devices = {
         param.device: name
@@ -210,6 +211,11 @@ def home_of(module: nn.Module) -> Home:
     if not devices:
         return _of_inner_units(module)
     (device,) = devices
+    if given is not None and device != given:
+        raise ValueError(
+            f"the module is on {device} and device_id is {given}: only what is on the "
+            "CPU or the meta device is moved there. Move the module, or leave device_id"
+        )
     if device.type == "cpu":
         return Home(device)
     return Home(_usable(device), nccl.plugin().plugin)
@@ -222,17 +228,39 @@ def _of_inner_units(module: nn.Module) -> Home:
     return homes[0] if homes else Home(torch.device("cpu"))
 
 
+def device_of(given: Any) -> torch.device | None:
+    """device_id: a device, its name, or the number of a GPU; None stays None."""
+    if given is None:
+        return None
+    there = accelerator()
+    if isinstance(given, bool) or (isinstance(given, int) and there is None):
+        raise ValueError(
+            f"device_id is {given}; expected a torch.device, or the number of a GPU "
+            f"where torch finds one, which is {there or 'none'} here"
+        )
+    if isinstance(given, int):
+        assert there is not None
+        given = torch.device(there.type, given)
+    device = torch.device(given)
+    return device if device.type == "cpu" else _usable(device)
+
+
+def current(kind: str) -> torch.device:
+    """The current device of a type."""
+    return _usable(torch.device(kind))
+
+
 def _usable(device: torch.device) -> torch.device:
     there = accelerator()
     if there is None or device.type != there.type:
         raise ValueError(
-            f"the module is on {device}; parameters can be sharded on the CPU and on "
-            "CUDA devices"
+            f"the module is to be on {device}; parameters can be sharded on the CPU "
+            f"and on torch's accelerator, which is {there or 'none'} here"
         )
     current = torch.device(there.type, torch.accelerator.current_device_index())
     if device.index not in (None, current.index):
         raise ValueError(
-            f"the module is on {device} and the current device is {current}: call "
+            f"the module is to be on {device}, the current device is {current}: call "
             f"torch.{there.type}.set_device({device.index}) first"
         )
     return current

@@ -218,7 +218,7 @@ _INHERITED = (
     "flatten_parameters", "use_orig_params", "gather_bits", "reduce_bits",
     "error_feedback", "forward_prefetch", "backward_prefetch", "compute_dtype",
     "buffer_dtype", "fp32_reduce_scatter", "on_neuron", "secondary_shards",
-    "shard_folder", "read_ahead",
+    "shard_folder", "read_ahead", "device_id",
 )  # fmt: skip
 
 
@@ -292,6 +292,7 @@ class ShardedModule(nn.Module):
         shard_folder: str | os.PathLike[str] | None = None,
         read_ahead: int = 5,
         block_size: int | None = None,
+        device_id: torch.device | int | str | None = None,
     ) -> None:
         options.check_module(module, ShardedModule)
         options.check_flags(ShardedModule.__init__, locals())
@@ -314,7 +315,7 @@ class ShardedModule(nn.Module):
         self.shard_folder, self.read_ahead = shard_folder, read_ahead
         self._offloads = options.offloads(cpu_offload) or shard_folder is not None
         self.sharding_groups = sharding_groups
-        self.on_neuron = on_neuron
+        self.on_neuron, self.device_id = on_neuron, options.device_of(device_id)
         self._debug_dummy_forward_pass = _debug_dummy_forward_pass
         self._debug_dummy_all_reduce_op = _debug_dummy_all_reduce_op
         self._debug_msg, self._debug_print = _debug_msg, _debug_print
@@ -353,8 +354,8 @@ class ShardedModule(nn.Module):
         groups = [group for group in sources if group is not None]
         layout.keep_unpacked(module)
         options.check_parameters(module)
-        initial_values.settle(module, init, groups, ShardedModule)
-        self.home = options.home_of(module)
+        initial_values.settle(module, init, groups, ShardedModule, self.device_id)
+        self.home = options.home_of(module, self.device_id)
         on_gpu = self.home.plugin is not None
         if self.forward_prefetch is None:
             self.forward_prefetch = on_gpu

@@ -697,9 +697,10 @@ def shard(
     group: _C.Communicator,
     refilled: bool = False,
     block_size: int | None = None,
+    device: torch.device | None = None,
 ) -> TrainedModel:
     """`model` in units over the ranks of `group`, computing as args.bf16 and args.fp16
-    say, cut at multiples of `block_size` elements. Collective.
+    say, cut at multiples of `block_size` elements, each moved to `device`. Collective.
 
     All ranks take rank 0's values, a unit at a time, unless sharding.synchronizes is
     False. A model on the meta device that gets no values so begins with new ones, or
@@ -721,6 +722,7 @@ def shard(
         else initial_values.initializer(model),
         "sync_module_states": sharding.synchronizes,
         "block_size": block_size,
+        "device_id": device,
     }
 
     ranks = groups[0] if isinstance(groups, tuple) else groups

@@ -294,7 +294,8 @@ class TrainerRun(TrainerBase):
             self._shard_group = self._replica_group = None
         if self._adapter.is_wrapped(self.model_wrapped):
             self.model_wrapped = self.model  # of the run before
-        self._move_model_to_device(self.model, args.device)
+        if self._sharding is None:
+            self._move_model_to_device(self.model, args.device)
         if args.gradient_checkpointing:
             options = dict(args.gradient_checkpointing_kwargs or {}) or None
             self.model.gradient_checkpointing_enable(
@@ -660,7 +661,10 @@ class TrainerRun(TrainerBase):
         if model is not self.model:
             return model
         shards.check_has_values(self, model)
-        self._adapter.enter_mixed_precision(model, self.args)
+        if self._sharding is not None and self._shard_group is None:
+            self._move_model_to_device(model, self.args.device)  # run as it is
+        if self._sharding is None or deepspeed.config_of(self.args) is None:
+            self._adapter.enter_mixed_precision(model, self.args)
         if training and self.args.torch_compile:
             model = self._adapter.compile_model(model, self.args)
         apart = self._blocks is not None or self._shard_group is not None

@@ -53,8 +53,7 @@ _MAKE_OPTIMIZERS = (
 def plan_shards(trainer: TrainerRun) -> None:
     """Read how the model is to be sharded; what does not go with it is rejected."""
     check_is_whole(trainer.model)
-    plan = sharding_of(trainer.args)
-    trainer._sharding = None if plan is None or plan.replicates else plan
+    trainer._sharding = sharding_of(trainer.args) if moves_by_units(trainer) else None
     integrations.show_sharding(trainer)
     if trainer._sharding is None:
         check_has_values(trainer, trainer.model)
@@ -102,6 +101,13 @@ def check_has_values(trainer: TrainerRun, model: Any) -> None:
         )
 
 
+def moves_by_units(trainer: TrainerRun) -> bool:
+    """Whether sharding moves the model to its device, of which no GPU needs to have
+    room for the whole."""
+    plan = sharding_of(trainer.args)
+    return plan is not None and not plan.replicates
+
+
 def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
     """Shard the model, where it is to be and is not yet, and load the checkpoint's
     shards, or its weights where the model had no values to replace by them."""
@@ -125,6 +131,7 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
             group,
             refilled,
             _block_size(trainer, checkpoint),
+            trainer.args.device if trainer.place_model_on_device else None,
         )
         trainer.model_wrapped = trainer.model
         trainer._shard_group = trainer.model.communicator

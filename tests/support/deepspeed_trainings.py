@@ -11,6 +11,7 @@ from draws import EXHAUSTIVE
 
 import ctrainer
 from ctrainer.deepspeed_schedules import WarmupLR
+from ctrainer.runtime.torch_process import accelerator
 
 UPDATES, RANKS, ROWS = 6, 2, 2
 IN_MEMORY = 1000  # elements of a rank, of the root alone
@@ -175,9 +176,10 @@ def told(made: Any) -> dict[str, Any]:
 def in_plain_torch(dtype: str) -> dict[str, Any]:
     """The same updates in one process: a model of the dtype, float32 copies of its
     parameters that AdamW updates, gradients added in float32, decay of all parameters,
-    and DeepSpeed's linear WarmupLR."""
-    low: Any = tiny.gpt2().to(DTYPES[dtype]).train()
-    master = [p.detach().float().clone() for p in tiny.gpt2().parameters()]
+    and DeepSpeed's linear WarmupLR. On a GPU, where torch has one."""
+    place = accelerator() or torch.device("cpu")
+    low: Any = tiny.gpt2().to(place, DTYPES[dtype]).train()
+    master = [p.detach().float().to(place, copy=True) for p in tiny.gpt2().parameters()]
     optimizer = torch.optim.AdamW(master, lr=LR, weight_decay=DECAY)
     batches = iter(torch.utils.data.DataLoader(tiny.tokens(96), ROWS))
     losses, norms, rates = [], [], []
@@ -194,7 +196,7 @@ def in_plain_torch(dtype: str) -> dict[str, Any]:
             for of, p in zip(low.parameters(), master, strict=True):
                 of.data.copy_(p)
                 of.grad = None
-            loss = low(**batch).loss
+            loss = low(**{name: value.to(place) for name, value in batch.items()}).loss
             (loss * scale / 2).backward()
             for grad, of in zip(grads, low.parameters(), strict=True):
                 grad += of.grad.float() * 2 / (scale * count)

@@ -76,7 +76,8 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(tensor, torch.nn.Parameter):
             other = torch.nn.Parameter(other, tensor.requires_grad)
         swap(tensor, other)
-        _left[id(tensor)] = other
+        if tensor.device.type == "cpu":  # else it is moved, and stays
+            _left[id(tensor)] = other
         return
     _DATA.__set__(tensor, value)
 

@@ -80,6 +80,16 @@ def wrap(group: Any, module: nn.Module, **options: Any) -> FSDP:
     )
 
 
+def on_meta(module: nn.Module) -> nn.Module:
+    """A copy without values, its tied parameters tied as they were."""
+    copied = copy.deepcopy(module)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    copied.to("meta")
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    return copied
+
+
 def nested(group: Any, module: nn.Sequential, **options: Any) -> FSDP:
     module[2] = wrap(group, module[2], **options)
     return wrap(group, module, **options)

@@ -76,6 +76,11 @@ class Quantized(nn.Module):
         self.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
         self.support_avx512bf16_for_cpu = True
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        state = self.weight.quant_state
+        state.absmax = fn(state.absmax)
+        return super()._apply(fn, recurse)
+
     def _turn(self) -> None:
         """Pack the weight, or unpack it."""
         state = self.weight.quant_state
@@ -232,7 +237,8 @@ def both(folder: str, name: str) -> list[Any]:
 def furthest(found: dict[str, Any], expected: dict[str, Any]) -> float:
     """By how much two state_dicts differ at most."""
     assert found.keys() == expected.keys()
-    return max((found[n] - expected[n]).abs().max().item() for n in expected)
+    pairs = [(found[name].cpu(), expected[name].cpu()) for name in expected]
+    return max((one - other).abs().max().item() for one, other in pairs)
 
 
 def saved(folder: str) -> dict[str, Any]:

@@ -230,15 +230,15 @@ class DeepSpeedEngine(ModuleShown):
             config.fp16_enabled or config.bfloat16_enabled
         ):
             return model.to(self.device)
-        on_meta = any(p.is_meta for p in model.parameters())
         as_of_a_run = SimpleNamespace(
             fp16=config.fp16_enabled, bf16=config.bfloat16_enabled
         )
         return trained_model.shard(
-            model if on_meta else model.to(self.device),
+            model,
             of_zero(config.hf),
             as_of_a_run,
             self.communicator,
+            device=self.device,
         )
 
     def _skips_nonfinite(self) -> bool:

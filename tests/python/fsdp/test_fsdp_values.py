@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_scenarios import check_same, nested, tree, wrap
+from fsdp_scenarios import check_same, nested, on_meta, tree, wrap
 from rank_threads import on_ranks
 from torch import nn
 
@@ -15,16 +15,6 @@ from ctrainer import _C
 from ctrainer.fsdp import hybrid_groups
 
 SYNCED = {"sync_module_states": True}
-
-
-def on_meta(module: nn.Module) -> nn.Module:
-    """A copy without values, its tied parameters tied as they were."""
-    copied = copy.deepcopy(module)
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    copied.to("meta")
-    torch.__future__.set_swap_module_params_on_conversion(swaps)
-    return copied
 
 
 class Tied(nn.Module):

@@ -1,0 +1,191 @@
+"""Models that sharding moves to a GPU, a unit at a time."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import any_gpu
+import pytest
+import tiny
+import torch
+from fsdp_scenarios import on_meta
+from torch import nn
+
+import ctrainer
+from ctrainer import _C
+from ctrainer.compat import deepspeed
+from ctrainer.fsdp import FullyShardedDataParallel as FSDP
+from ctrainer.fsdp import initial_values
+
+pytestmark = pytest.mark.skipif(any_gpu.REAL, reason="ranks are threads of one GPU")
+CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = {"on_neuron": False, "flatten_parameters": True}
+
+
+@pytest.fixture(scope="module")
+def gpu() -> torch.device:
+    return any_gpu.device()
+
+
+class Tied(nn.Module):
+    """Two layers of the root have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.table = nn.Linear(4, 6), nn.Linear(6, 6, bias=False)
+        self.last = nn.Linear(6, 6)
+        self.last.weight = self.table.weight
+        self.register_buffer("scale", torch.rand(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(self.first(x)) * self.scale)
+
+
+def policy(module: nn.Module, **_: Any) -> bool:
+    return type(module) is nn.Linear and module.in_features == 4
+
+
+def weights(model: FSDP) -> dict[str, torch.Tensor]:
+    return {name: value.cpu() for name, value in model.full_state_dict().items()}
+
+
+@pytest.mark.parametrize("others", ["cpu", "meta", "gpu"])
+@pytest.mark.parametrize("first", ["cpu", "gpu", "cpu, device_id"])
+def test_ranks_are_where_the_first_one_is_or_device_id_says(
+    gpu: torch.device, first: str, others: str
+) -> None:
+    plain = Tied()
+    bare = on_meta(plain)
+
+    def work(group: _C.Communicator, device: torch.device) -> Any:
+        kind = first[:3] if group.rank == 0 else others
+        module = copy.deepcopy(bare if kind == "meta" else plain)
+        if kind == "gpu":
+            module.to(device)
+        elif kind == "cpu" and group.rank > 0:
+            module._apply(torch.zeros_like)
+        if "device_id" in first:
+            options = {**OPTIONS, "device_id": device if group.rank else device.index}
+        else:
+            options = OPTIONS
+        try:
+            model = FSDP(
+                module, process_group=group, sync_module_states=True,
+                auto_wrap_policy=policy, **options,
+            )  # fmt: skip
+        except ValueError as error:
+            return str(error)
+        placed = {t.device for t in (*model.parameters(), *model.buffers())}
+        assert placed == {CPU if first == "cpu" else device}
+        (place,) = placed
+        model(torch.ones(2, 4, device=place)).sum().backward()
+        assert all(p.grad.device == place for p in model.parameters())
+        return weights(model)
+
+    found = any_gpu.on_nccl_ranks(work)
+    if (first, others) == ("cpu", "gpu"):
+        for text in found:
+            assert "its device: cpu" in text
+            assert "its device: emul" in text
+        return
+    for state in found:
+        assert not isinstance(state, str), state
+        assert state.keys() == plain.state_dict().keys()
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value)
+
+
+def test_devices_that_make_no_sense_are_rejected(gpu: torch.device) -> None:
+    layer = nn.Linear(2, 2)
+    for given, text in (
+        (True, "device_id is True; expected a torch.device"),
+        ("meta", "is to be on meta; parameters can be sharded on the CPU and on"),
+        (3, r"is to be on emul:3, the current device is emul:0: call torch\.emul\."),
+    ):
+        with pytest.raises(ValueError, match=text):
+            FSDP(layer, device_id=given)
+    with pytest.raises(ValueError, match="module is on emul:0 and device_id is cpu: "):
+        FSDP(nn.Linear(2, 2).to(gpu), device_id="cpu")
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many elements were on the device whenever a unit had been moved there, but
+    for those of shards."""
+    counts: list[int] = []
+    move = initial_values._move
+
+    def moves(own: list[nn.Module], device: torch.device) -> None:
+        move(own, device)
+        tensors = {id(p): p for m in own for p in m.parameters(recurse=False)}
+        there = [p for p in tensors.values() if not hasattr(p, "_sharded_param")]
+        assert all(p.device == device for p in there)
+        counts.append(sum(p.numel() for p in there))
+
+    monkeypatch.setattr(initial_values, "_move", moves)
+    return counts
+
+
+def trainer(folder: Path, model: nn.Module, **options: Any) -> ctrainer.Trainer:
+    options = {"fsdp": True, "use_cpu": False, **options}
+    made: ctrainer.Trainer = tiny.make(
+        ctrainer.Trainer, model, tiny.tokens(8), output_dir=str(folder),
+        max_steps=2, learning_rate=1e-1, optim="sgd", **options,
+    )  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize("offload", ["", " offload"])
+def test_a_trainer_moves_a_unit_at_a_time(
+    gpu: torch.device, tmp_path: Path, whole: list[int], offload: str
+) -> None:
+    sizes = [sum(p.numel() for p in m.parameters()) for m in tiny.gpt2().transformer.h]
+    expected = trainer(tmp_path, tiny.gpt2(), fsdp=False, use_cpu=True)
+    made = trainer(tmp_path, tiny.gpt2(), fsdp="full_shard" + offload)
+    assert {p.device for p in made.model.parameters()} == {CPU}
+    for _ in range(2):  # sharded, and then as it is
+        made.train()
+        expected.train()
+        for name, value in weights(made.model).items():
+            any_gpu.assert_same(value, expected.model.state_dict()[name], close=1e-6)
+    rest = sum(p.numel() for p in tiny.gpt2().parameters()) - sum(sizes)
+    assert whole == [*sizes, rest]
+    shards = {p.device for p in made.model.parameters()}
+    assert shards == {CPU if offload else gpu}
+
+
+def test_an_evaluation_before_training_has_the_whole_model_on_the_gpu(
+    gpu: torch.device, tmp_path: Path
+) -> None:
+    made = trainer(tmp_path, tiny.gpt2())
+    found = made.evaluate(tiny.tokens(4))["eval_loss"]
+    assert {p.device for p in made.model.parameters()} == {gpu}
+    expected = trainer(tmp_path, tiny.gpt2(), fsdp=False, use_cpu=True)
+    assert found == pytest.approx(expected.evaluate(tiny.tokens(4))["eval_loss"])
+    made.train()
+
+
+def test_an_engine_moves_a_unit_at_a_time(gpu: torch.device, whole: list[int]) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }  # fmt: skip
+    batch = {n: v[None].to(gpu) for n, v in tiny.tokens(1)[0].items()}
+    losses = []
+    for bare in (False, True):
+        with torch.device("meta" if bare else "cpu"):
+            model = tiny.gpt2()
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        assert engine.device == gpu
+        assert {p.device for p in engine.parameters()} == {gpu}
+        for _ in range(3):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+        assert len(whole) > 1
+        assert sum(whole) == sum(p.numel() for p in tiny.gpt2().parameters())
+        whole.clear()
+    assert all(loss < 3.9 for loss in losses)
