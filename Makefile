@@ -98,12 +98,13 @@ test-engine: ext $(TESTABLE) emulation
 # Torch has a GPU of the emulation in these processes. The second runs tests of the host
 # once more, on that GPU, with small draws.
 ON_DEVICE := $(addprefix tests/python/,optim callbacks trainer/test_trainer_precision.py \
-    trainer/test_fp16_training.py fsdp/test_drawn_trainings.py compat/test_fairscale.py \
+    trainer/test_fp16_training.py fsdp/test_drawn_trainings.py \
+    $(addprefix compat/test_, fairscale.py deepspeed_drawn_engines.py deepspeed_engine.py) \
     fsdp/test_deepspeed_training.py $(addprefix fsdp/test_fsdp, .py _copies.py _dtypes.py \
     _meta.py _prefetch.py _threads.py _trainer.py _values.py) \
     $(addprefix fairseq/test_fairseq_, optimizers.py sharding.py trainer.py))
 ALL_ON_DEVICE := $(addprefix tests/python/,optim callbacks fairseq trainer checkpoint \
-    evaluate data bmuf ddp fsdp compat/test_fairscale.py) \
+    evaluate data bmuf ddp fsdp compat) \
     tests/binding/trainer tests/binding/evaluate tests/parity
 test-device: ext $(TESTABLE) emulation
 	$(PY) -m pytest tests/device

@@ -89,13 +89,18 @@ def parameters(model: nn.Module, in_groups: bool) -> list[Any]:
     ]
 
 
+def placed(engine: Any, batch: Any) -> Any:
+    """The batch where the engine computes, which moves none."""
+    return [tensor.to(engine.device) for tensor in batch]
+
+
 def train(
     engine: Any, dtype: str, first: int, last: int, of_all: Any = None
 ) -> list[dict[str, Any]]:
     """The passes [first, last) of this rank, and what the engine says after each."""
     of_all, log = of_all or batches(dtype), []
     for number in range(first, last):
-        loss = engine(*of_all[2 * number + engine.global_rank])
+        loss = engine(*placed(engine, of_all[2 * number + engine.global_rank]))
         engine.backward(loss)
         boundary = engine.is_gradient_accumulation_boundary()
         engine.step()

@@ -141,7 +141,7 @@ def trained(case: Drawn, initialize: Any, folder: str) -> dict[str, Any]:
 
 
 def one_pass(engine: Any, batch: Any) -> float:
-    loss = engine(*batch)
+    loss = engine(*engines.placed(engine, batch))
     engine.backward(loss)
     return float(loss)
 

@@ -46,10 +46,10 @@ def passes(engine: Any, in_block: Any) -> Any:
     own = runs.batches("fp32")[engine.global_rank :: 2][:4]
     with in_block(engine):
         for batch in own[:-1]:
-            engine.backward(engine(*batch))
+            engine.backward(engine(*runs.placed(engine, batch)))
         reduced = any(param.grad is not None for param in engine.module.parameters())
     engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(*own[-1]))
+    engine.backward(engine(*runs.placed(engine, own[-1])))
     engine.step()
     return engine.get_global_grad_norm(), reduced
 
@@ -162,14 +162,18 @@ class Outer(torch.nn.Module):
         return self.reader(self.owner(x), self.owner.weight).square().mean()
 
 
-def read(stage: int, registers: bool = True) -> Any:
+def reading(stage: int, registers: bool = True) -> Any:
     config = {"zero_optimization": {"stage": stage}}
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 10
     outer = Outer(registers)
-    engine = made(stage, "fp32", model=outer, config=config)
+    return outer, made(stage, "fp32", model=outer, config=config)
+
+
+def read(stage: int) -> Any:
+    outer, engine = reading(stage)
     losses = []
     for _ in range(10):
-        loss = engine(torch.ones(2, 6))
+        loss = engine(torch.ones(2, 6, device=engine.device))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -178,7 +182,7 @@ def read(stage: int, registers: bool = True) -> Any:
 
 results["external 0"], *_ = read(0)
 results["external 3"], outer, engine = read(3)
-results["external units without"] = len(read(3, registers=False)[2].module.units())
+results["external units without"] = len(reading(3, registers=False)[1].module.units())
 results["external late"] = message(
     zero.register_external_parameter, outer.owner, outer.reader.own.weight
 )

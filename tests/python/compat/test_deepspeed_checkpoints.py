@@ -264,7 +264,7 @@ def test_a_universal_checkpoint_of_two_ranks_trains_on_on_one(
     assert (path, state) == (str(universal / name / "own"), {"epoch": 3})
     losses = []
     for batch in runs.batches(dtype)[2 * runs.SAVED_AT :]:
-        loss = engine(*batch)
+        loss = engine(*runs.placed(engine, batch))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

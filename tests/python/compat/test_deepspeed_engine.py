@@ -203,7 +203,7 @@ def test_the_batch_of_an_update_may_change(stage: int) -> None:
         assert engine.train_batch_size() == n * rows
         data = torch.randn(n, rows, 3)
         for i, batch in enumerate(data):
-            loss = engine(batch).square().mean()
+            loss = engine(batch.to(engine.device)).square().mean()
             assert loss.item() == pytest.approx(whole(batch).square().mean().item())
             engine.backward(loss)
             engine.step()
@@ -227,7 +227,7 @@ def test_an_update_begins_anew_with_what_is_loaded(tmp_path: Path, stage: int) -
     def train(passes: int, rows: torch.Tensor) -> list[bool]:
         ends = []
         for _ in range(passes):
-            engine.backward(engine(rows).square().mean())
+            engine.backward(engine(rows.to(engine.device)).square().mean())
             ends.append(engine.is_gradient_accumulation_boundary())
             engine.step()
         return ends
@@ -282,7 +282,7 @@ def test_batch_norm_trains_in_16_bits(precision: str, stage: int) -> None:
               "zero_optimization": {"stage": stage}}  # fmt: skip
     model = Tied()
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    loss = engine(torch.tensor([1, 2])).float().square().mean()
+    loss = engine(torch.tensor([1, 2], device=engine.device)).float().square().mean()
     engine.backward(loss)
     engine.step()
     assert torch.isfinite(loss)
