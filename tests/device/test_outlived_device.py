@@ -14,8 +14,13 @@ pytestmark = pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each 
 AT = 4
 
 
-def run(folder: Path, place: str) -> list[ranks.Rank]:
-    return ranks.run(folder, "trainer.outlived_on_gpu", 3, place=place, at=AT)
+def run(
+    folder: Path, place: str, world: int = 3, **arguments: Any
+) -> list[ranks.Rank]:
+    return ranks.run(
+        folder, "trainer.outlived_on_gpu", world, place=place, at=AT,
+        arguments=arguments,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +42,26 @@ def test_the_others_continue_from_the_last_whole_update(
         assert found["weights"][saved] == whole[saved]
         assert found["finite"]
         assert not found["enqueued"]  # a dead rank's GPU may not have sent its part
+
+
+@pytest.mark.parametrize("offload", ["", " offload"])
+def test_the_others_take_the_shards_of_a_checkpoint_to_their_gpus(
+    tmp_path: Path, offload: str
+) -> None:
+    """The model is made anew, without values, and sharded over fewer ranks."""
+    options = {"fsdp": "full_shard" + offload, "fsdp_config": {"min_num_params": 10}}
+    *left, dead = run(tmp_path, "within", save_steps=3, **options)
+    assert dead.code == 9
+    told = ranks.told(left)
+    saved = told[0]["resumed"]
+    assert saved.endswith("checkpoint-3")
+    fewer = ranks.told(
+        run(
+            tmp_path / "fewer", "nowhere", 2, resume=saved, save_steps=100,
+            max_steps=AT + 4, **options,
+        )
+    )  # fmt: skip
+    for found, wanted in zip(told, fewer, strict=True):
+        assert found["kinds"] == wanted["kinds"] == (["cpu"] if offload else ["emul"])
+        assert found["step"] == wanted["step"] == AT + 4
+        assert found["last"] == wanted["last"]

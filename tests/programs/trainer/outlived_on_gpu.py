@@ -57,8 +57,10 @@ if place == "nowhere":
     given |= {"save_steps": 1, "max_steps": at + 2}
 else:
     given |= {"save_steps": 100, "min_world_size": 1, "max_steps": at + 4}
+given |= options.get("arguments", {})
 made, notes = run(folder, Trainer, set(), model=Dying, callbacks=[watch], **given)
 resumed = made.state.resumed_from
+parameters = list(made.model.parameters())
 saved = [resumed] if resumed else [f"{folder}/checkpoint-{k}" for k in (at, at + 1)]
 tell(
     {
@@ -72,6 +74,11 @@ tell(
             }
             for path in saved
         },
-        "finite": all(bool(torch.isfinite(p).all()) for p in made.model.parameters()),
+        "finite": all(bool(torch.isfinite(p).all()) for p in parameters),
+        "kinds": sorted({p.device.type for p in parameters}),
+        "last": {
+            name: value.flatten().tolist()
+            for name, value in made.model.state_dict().items()
+        },
     }
 )
