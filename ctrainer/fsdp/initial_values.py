@@ -152,6 +152,7 @@ def _move(own: list[nn.Module], device: torch.device) -> None:
         return tensor.is_cpu and not hasattr(tensor, "_sharded_param")
 
     with _swapping:  # or parameters would lose their attributes
+        module: Any
         for module in own:
             if any(is_here(tensor) for _, tensor in _own(module)):
                 module._apply(lambda t: t.to(device) if is_here(t) else t, False)

@@ -153,6 +153,7 @@ class Entry:
     places: list[Place]
     at: int = 0
     trains: bool = True  # or is frozen since it was wrapped, in a group that trains
+    hook: Any = None  # by which the unit takes its gradients
     dtype: torch.dtype = torch.float32  # of the shards; the parameter's is the gathered
 
     @property
@@ -449,7 +450,9 @@ def replace_parameters(
                 index = unit.add_parameter(number, entry.at, entry.numel)
                 hook = functools.partial(unit.take_grad, index)
                 param.requires_grad_(True)  # a copy's may be frozen meanwhile
-                param.register_post_accumulate_grad_hook(hook)
+                if entry.hook is not None:  # of the unit before a move
+                    entry.hook.remove()
+                entry.hook = param.register_post_accumulate_grad_hook(hook)
                 param.requires_grad_(entry.trains)
 
 

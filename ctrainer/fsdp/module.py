@@ -443,7 +443,7 @@ class FullyShardedDataParallel(ShardedModule):
         """By the name of the unit, over its own memory."""
         found = {}
         for name, unit in self.named_modules():
-            residual = residual_of(unit) if unit in self.units() else None
+            residual = residual_of(unit._unit) if unit in self.units() else None
             if residual is not None:
                 found[name] = residual
         return found

@@ -216,6 +216,15 @@ def home_of(module: nn.Module, given: torch.device | None) -> Home:
             f"the module is on {device} and device_id is {given}: only what is on the "
             "CPU or the meta device is moved there. Move the module, or leave device_id"
         )
+    return at(device)
+
+
+def at(device: torch.device) -> Home:
+    """Of the host or the current GPU.
+
+    Raises ValueError for another device, RuntimeError saying what of the plugin is
+    missing.
+    """
     if device.type == "cpu":
         return Home(device)
     return Home(_usable(device), nccl.plugin().plugin)

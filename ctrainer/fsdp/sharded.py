@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -156,7 +156,7 @@ def deep_copy(unit: M, memo: dict[int, Any]) -> M:
     source._assert_idle()
     made: Any = object.__new__(type(source))
     memo[id(source)] = made
-    for shared in (source.communicator, source.replicas, source.home):
+    for shared in (source.communicator, *source._host_groups, source.home):
         memo[id(shared)] = shared
     if "_owner_modules" in source.__dict__:
         made.__dict__["_owner_modules"] = None
@@ -164,32 +164,64 @@ def deep_copy(unit: M, memo: dict[int, Any]) -> M:
         for name, value in source.__dict__.items():
             if name not in _OF_THE_ENGINE:
                 made.__dict__[name] = copy.deepcopy(value, memo)
-    _settle(made, source)
-    return made  # type: ignore[no-any-return]
-
-
-def _settle(made: Any, source: Any) -> None:
-    """Give the copy an engine like its source's."""
+    for group in made._groups:
+        for entry in group.entries:
+            entry.hook = None  # its source's
     for shard, group in zip(made.sharded_params, made._groups, strict=True):
         made._sharding.mark(shard, group)
     made._move_shards()
+    _settle(made, source._unit)
+    return made  # type: ignore[no-any-return]
+
+
+def move(unit: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
+    """Take a unit, and all below it, to another device, as module.to(device) does with
+    what it calls for each tensor. The shards stay the same objects. Collective where
+    the device is a GPU.
+
+    Raises RuntimeError in the middle of a forward or backward, and for shards that are
+    not where the unit computes.
+    """
+    unit._assert_idle()
+    if unit._offloads:
+        raise RuntimeError(
+            "a unit with cpu_offload or shard_folder cannot be moved: move the module "
+            "before it is wrapped, or pass device_id"
+        )
+    home = options.at(fn(torch.empty(0, device=unit.home.device)).device)
+    modules = list(unit.modules()) if recurse else [unit]
+    buffers = [(b, m, n) for m in modules for n, b in m.named_buffers(recurse=False)]
+    apply_to_each: Any = nn.Module._apply
+    apply_to_each(unit, fn, recurse)
+    for before, module, name in buffers:  # as cast_buffers() keeps it
+        if hasattr(before, "_orig_dtype"):
+            getattr(module, name)._orig_dtype = before._orig_dtype
+    for shard in unit.sharded_params:
+        if shard.device != home.device:  # its views are in the modules' tables
+            shard.data = fn(shard.data)
+    unit._live_in(home)
+    _settle(unit, unit._unit)
+
+
+def _settle(made: Any, source: Unit) -> None:
+    """Give a copy, or a unit that was moved, an engine like its source's."""
     views = made.__dict__.get("_views")
     made._set_shards()
     if views is not None:
         layout.adopt(made, views)
         made._watched = changes.watched(made)
         made._attributes = changes.attributes(made)
-    made._unit.divide_factors = source._unit.divide_factors
-    made._unit.require_sync = source._unit.require_sync
-    residual = residual_of(made)
+    made._unit.divide_factors = source.divide_factors
+    made._unit.require_sync = source.require_sync
+    residual = residual_of(made._unit)
     if residual is not None:
         residual.copy_(residual_of(source))
     made._reset_lazy_init()
 
 
-def residual_of(unit: Any) -> Any:
-    """A unit's error-feedback residual over its own memory, float32, or None."""
-    memory = unit._unit.residual
+def residual_of(unit: Unit) -> Any:
+    """The error-feedback residual over a unit's memory, float32, or None."""
+    memory = unit.residual
     if memory is None:
         return None
     size = torch.Size([memory.nbytes // torch.float32.itemsize])
@@ -310,8 +342,11 @@ class ShardedModule(nn.Module):
         self.gather_bits, self.reduce_bits = gather_bits, reduce_bits
         self.error_feedback = error_feedback
         self.secondary_shards = secondary_shards
-        self.forward_prefetch = options.forward_prefetch(forward_prefetch)
-        self.backward_prefetch = options.backward_prefetch(backward_prefetch)
+        self._prefetches = (
+            options.forward_prefetch(forward_prefetch),
+            options.backward_prefetch(backward_prefetch),
+        )
+        self.forward_prefetch, self.backward_prefetch = self._prefetches
         self.shard_folder, self.read_ahead = shard_folder, read_ahead
         self._offloads = options.offloads(cpu_offload) or shard_folder is not None
         self.sharding_groups = sharding_groups
@@ -329,6 +364,7 @@ class ShardedModule(nn.Module):
         )
         self.communicator: _C.Communicator = communicator
         self.replicas: _C.Communicator | None = replicas
+        self._host_groups = communicator, replicas
         self.rank, self.world_size = communicator.rank, communicator.world_size
         block = options.block(block_size, on_neuron or shard_param_on_dim_0)
         self._sharding = layout.Sharding(
@@ -355,17 +391,10 @@ class ShardedModule(nn.Module):
         layout.keep_unpacked(module)
         options.check_parameters(module)
         initial_values.settle(module, init, groups, ShardedModule, self.device_id)
-        self.home = options.home_of(module, self.device_id)
-        on_gpu = self.home.plugin is not None
-        if self.forward_prefetch is None:
-            self.forward_prefetch = on_gpu
-        if self.backward_prefetch == "AUTO":
-            self.backward_prefetch = "BACKWARD_PRE" if on_gpu else None
+        self._live_in(options.home_of(module, self.device_id))
         self._returns_memory = return_memory and self.home.plugin is None
         torch_guards.install()
         recycles = self._returns_memory and _recycles()
-        self.communicator = self.home.group(communicator) or communicator
-        self.replicas = self.home.group(replicas)
         self.borrowed = self._borrow(module)
         plain = options.is_float32(module)
         if self.compute_dtype is None and plain:
@@ -407,6 +436,37 @@ class ShardedModule(nn.Module):
             self.communicator.barrier()
 
     # ---- construction
+
+    def _live_in(self, home: options.Home) -> None:
+        """Set what depends on where the unit's memory is. Collective on a GPU."""
+        self.home, on_gpu = home, home.plugin is not None
+        forward, backward = self._prefetches
+        self.forward_prefetch = on_gpu if forward is None else forward
+        if backward == "AUTO":
+            backward = "BACKWARD_PRE" if on_gpu else None
+        self.backward_prefetch = backward
+        communicator, replicas = self._host_groups
+        self.communicator = home.group(communicator) or communicator
+        self.replicas = home.group(replicas)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """What to(), cuda() and others call with a function of a tensor."""
+        here, apply_to_each = self.home.device, cast(Any, super()._apply)
+        if fn(torch.empty(0, device=here)).device != here:
+            move(self, fn, recurse)
+            return self
+        if not self._offloads or self.home.plugin is None:
+            apply_to_each(fn, recurse)
+            return self
+        on_host = {id(t) for p in self.sharded_params for t in (p, p.grad)}
+
+        def apart(tensor: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = fn(tensor)
+            stays = id(tensor) in on_host and made.device != tensor.device
+            return tensor if stays else made
+
+        apply_to_each(apart, recurse)
+        return self
 
     def _borrow(self, module: nn.Module) -> list[tuple[layout.Place, Any]]:
         """Rejects parameters that units outside of this one own."""

@@ -14,9 +14,7 @@ pytestmark = pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each 
 AT = 4
 
 
-def run(
-    folder: Path, place: str, world: int = 3, **arguments: Any
-) -> list[ranks.Rank]:
+def run(folder: Path, place: str, world: int = 3, **arguments: Any) -> list[ranks.Rank]:
     return ranks.run(
         folder, "trainer.outlived_on_gpu", world, place=place, at=AT,
         arguments=arguments,

@@ -189,3 +189,76 @@ def test_an_engine_moves_a_unit_at_a_time(gpu: torch.device, whole: list[int]) -
         assert sum(whole) == sum(p.numel() for p in tiny.gpt2().parameters())
         whole.clear()
     assert all(loss < 3.9 for loss in losses)
+
+
+LAYERS = [nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)]
+
+
+def trained(
+    group: _C.Communicator, device: torch.device, moves: str, options: dict[str, Any]
+) -> list[Any]:
+    """What updates leave of a model that was moved before or after it was wrapped, with
+    what is around inner units, or between updates, and back."""
+    given = {**OPTIONS, "process_group": group, **options}
+    layers = copy.deepcopy(LAYERS)
+    if moves == "before":
+        layers = [layer.to(device) for layer in layers]
+    inner = FSDP(layers[0], **given), layers[1], FSDP(layers[2], **given)
+    outer = nn.Sequential(*inner)
+    model = FSDP(outer.to(device) if moves == "around" else outer, **given)
+    if moves == "after":
+        assert model.to(device) is model
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    kept = [id(p) for p in model.parameters()]
+    found: list[Any] = []
+    for update in range(4):
+        if moves == "between" and update in (1, 3):
+            before = weights(model)
+            model.to(device if update == 1 else CPU)
+            found.append(
+                all(torch.equal(v, before[n]) for n, v in weights(model).items())
+            )
+            assert [id(p) for p in model.parameters()] == kept
+        places = {t.device for t in (*model.parameters(), *model.buffers())}
+        (place,) = places
+        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(update))
+        out = model(batch.to(place))
+        out.square().mean().backward()
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    found.append(place.type)
+    return [*found, weights(model)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"flatten_parameters": False}, {"use_orig_params": True},
+        {"reduce_bits": 8, "gather_bits": 8}, {"compute_dtype": "bfloat16"},
+        {"reshard_after_forward": False, "backward_prefetch": "BACKWARD_POST"},
+    ],
+    ids=["flat", "each", "views", "quantized", "bfloat16", "kept"],
+)  # fmt: skip
+def test_sharded_modules_are_moved(gpu: torch.device, options: dict[str, Any]) -> None:
+    def work(moves: str) -> Any:
+        return any_gpu.on_nccl_ranks(lambda g, d: trained(g, d, moves, options))
+
+    each = map(work, ("before", "after", "around", "between"))
+    for one, other, around, third in zip(*each, strict=True):
+        assert one[0] == other[0] == around[0] == "emul"
+        assert third[:3] == [True, True, "cpu"]
+        for name, value in one[1].items():
+            assert torch.equal(other[1][name], value)
+            assert torch.equal(around[1][name], value)
+            near = 1e-2 if options.get("compute_dtype") else 1e-5
+            torch.testing.assert_close(third[3][name], value, rtol=near, atol=near)
+
+
+def test_offloaded_units_stay_on_the_host_and_are_not_moved(gpu: torch.device) -> None:
+    model = FSDP(nn.Linear(4, 4).to(gpu), cpu_offload=True, **OPTIONS)
+    model(torch.ones(2, 4, device=gpu)).sum().backward()
+    model.to(gpu)
+    assert {t.device for p in model.parameters() for t in (p, p.grad)} == {CPU}
+    with pytest.raises(RuntimeError, match="move the module before it is wrapped, or"):
+        model.cpu()

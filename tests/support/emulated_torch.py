@@ -9,8 +9,10 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 import time
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +46,10 @@ class Module(types.ModuleType):
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
 
+_applying: list[torch.nn.Module] = []  # by any thread, one within another
+_counting = threading.Lock()
+
+
 def _apply(
     module: torch.nn.Module, *args: Any, apply: Any = torch.nn.Module._apply, **k: Any
 ) -> torch.nn.Module:
@@ -51,33 +57,45 @@ def _apply(
     the attributes that they have."""
     parameters = list(module.parameters())
     attributes = [dict(vars(parameter)) for parameter in parameters]
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    with _counting:
+        _applying.append(module)
+        torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         return apply(module, *args, **k)
     finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
+        with _counting:
+            _applying.pop()
+            torch.__future__.set_swap_module_params_on_conversion(bool(_applying))
         for parameter, its in zip(parameters, attributes, strict=True):
             vars(parameter).update(its)
 
 
 _DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
-_left: dict[int, torch.Tensor] = {}  # by the tensor that is elsewhere: its own memory
+# By the id of a tensor that is elsewhere: the tensor, and its own memory.
+_left: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """As with CUDA, `tensor.data` may be assigned a tensor of the host, and then one of
     the device again, and keeps its gradient and hooks."""
     swap = torch._C._swap_tensor_impl
-    own = _left.get(id(tensor))
-    if own is not None and own.device == value.device != tensor.device:
-        swap(tensor, _left.pop(id(tensor)))
+    of, own = _left.get(id(tensor), (lambda: None, tensor))
+    if of() is not tensor:  # or of an earlier one, which is gone
+        own = tensor
+    if own.device == value.device != tensor.device:
+        swap(tensor, own)
+        del _left[id(tensor)]
     elif {tensor.device.type, value.device.type} == {"cpu", "emul"}:
         other = value.detach()
         if isinstance(tensor, torch.nn.Parameter):
             other = torch.nn.Parameter(other, tensor.requires_grad)
+        hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None)
         swap(tensor, other)
         if tensor.device.type == "cpu":  # else it is moved, and stays
-            _left[id(tensor)] = other
+            _left[id(tensor)] = weakref.ref(tensor), other
+        if hooks is not None:
+            tensor._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+            tensor._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
         return
     _DATA.__set__(tensor, value)
 
