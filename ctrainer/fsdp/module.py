@@ -29,10 +29,11 @@ class FullyShardedDataParallel(ShardedModule):
     the same.
 
     Args:
-        module (nn.Module): On the CPU or the current CUDA device, its parameters of
-            float32, bfloat16 and float16, also mixed, frozen ones of integers, too, and
-            without sync_module_states the same on every rank. On a GPU the ranks of the
-            group come together over NCCL, by the plugin ctrainer._cuda.
+        module (nn.Module): On the CPU, the current CUDA device or the meta device, its
+            parameters of float32, bfloat16 and float16, also mixed, frozen ones of
+            integers, too, and without sync_module_states the same on every rank. On a
+            GPU the ranks of the group come together over NCCL, by the plugin
+            ctrainer._cuda.
         reshard_after_forward (bool, default True): Release the parameters after the
             forward pass and gather them again for the backward pass.
         flatten_parameters (bool, default False): Shard the trainable parameters of a
@@ -145,6 +146,11 @@ class FullyShardedDataParallel(ShardedModule):
             bit. None: in memory.
         read_ahead (int, default 5): With shard_folder: of how many units shards are
             read into memory at once at most, in the order of the last pass, >= 1.
+        device_id (torch.device | int | str | None, default None): The current GPU, to
+            which the unit's parameters and buffers are moved from the CPU or the meta
+            device before they are sharded; the CPU: those of the meta device stay
+            there. None: they stay where they are, but with sync_module_states go to the
+            GPU where the first rank's are on one.
         block_size (int | None, default None): Let ranks cut every parameter, also
             within a flat one, at multiples of so many of its elements: 256 is that of
             8-bit optimizer state, which then is that of the whole parameter. Takes
@@ -157,7 +163,8 @@ class FullyShardedDataParallel(ShardedModule):
             part of the plugin that is missing.
         ValueError: dtypes, bits, prefetches or groups that make no sense; another
             number of secondary_shards than a machine has ranks; text for a
-            truth value; parameters on two devices; rows that the ranks do not divide.
+            truth value; parameters on two devices, or on another one than device_id;
+            rows that the ranks do not divide.
         TypeError: no module; parameters of other dtypes, or of several tensors; a
             policy that cannot be called so; another keyword.
 
