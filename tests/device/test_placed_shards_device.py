@@ -221,6 +221,10 @@ def trained(
             assert [id(p) for p in model.parameters()] == kept
         places = {t.device for t in (*model.parameters(), *model.buffers())}
         (place,) = places
+        assert model._unit.forward_prefetch == (place != CPU)
+        assert model._unit.backward_pre == (
+            place != CPU and "backward_prefetch" not in options
+        )
         batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(update))
         out = model(batch.to(place))
         out.square().mean().backward()
