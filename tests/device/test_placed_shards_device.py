@@ -15,7 +15,7 @@ from torch import nn
 
 import ctrainer
 from ctrainer import _C
-from ctrainer.compat import deepspeed
+from ctrainer.compat import deepspeed, fairscale
 from ctrainer.fsdp import FullyShardedDataParallel as FSDP
 from ctrainer.fsdp import initial_values
 
@@ -266,3 +266,37 @@ def test_offloaded_units_stay_on_the_host_and_are_not_moved(gpu: torch.device) -
     assert {t.device for p in model.parameters() for t in (p, p.grad)} == {CPU}
     with pytest.raises(RuntimeError, match="move the module before it is wrapped, or"):
         model.cpu()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("how", ["cuda", "offload", "compute_device"])
+def test_fairscales_units_get_to_the_gpu_as_fairscales_do(
+    gpu: torch.device, how: str, flat: bool
+) -> None:
+    options = {
+        "cuda": {}, "offload": {"move_params_to_cpu": True},
+        "compute_device": {"compute_device": gpu},
+    }[how]  # fmt: skip
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    inner = fairscale.FullyShardedDataParallel(
+        copy.deepcopy(plain[0]), flatten_parameters=flat, **options
+    )
+    model = fairscale.FullyShardedDataParallel(
+        nn.Sequential(inner, copy.deepcopy(plain[1])),
+        flatten_parameters=flat,
+        **options,
+    )
+    if how == "cuda":
+        assert {p.device for p in model.parameters()} == {CPU}
+        model.to(gpu)
+    assert {p.device for p in model.parameters()} == {CPU if how == "offload" else gpu}
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, model)]
+    for _ in range(2):
+        batch = torch.randn(3, 4)
+        plain(batch).square().mean().backward()
+        model(batch.to(gpu)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.cpu(), plain.state_dict()[name])

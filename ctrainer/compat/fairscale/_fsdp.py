@@ -18,6 +18,7 @@ from ctrainer.fsdp import FullyShardedDataParallel as Engine
 from ctrainer.fsdp import TrainingState, full_params, layout
 from ctrainer.fsdp.layout import cast_floats
 from ctrainer.fsdp.shard_files import original_name, readable, with_keys
+from ctrainer.runtime.torch_process import accelerator
 
 
 def _owner_modules_of(borrowed: list[tuple[layout.Place, Any]]) -> list[Any]:
@@ -68,10 +69,13 @@ class FullyShardedDataParallel(Engine):
         move_grads_to_cpu (bool | None, default None): No effect: gradients are where
             the shards are.
         bucket_cap_mb (int, default 25): No effect.
-        compute_device (torch.device | None, default None): The kind of device that the
-            module is on; another is rejected.
+        compute_device (torch.device | None, default None): The GPU that a module in host
+            memory is moved to; another than the module's is rejected. None: with
+            move_params_to_cpu the current one, where there is one; without, the module
+            stays until .cuda() is called.
         no_broadcast_optim_state (bool | None, default False): No effect.
-        state_dict_device (torch.device | None, default None): As compute_device.
+        state_dict_device (torch.device | None, default None): The kind of device that the
+            module is on; another is rejected.
         clear_autocast_cache (bool, default False): No effect.
         force_input_to_fp32 (bool, default False): A unit of float32 casts its floating
             point inputs.
@@ -147,6 +151,7 @@ class FullyShardedDataParallel(Engine):
             gather_bits=gather_bits,
             reduce_bits=reduce_bits,
             cpu_offload=offloads,
+            device_id=_place(compute_device, offloads),
         )
         _check_devices(self.home.device, compute_device, state_dict_device)
         self.process_group = process_group
@@ -517,6 +522,14 @@ def _run_in(unit: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def _check(mixed_precision: bool, fp32_reduce_scatter: bool) -> None:
     if fp32_reduce_scatter and not mixed_precision:
         raise ValueError("fp32_reduce_scatter requires mixed_precision=True")
+
+
+def _place(compute_device: Any, offloads: bool) -> torch.device | None:
+    """To where a module in host memory is moved; others wait for .cuda()."""
+    if compute_device is None:
+        return accelerator() if offloads else None
+    device = torch.device(compute_device)
+    return None if device.type == "cpu" else device
 
 
 def _check_devices(home: torch.device, *devices: torch.device | None) -> None:
