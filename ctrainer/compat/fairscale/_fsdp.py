@@ -69,13 +69,13 @@ class FullyShardedDataParallel(Engine):
         move_grads_to_cpu (bool | None, default None): No effect: gradients are where
             the shards are.
         bucket_cap_mb (int, default 25): No effect.
-        compute_device (torch.device | None, default None): The GPU that a module in host
-            memory is moved to; another than the module's is rejected. None: with
+        compute_device (torch.device | None, default None): The GPU to which a module in
+            host memory is moved; another than the module's is rejected. None: with
             move_params_to_cpu the current one, where there is one; without, the module
             stays until .cuda() is called.
         no_broadcast_optim_state (bool | None, default False): No effect.
-        state_dict_device (torch.device | None, default None): The kind of device that the
-            module is on; another is rejected.
+        state_dict_device (torch.device | None, default None): Where the module is;
+            another kind of device is rejected.
         clear_autocast_cache (bool, default False): No effect.
         force_input_to_fp32 (bool, default False): A unit of float32 casts its floating
             point inputs.
