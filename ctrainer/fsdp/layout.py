@@ -153,7 +153,6 @@ class Entry:
     places: list[Place]
     at: int = 0
     trains: bool = True  # or is frozen since it was wrapped, in a group that trains
-    hook: Any = None  # by which the unit takes its gradients
     dtype: torch.dtype = torch.float32  # of the shards; the parameter's is the gathered
 
     @property
@@ -430,13 +429,14 @@ def hide(place: Place, param: nn.Parameter) -> None:
 
 def replace_parameters(
     unit: Unit, groups: list[Group], compute: torch.dtype | None
-) -> None:
+) -> list[Any]:
     """Make the groups' parameters views of the unit's memory, of this dtype or their
-    own.
+    own. Returns the handles of the hooks by which the unit takes gradients.
 
     They leave their modules' tables, so that parameters() yields shards alone, and
     forward() still finds them.
     """
+    hooks = []
     for number, (group, offset) in enumerate(zip(groups, unit.offsets, strict=True)):
         dtype = group.gathered_as(compute)
         begin = offset // dtype.itemsize
@@ -450,10 +450,9 @@ def replace_parameters(
                 index = unit.add_parameter(number, entry.at, entry.numel)
                 hook = functools.partial(unit.take_grad, index)
                 param.requires_grad_(True)  # a copy's may be frozen meanwhile
-                if entry.hook is not None:  # of the unit before a move
-                    entry.hook.remove()
-                entry.hook = param.register_post_accumulate_grad_hook(hook)
+                hooks.append(param.register_post_accumulate_grad_hook(hook))
                 param.requires_grad_(entry.trains)
+    return hooks
 
 
 # Views of a shard, one for each parameter, for use_orig_params.

@@ -144,7 +144,7 @@ def _without_memory(unit: Any) -> Iterator[None]:
 
 
 # Attributes that a copy makes anew: its engine, and the owners of borrowed parameters.
-_OF_THE_ENGINE = {"_unit", "_owner_modules", "_shard_file"}
+_OF_THE_ENGINE = {"_unit", "_hooks", "_owner_modules", "_shard_file"}
 
 
 def deep_copy(unit: M, memo: dict[int, Any]) -> M:
@@ -164,9 +164,6 @@ def deep_copy(unit: M, memo: dict[int, Any]) -> M:
         for name, value in source.__dict__.items():
             if name not in _OF_THE_ENGINE:
                 made.__dict__[name] = copy.deepcopy(value, memo)
-    for group in made._groups:
-        for entry in group.entries:
-            entry.hook = None  # its source's
     for shard, group in zip(made.sharded_params, made._groups, strict=True):
         made._sharding.mark(shard, group)
     made._move_shards()
@@ -391,10 +388,9 @@ class ShardedModule(nn.Module):
         layout.keep_unpacked(module)
         options.check_parameters(module)
         initial_values.settle(module, init, groups, ShardedModule, self.device_id)
-        self._live_in(options.home_of(module, self.device_id))
-        self._returns_memory = return_memory and self.home.plugin is None
         torch_guards.install()
-        recycles = self._returns_memory and _recycles()
+        self._return_memory = return_memory
+        self._live_in(options.home_of(module, self.device_id))
         self.borrowed = self._borrow(module)
         plain = options.is_float32(module)
         if self.compute_dtype is None and plain:
@@ -431,7 +427,6 @@ class ShardedModule(nn.Module):
         hooked: Any = self  # this has no types in torch
         hooked.register_load_state_dict_pre_hook(layout.before_load)
         hooked.register_load_state_dict_post_hook(_after_load)
-        self._unit.return_memory = self._returns_memory and not recycles
         if execute_sharding_on_init and not on_neuron:
             self.communicator.barrier()
 
@@ -445,6 +440,8 @@ class ShardedModule(nn.Module):
         if backward == "AUTO":
             backward = "BACKWARD_PRE" if on_gpu else None
         self.backward_prefetch = backward
+        self._returns_memory = self._return_memory and not on_gpu
+        self._recycles = self._returns_memory and _recycles()
         communicator, replicas = self._host_groups
         self.communicator = home.group(communicator) or communicator
         self.replicas = home.group(replicas)
@@ -544,6 +541,7 @@ class ShardedModule(nn.Module):
             read_ahead=self.read_ahead,
         )
         unit.owner = weakref.ref(self)
+        unit.return_memory = self._returns_memory and not self._recycles
         unit.forward_prefetch = bool(self.forward_prefetch)
         unit.backward_pre = self.backward_prefetch == "BACKWARD_PRE"
         unit.backward_post = self.backward_prefetch == "BACKWARD_POST"
@@ -566,7 +564,11 @@ class ShardedModule(nn.Module):
                 entry.param._sharded_param = shard
                 entry.param._unit = weakref.ref(self._unit)
         self._unit.shards = self.sharded_params
-        layout.replace_parameters(self._unit, self._groups, self.compute_dtype)
+        for hook in self.__dict__.get("_hooks", ()):  # of the unit before a move
+            hook.remove()
+        self._hooks = layout.replace_parameters(
+            self._unit, self._groups, self.compute_dtype
+        )
         if self.use_orig_params:
             layout.make(self)
         self._watched: tuple[Any, ...] = changes.watched(self)
