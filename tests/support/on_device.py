@@ -55,6 +55,7 @@ LEFT_OUT = {
     "evaluate/test_ranks_evaluation.py": "its metrics are NumPy's",
     "evaluate/test_trainer_eval.py::test_model_is_evaluated": "host's batches",
     "evaluate/test_trainer_eval.py::test_memory": ONE_MEMORY,
+    "trainer/test_default_device.py::test_optimizer_states": "host's batches",
     "trainer/test_trainer_failures.py::test_a_hook_may_replace": "a model on the host",
     "trainer/test_accelerator.py::test_backward_of_an": NO_AUTOCAST,
     "trainer/test_accelerator.py::test_an_optimizer_of": NO_AUTOCAST,
