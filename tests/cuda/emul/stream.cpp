@@ -342,7 +342,7 @@ wait_for(held_lock &held, queue *on)
     }
 }
 
-/* Not of a thread that enqueues nothing, as one that writes a file: it holds nothing up. */
+/* Not of a thread that enqueues nothing, as one that writes a file. */
 void
 count_wait(const work_ptr &last)
 {
