@@ -190,7 +190,7 @@ class Home:
         return over if over is None or self.plugin is None else _on_gpu(over)
 
 
-def home_of(module: nn.Module, given: torch.device | None) -> Home:
+def home_of(module: nn.Module, given: torch.device | None = None) -> Home:
     """The one device on which are the module's parameters that no inner unit has.
 
     Raises ValueError naming parameters on two devices, one that is neither the host
@@ -251,7 +251,7 @@ def device_of(given: Any) -> torch.device | None:
         assert there is not None
         given = torch.device(there.type, given)
     device = torch.device(given)
-    return device if device.type == "cpu" else _usable(device)
+    return torch.device("cpu") if device.type == "cpu" else _usable(device)
 
 
 def current(kind: str) -> torch.device:

@@ -288,6 +288,15 @@ def test_a_policy_wraps_the_modules_below() -> None:
     assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
+def test_the_cpu_is_a_device_by_any_name() -> None:
+    for device in ("cpu", "cpu:0", torch.device("cpu", 0)):
+        model = FSDP(nn.Linear(2, 2, device="cpu"), device_id=device)
+        assert model.to(device) is model
+        assert model.home.device == torch.device("cpu")
+    with pytest.raises(ValueError, match="device_id is False; expected a torch.device, or"):
+        FSDP(nn.Linear(2, 2, device="cpu"), device_id=False)
+
+
 def test_modules_on_the_meta_device_are_given_values() -> None:
     def init(module: nn.Module) -> None:
         module.to_empty(device="cpu", recurse=False)
