@@ -57,6 +57,8 @@ def _apply(
     the attributes that they have."""
     parameters = list(module.parameters())
     attributes = [dict(vars(parameter)) for parameter in parameters]
+    for parameter in parameters:
+        _left.pop(id(parameter), None)  # none is elsewhere any more
     with _counting:
         _applying.append(module)
         torch.__future__.set_swap_module_params_on_conversion(True)
