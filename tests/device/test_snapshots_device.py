@@ -3,6 +3,7 @@ added, whatever follows on the stream, and the host waits for none of the copies
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,7 @@ def train(
         optimizer_cls_and_kwargs=(optim.AdamW, {"lr": 0.1}),
         callbacks=[] if looks is None else [looks],
     )  # fmt: skip
+    gc.collect()  # releasing an engine waits for its last result
     trainer.train()
     return trainer.waits
 
