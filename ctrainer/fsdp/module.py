@@ -300,14 +300,14 @@ class FullyShardedDataParallel(ShardedModule):
         self._lazy_init()
         assert self._is_root, "no_sync on inner FSDP is not supported"
         self._assert_idle()
-        before = [(unit._unit, unit._unit.require_sync) for unit in self.units()]
+        before = [(unit, unit._unit.require_sync) for unit in self.units()]
         for unit, _ in before:
-            unit.require_sync = False
+            unit._unit.require_sync = False
         try:
             yield
         finally:
             for unit, required in before:
-                unit.require_sync = required
+                unit._unit.require_sync = required  # of another one after a move
 
     def set_gradient_divide_factors(
         self, pre: float, post: float, recursive: bool

@@ -176,14 +176,19 @@ def move(unit: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -
     what it calls for each tensor. The shards stay the same objects. Collective where
     the device is a GPU.
 
-    Raises RuntimeError in the middle of a forward or backward, and for shards that are
-    not where the unit computes.
+    Raises ValueError in the middle of a forward or backward, RuntimeError for shards
+    that are not where the unit computes, and gradients that are not reduced.
     """
     unit._assert_idle()
     if unit._offloads:
         raise RuntimeError(
             "a unit with cpu_offload or shard_folder cannot be moved: move the module "
             "before it is wrapped, or pass device_id"
+        )
+    if unit._unit.holds_grads:
+        raise RuntimeError(
+            "the unit has gradients of no_sync() that are not reduced: move it after "
+            "the backward that reduces them"
         )
     home = options.at(fn(torch.empty(0, device=unit.home.device)).device)
     modules = list(unit.modules()) if recurse else [unit]

@@ -663,6 +663,7 @@ class TrainerRun(TrainerBase):
         shards.check_has_values(self, model)
         if self._sharding is not None and self._shard_group is None:
             self._move_model_to_device(model, self.args.device)  # run as it is
+        # Under DeepSpeed's stages 1 to 3 layers compute in the dtype of their weights.
         if self._sharding is None or deepspeed.config_of(self.args) is None:
             self._adapter.enter_mixed_precision(model, self.args)
         if training and self.args.torch_compile:

@@ -52,6 +52,41 @@ def weights(model: FSDP) -> dict[str, torch.Tensor]:
 
 
 @ON_RANKS
+@pytest.mark.parametrize("orig", [False, True])
+def test_gradients_are_moved_and_synchronized_after_no_sync(
+    gpu: torch.device, orig: bool
+) -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+
+    def work(group: _C.Communicator, device: torch.device) -> Any:
+        given = {**OPTIONS, "process_group": group, "use_orig_params": orig}
+        first, last = copy.deepcopy(plain)
+        model = FSDP(nn.Sequential(FSDP(first, **given), last), **given)
+        batch = torch.full((2, 4), 1.0 + group.rank, device="cpu")
+        model(batch).square().mean().backward()
+        with model.no_sync():
+            model(batch).square().mean().backward()
+            with pytest.raises(RuntimeError, match="gradients of no_sync"):
+                model.to(device)
+        model(batch).square().mean().backward()
+        with model.no_sync():
+            model.to(device)
+        assert all(unit._unit.require_sync for unit in model.units())
+        model(batch.to(device)).square().mean().backward()
+        torch.optim.SGD(model.parameters(), 1.0).step()
+        return weights(model)
+
+    found = any_gpu.on_nccl_ranks(work)
+    whole = copy.deepcopy(plain)
+    for rank in range(2):
+        for _ in range(4):
+            (whole(torch.full((2, 4), 1.0 + rank)).square().mean() / 2).backward()
+    torch.optim.SGD(whole.parameters(), 1.0).step()
+    for state in found:
+        torch.testing.assert_close(state, dict(whole.state_dict()))
+
+
+@ON_RANKS
 @pytest.mark.parametrize("others", ["cpu", "meta", "gpu"])
 @pytest.mark.parametrize("first", ["cpu", "gpu", "cpu, device_id"])
 def test_ranks_are_where_the_first_one_is_or_device_id_says(

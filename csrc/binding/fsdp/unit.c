@@ -665,6 +665,8 @@ static PyMemberDef FSDPUnit_members[] = {
      "The communicator of the replicate group, or None."},
     {"gathered", T_BOOL, offsetof(FSDPUnit, core.gathered), READONLY,
      "Whether the parameters are gathered."},
+    {"holds_grads", T_BOOL, offsetof(FSDPUnit, core.holds_grads), READONLY,
+     "Whether there are gradients that no reduction has taken, as of no_sync()."},
     {"live_bytes", T_PYSSIZET, offsetof(FSDPUnit, ledger.live), READONLY,
      "Of a root: bytes of gathered parameters and of gradients before their "
      "reduction."},
