@@ -314,21 +314,7 @@ class HfTrainerDeepSpeedConfig(HfDeepSpeedConfig):
                 model's hidden size, which its config has not.
         """
         self.config, self.mismatches = copy.deepcopy(self._processed)
-        wanted = [key for key in _BY_HIDDEN_SIZE if self.is_auto(key)]
-        if wanted:
-            size = _hidden_size(getattr(model, "config", None))
-            if size is None:
-                raise ValueError(
-                    "The model's config file has neither `hidden_size` nor "
-                    "`hidden_sizes` entry, therefore it's not possible to "
-                    "automatically fill out the following `auto` entries in the "
-                    f"DeepSpeed config file: {wanted}. You can fix that by replacing "
-                    "`auto` values for these keys with an integer value of your choice."
-                )
-            for key in wanted:
-                if self.is_zero3() or key.endswith("reduce_bucket_size"):
-                    node, name = self.find_config_node(key)
-                    node[name] = _BY_HIDDEN_SIZE[key](size)
+        self.fill_hidden_sizes(model)
         total = "scheduler.params.total_num_steps"
         self.fill_match(total, num_training_steps, "num_training_steps (calculated)")
         warmup = args.get_warmup_steps(num_training_steps)
@@ -340,6 +326,28 @@ class HfTrainerDeepSpeedConfig(HfDeepSpeedConfig):
                 f"TrainingArguments values:\n{lines}\nThe easiest method is to set "
                 "these DeepSpeed config values to 'auto'."
             )
+
+    def fill_hidden_sizes(self, model: Any) -> None:
+        """Complete what the model's hidden size decides.
+
+        Raises ValueError where its config has none.
+        """
+        wanted = [key for key in _BY_HIDDEN_SIZE if self.is_auto(key)]
+        if not wanted:
+            return
+        size = _hidden_size(getattr(model, "config", None))
+        if size is None:
+            raise ValueError(
+                "The model's config file has neither `hidden_size` nor "
+                "`hidden_sizes` entry, therefore it's not possible to "
+                "automatically fill out the following `auto` entries in the "
+                f"DeepSpeed config file: {wanted}. You can fix that by replacing "
+                "`auto` values for these keys with an integer value of your choice."
+            )
+        for key in wanted:
+            if self.is_zero3() or key.endswith("reduce_bucket_size"):
+                node, name = self.find_config_node(key)
+                node[name] = _BY_HIDDEN_SIZE[key](size)
 
 
 def _hidden_size(config: Any) -> int | None:

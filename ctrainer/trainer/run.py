@@ -153,6 +153,7 @@ class TrainerRun(TrainerBase):
 
     def _leave_run(self) -> None:
         """After a failure: close the group, so that no rank waits for this one."""
+        survivors.leave_wrapper(self)
         try:
             self._leave_ranks()
         except RuntimeError as error:  # a collective is under way
@@ -660,9 +661,9 @@ class TrainerRun(TrainerBase):
         apart."""
         if model is not self.model:
             return model
+        shards.shard_model(self, None)  # unless train() has
+        model = self.model
         shards.check_has_values(self, model)
-        if self._sharding is not None and self._shard_group is None:
-            self._move_model_to_device(model, self.args.device)  # run as it is
         # Under DeepSpeed's stages 1 to 3 layers compute in the dtype of their weights.
         if self._sharding is None or deepspeed.config_of(self.args) is None:
             self._adapter.enter_mixed_precision(model, self.args)

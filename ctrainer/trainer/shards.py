@@ -1,8 +1,8 @@
 """Trainer: a model that is sharded over the ranks, by ctrainer.fsdp, and its files.
 
 Functions that TrainerRun has as methods, and what these share. `model` is the plain one
-up to the first train(), and then the outermost unit; its norm of gradients is that of
-all ranks' shards, in C.
+up to the first train() or evaluation, and then the outermost unit; its norm of
+gradients is that of all ranks' shards, in C.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ctrainer import integrations
+from ctrainer.arguments import deepspeed
 from ctrainer.arguments.fsdp import sharding_of
 from ctrainer.arguments.optimizers import RECIPES
 from ctrainer.checkpoint import Sink
@@ -96,8 +97,8 @@ def check_has_values(trainer: TrainerRun, model: Any) -> None:
     """Raise ValueError for a model that cannot be run as it is."""
     if is_on_meta(model):
         raise ValueError(
-            "the model is on the meta device and has no values. fsdp gives it some "
-            "when train() begins; else make it on the CPU"
+            "the model is on the meta device and has no values. fsdp gives it "
+            "some; else make it on the CPU"
         )
 
 
@@ -117,6 +118,9 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
 
     anew = False
     if not isinstance(trainer.model, trained_model.TrainedModel):
+        zero = deepspeed.config_of(trainer.args)
+        if zero is not None:
+            zero.fill_hidden_sizes(trainer.model)
         trainer._sharding = sharding_of(trainer.args) or trainer._sharding
         trainer._set_signature_columns_if_needed()
         trainer._flos_per_token = trainer._adapter.flos_per_token(trainer.model)
@@ -133,7 +137,7 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
             _block_size(trainer, checkpoint),
             trainer.args.device if trainer.place_model_on_device else None,
         )
-        trainer.model_wrapped = trainer.model
+        trainer.model_wrapped = trainer.callback_handler.model = trainer.model
         trainer._shard_group = trainer.model.communicator
         trainer._replica_group = trainer.model.replicas
     survivors.update_together(trainer)
@@ -328,10 +332,13 @@ def load_from_checkpoint(
     """Load a checkpoint's weights into the model. Hook."""
     folder = os.fspath(resume_from_checkpoint)
     target = trainer.model if model is None else model
+    sharded = trainer._shard_group is not None and target is trainer.model_wrapped
     if not _has_shards(folder) or model is not None:
-        if not is_on_meta(target):
+        if sharded:
+            load_sharded(trainer, folder)
+        elif not is_on_meta(target):
             trainer._adapter.checkpoints.load_model(target, folder)
-    elif trainer._sharding is None or trainer._shard_group is not None:
+    elif trainer._sharding is None or (trainer._shard_group is not None and not sharded):
         from ctrainer.fsdp import trained_model
 
         trained_model.load_into_whole(target, folder)

@@ -66,8 +66,6 @@ def resume_after(
     joins, number = lost and in_torch(), trainer._stop_signal
     with contextlib.suppress(BaseException):
         trainer._leave_run()
-    if lost:
-        leave_wrapper(trainer)
     while lost and not number:
         try:
             found, number = trainer._call_loop(
@@ -88,8 +86,8 @@ def resume_after(
 
 
 def leave_wrapper(trainer: TrainerRun) -> None:
-    """Let the parameters forget the wrapper that averages their gradients over the old
-    ranks; the error's frames may hold it."""
+    """Let the parameters forget the wrapper that averages their gradients over ranks
+    whose group is closed; the error's frames may hold it."""
     reducer = getattr(trainer.model_wrapped, "reducer", None)
     if isinstance(reducer, _C.GradReducer):
         reducer.close()

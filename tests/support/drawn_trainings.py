@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from pathlib import Path
@@ -38,6 +39,8 @@ class Drawn:
     averages: bool
     resumes: str
     length: int
+    evaluates: bool  # before training
+    stays: bool  # the trainer that is killed resumes
 
     @property
     def in_files(self) -> bool:
@@ -82,6 +85,8 @@ def drawn(number: int) -> Drawn:
         averages=draw.random() < 0.3,
         resumes=draw.choice(["", "same", "one"]),
         length=draw.choice([8, 12]),
+        evaluates=draw.random() < 0.5,
+        stays=draw.random() < 0.5,
     )  # fmt: skip
 
 
@@ -149,9 +154,16 @@ class Killed(Exception):
 
 
 class Kills(TrainerCallback):
+    """Ends the run, by an error or as a callback asks for it."""
+
+    def __init__(self, raises: bool) -> None:
+        self.raises = raises
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == SAVED + 1:
-            raise Killed
+            if self.raises:
+                raise Killed
+            control.should_training_stop = True
 
 
 def ours(case: Drawn, folder: str, ranks: int, **options: Any) -> Any:
@@ -189,12 +201,20 @@ def trained(case: Drawn, folder: str) -> dict[str, Any]:
     made = None
     try:
         made = ours(case, folder, RANKS, **saves)
+        if case.evaluates:
+            made.predict(rows(case)[:3])
         if case.resumes == "same":
-            made.add_callback(Kills())
-        made.train()
-    except Killed:
-        made = ours(case, folder, RANKS, **saves)
-        made.train(resume_from_checkpoint=True)
+            # A failure closes the group of ranks that a sharded model has.
+            made.add_callback(Kills(not case.stays or case.sharding == "whole"))
+            with contextlib.suppress(Killed):
+                made.train()
+            if case.stays:
+                made.remove_callback(Kills)
+            else:
+                made = ours(case, folder, RANKS, **saves)
+                if case.evaluates:
+                    made.predict(rows(case)[:3])
+        made.train(resume_from_checkpoint=case.resumes == "same")
     except ValueError as error:
         updates = 0 if made is None else made.state.global_step
         return {"rejected": str(error), "updates": updates}

@@ -102,6 +102,10 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     _DATA.__set__(tensor, value)
 
 
+class _Data(property):
+    __name__ = "data"  # which subclasses of Tensor see
+
+
 @functools.cache
 def device() -> torch.device:
     """The first of four devices, made once a process; `ctrainer._cuda` is their plugin
@@ -116,7 +120,7 @@ def device() -> torch.device:
     torch._register_device_module("emul", Module("torch.emul"))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
     torch.nn.Module._apply = _apply
-    torch.Tensor.data = property(_DATA.__get__, _set_data)
+    torch.Tensor.data = _Data(_DATA.__get__, _set_data)
     # Torch's thread of a device's backward passes gives Python's objects back after the
     # pass. A process that ends in between is aborted; on the host no thread does this.
     atexit.register(time.sleep, 0.1)

@@ -183,22 +183,29 @@ def trainer(folder: str, name: str, sharded: bool = True, **options: Any) -> Any
     )  # fmt: skip
 
 
+def evaluated(made: Any) -> dict[str, Any]:
+    """An evaluation and a prediction, and how many units the model has then."""
+    predicted = made.predict(made.train_dataset[:5]).predictions
+    return {
+        "eval": made.evaluate()["eval_loss"],
+        "predicted": predicted.ravel().tolist(),
+        "units": _units(made.model),
+    }
+
+
 def told(made: Any) -> dict[str, Any]:
     """What a run logged, and an evaluation and a prediction after it."""
     logs = [log for log in made.state.log_history if "grad_norm" in log]
     layers = [{k: v for k, v in log.items() if "norm/" in k} for log in logs]
-    predicted = made.predict(made.train_dataset[:5]).predictions
     return {
         "losses": [log["loss"] for log in logs],
         "norms": [log["grad_norm"] for log in logs],
         "layers": layers[-1],
         "flos": made.state.total_flos,
         "parameters": made.get_num_trainable_parameters(),
-        "eval": made.evaluate()["eval_loss"],
-        "predicted": predicted.ravel().tolist(),
+        **evaluated(made),
         "rates": made.get_learning_rates(),
         "names": [name for name, _ in made.model.named_parameters()],
-        "units": _units(made.model),
         "world": getattr(made.model, "world_size", 0),
         "generated": _generated(made.model),
     }
@@ -219,13 +226,14 @@ def _units(model: Any) -> int:
 
 
 def both(folder: str, name: str) -> list[Any]:
-    """What the whole and the sharded run told, and how far their weights differ; those
-    of the sharded one are in NAME.pt then."""
+    """What the whole and the sharded run told, which are evaluated before they train,
+    and how far their weights differ; those of the sharded one are in NAME.pt then."""
     results, weights = [], []
     for sharded in (False, True):
         made = trainer(f"{folder}/{name}-{sharded}", name, sharded)
+        before = evaluated(made)
         made.train()
-        results.append(told(made))
+        results.append({**told(made), "before": before})
         full = getattr(made.model, "full_state_dict", made.model.state_dict)
         state = {k: v for k, v in full().items() if not k.endswith("absmax")}
         weights.append({k: v.detach().clone() for k, v in state.items()})
@@ -258,7 +266,10 @@ def saved(folder: str) -> dict[str, Any]:
     weights = [torch.cat([p.flatten() for p in t.model.parameters()])
                for t in (first, again)]  # fmt: skip
     moved = trainer(f"{folder}/moved", "gpt2", **{**options, "ema_decay": None})
-    moved.train(resume_from_checkpoint=f"{folder}/plain/checkpoint-10")
+    of_plain = []
+    for _ in range(2):
+        moved.train(resume_from_checkpoint=f"{folder}/plain/checkpoint-10")
+        of_plain.append(told(moved)["losses"][-10:])
     return {
         "losses": halves,
         "same": torch.equal(*weights),
@@ -270,7 +281,7 @@ def saved(folder: str) -> dict[str, Any]:
         ),
         "best": first.state.best_metric,
         "best step": first.state.best_global_step,
-        "of plain": told(moved)["losses"][-10:],
+        "of plain": of_plain,
     }
 
 
@@ -527,6 +538,32 @@ def plain(folder: str) -> list[float]:
                    save_steps=10)  # fmt: skip
     made.train()
     return told(made)["losses"]
+
+
+class Failing(ctrainer.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 12:
+            raise ArithmeticError
+
+
+def failed(folder: str) -> dict[str, Any]:
+    """The losses of the trainer of a run that has failed, as it goes on from a
+    checkpoint of `plain`, and what a sharded one says instead."""
+    found: dict[str, Any] = {}
+    for sharded in (False, True):
+        made = trainer(f"{folder}/failed", "gpt2", sharded)
+        made.add_callback(Failing)
+        errors = []
+        for _ in range(2):
+            try:
+                made.train(resume_from_checkpoint=f"{folder}/plain/checkpoint-10")
+            except (ArithmeticError, ValueError) as error:
+                errors.append(error)  # whose frames have the run's objects
+            made.remove_callback(Failing)
+        found["sharded" if sharded else "whole"] = (
+            str(errors[1]) if sharded else told(made)["losses"][-10:]
+        )
+    return found
 
 
 class Spoiling(ctrainer.Trainer):

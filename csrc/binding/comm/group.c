@@ -20,7 +20,10 @@ ct_comm *
 ctpy_comm_reject(ctpy_state *state, PyObject *op)
 {
     if (PyObject_TypeCheck(op, state->Communicator)) {
-        PyErr_SetString(PyExc_ValueError, "this Communicator has been closed");
+        PyErr_SetString(PyExc_ValueError,
+                        "this Communicator has been closed, by close() or by a "
+                        "training that failed on this rank: make a new one, and anew "
+                        "what was made with it, such as sharded modules");
     }
     else {
         PyErr_Format(PyExc_TypeError, "expected a ctrainer.Communicator, got a %.200s",

@@ -129,6 +129,8 @@ trainer = rank_checkpoints.make(
     **options["arguments"],
 )
 trainer.add_callback(Watch())
+if trainer._sharding is not None:
+    trainer.evaluate()  # which shards the model
 try:
     trainer.train(resume_from_checkpoint=resume)
 except ValueError:  # its process stays a while, and nobody waits for it

@@ -4,11 +4,13 @@ offload, precision."""
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import deepspeed_trainings as runs
 import pytest
 import ranks
+import tiny
 import torch
 from torch import nn
 
@@ -126,6 +128,31 @@ def test_parameters_are_shared_by_as_many_ranks_as_mics_shard_size_says(
         assert (
             "mics_shard_size=3 does not divide the 2 ranks" in rank["groups of three"]
         )
+
+
+def test_the_hidden_size_decides_what_is_auto_before_an_evaluation(
+    tmp_path: Path,
+) -> None:
+    names = ("prefetch_bucket_size", "param_persistence_threshold")
+    section = {"stage": 3, **{f"stage3_{name}": "auto" for name in names}}
+    size = 32
+    made = tiny.make(
+        ctrainer.Trainer, tiny.gpt2(n_embd=size), tiny.tokens(8), max_steps=1,
+        output_dir=str(tmp_path), deepspeed={"zero_optimization": section},
+    )  # fmt: skip
+    loss = made.evaluate(tiny.tokens(4))["eval_loss"]
+    plan = made._sharding
+    # transformers' formulas
+    assert plan.prefetch_numel == int(0.9 * size * size)
+    assert plan.unnamed_min_num_params == 10 * size
+    handler = made.callback_handler
+    assert handler.model is made.model is made.model_wrapped
+    assert [u.forward_prefetch for u in made.model.units()] == [False] * 3
+    expected = tiny.make(
+        ctrainer.Trainer, tiny.gpt2(n_embd=size), tiny.tokens(8), max_steps=1,
+        output_dir=str(tmp_path),
+    )  # fmt: skip
+    assert loss == pytest.approx(expected.evaluate(tiny.tokens(4))["eval_loss"])
 
 
 def test_units_and_what_is_prefetched_follow_the_numbers_of_parameters() -> None:

@@ -49,6 +49,11 @@ def test_a_sharded_model_trains_as_the_whole_one(told: list[Any], name: str) -> 
         bound = 1e-4 if name == "each" else 1e-6
         assert sharded["predicted"] == pytest.approx(whole["predicted"], abs=bound)
         assert differ < bound
+        before = sharded["before"]
+        assert before["units"] == sharded["units"] > 0
+        assert before["eval"] == pytest.approx(whole["before"]["eval"], rel=1e-6)
+        expected = whole["before"]["predicted"]
+        assert before["predicted"] == pytest.approx(expected, abs=1e-6)
         assert len(whole["losses"]) == runs.updates(name)
     assert told[0][name][0]["layers"] or name != "bert"
 
@@ -221,7 +226,16 @@ def test_a_sharded_run_goes_on_from_a_checkpoint_of_whole_models(
     told: list[Any],
 ) -> None:
     for rank in told:
-        assert rank["saved"]["of plain"] == pytest.approx(rank["plain"][10:], rel=1e-6)
+        first, again = rank["saved"]["of plain"]  # of the same trainer
+        assert first == again == pytest.approx(rank["plain"][10:], rel=1e-6)
+
+
+def test_a_trainer_goes_on_after_a_failure_unless_its_model_is_sharded(
+    told: list[Any],
+) -> None:
+    for rank in told:
+        assert rank["failed"]["whole"] == rank["plain"][10:]
+        assert "by a training that failed on this rank" in rank["failed"]["sharded"]
 
 
 def test_gradients_that_are_nan_on_one_rank_skip_the_update_on_all(
