@@ -333,15 +333,16 @@ def load_from_checkpoint(
     folder = os.fspath(resume_from_checkpoint)
     target = trainer.model if model is None else model
     sharded = trainer._shard_group is not None and target is trainer.model_wrapped
-    if not _has_shards(folder) or model is not None:
-        if sharded:
-            load_sharded(trainer, folder)
-        elif not is_on_meta(target):
-            trainer._adapter.checkpoints.load_model(target, folder)
-    elif trainer._sharding is None or (trainer._shard_group is not None and not sharded):
-        from ctrainer.fsdp import trained_model
+    if model is None and _has_shards(folder):
+        awaits = trainer._sharding is not None and trainer._shard_group is None
+        if not awaits and not sharded:  # else shard_model() loads
+            from ctrainer.fsdp import trained_model
 
-        trained_model.load_into_whole(target, folder)
+            trained_model.load_into_whole(target, folder)
+    elif sharded:
+        load_sharded(trainer, folder)
+    elif not is_on_meta(target):
+        trainer._adapter.checkpoints.load_model(target, folder)
 
 
 def load_optimizer_and_scheduler(trainer: TrainerRun, checkpoint: str | None) -> None:
