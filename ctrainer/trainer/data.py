@@ -250,7 +250,7 @@ def remove_unused_columns(
     assert trainer._signature_columns is not None
     wanted = set(trainer._signature_columns)
     unused = [c for c in dataset.column_names if c not in wanted]
-    warn_unused("column", unused, type(trainer.model).__name__, description)
+    warn_unused("column", unused, trainer.model.__class__.__name__, description)
     if len(unused) == len(dataset.column_names):
         raise ValueError(
             f"none of the columns {dataset.column_names} is an argument of the "
@@ -501,7 +501,7 @@ class ColumnFilter:
         assert trainer._signature_columns is not None
         self.data_collator = collator
         self.wanted = frozenset(trainer._signature_columns)
-        self.model_name = type(trainer.model).__name__
+        self.model_name = trainer.model.__class__.__name__
         self.description = description
         self.has_warned = False
 

@@ -131,13 +131,13 @@ def test_parameters_are_shared_by_as_many_ranks_as_mics_shard_size_says(
 
 
 def test_the_hidden_size_decides_what_is_auto_before_an_evaluation(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = ("prefetch_bucket_size", "param_persistence_threshold")
     section = {"stage": 3, **{f"stage3_{name}": "auto" for name in names}}
-    size = 32
+    size, rows = 32, [{**row, "other": 1} for row in tiny.tokens(8)]
     made = tiny.make(
-        ctrainer.Trainer, tiny.gpt2(n_embd=size), tiny.tokens(8), max_steps=1,
+        ctrainer.Trainer, tiny.gpt2(n_embd=size), rows, max_steps=1,
         output_dir=str(tmp_path), deepspeed={"zero_optimization": section},
     )  # fmt: skip
     loss = made.evaluate(tiny.tokens(4))["eval_loss"]
@@ -148,6 +148,8 @@ def test_the_hidden_size_decides_what_is_auto_before_an_evaluation(
     handler = made.callback_handler
     assert handler.model is made.model is made.model_wrapped
     assert [u.forward_prefetch for u in made.model.units()] == [False] * 3
+    next(iter(made.get_train_dataloader()))
+    assert "since GPT2LMHeadModel.forward takes no such argument" in caplog.text
     expected = tiny.make(
         ctrainer.Trainer, tiny.gpt2(n_embd=size), tiny.tokens(8), max_steps=1,
         output_dir=str(tmp_path),
