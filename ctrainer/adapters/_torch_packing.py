@@ -266,7 +266,8 @@ def check_packs(model: Any, given: Any) -> Packing | None:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
     )
 
-    name = type(getattr(model, "get_base_model", lambda: model)()).__name__
+    # By __class__, which for a sharded model is that of the model in its units.
+    name = getattr(model, "get_base_model", lambda: model)().__class__.__name__
     if name not in CAUSAL.values():
         raise ValueError(
             f"pack_sequences is for causal language models of transformers, and the "

@@ -217,6 +217,7 @@ class TrainerRun(TrainerBase):
         run.model, run.loader = self._prepare_for_training(
             run.max_steps, run.loader, run.checkpoint
         )
+        step.drop_gradients(self)
         messages.running(self, run, rows, total)
         self._first_place = run.epoch, run.micro_step
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from ctrainer.trainer.run import TrainerRun
 
 
+def drop_gradients(trainer: TrainerRun) -> None:
+    """Forget gradients of the model, and of other parameters that the optimizer has,
+    such as those of an update in which a training has failed."""
+    for part in (trainer.model, trainer.optimizer):
+        if callable(getattr(part, "zero_grad", None)):
+            part.zero_grad()
+
+
 def training_step(
     trainer: TrainerRun, model: Any, inputs: Any, num_items_in_batch: Any = None
 ) -> Any:

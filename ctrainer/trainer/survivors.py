@@ -22,6 +22,7 @@ from ctrainer.comm import run as ranks
 from ctrainer.runtime.errors import RankFailure
 from ctrainer.runtime.stop import end_by
 from ctrainer.trainer import checkpoint
+from ctrainer.trainer.step import drop_gradients
 
 if TYPE_CHECKING:
     from ctrainer.trainer.run import TrainerRun
@@ -204,9 +205,7 @@ def place_before(trainer: TrainerRun, run: _C.Run) -> dict[str, Any]:
             run.micro_step, trainer._window_loss, trainer._window_bad,
             trainer._counted_tokens, trainer._device_loss,
         ) = run.before  # fmt: skip
-    for part in (trainer.model, trainer.optimizer):
-        if callable(getattr(part, "zero_grad", None)):
-            part.zero_grad()
+    drop_gradients(trainer)
     where = checkpoint.where(trainer)
     data = where.get("data")
     if data is not None:
