@@ -176,7 +176,7 @@ class Trainer(TrainerRun):
             self.args.place_model_on_device is not False and not self.is_model_parallel
         )
         self._inputs_stay = self._adapter.inputs_stay(self.args)
-        if not full_eval and not shards.moves_by_units(self):
+        if not full_eval and shards.plan_of(self.args) is None:
             self._move_model_to_device(model, device)
         self._inspect_model()
 

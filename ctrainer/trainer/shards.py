@@ -29,6 +29,7 @@ from ctrainer.trainer.checkpoint import (
 )
 
 if TYPE_CHECKING:
+    from ctrainer.arguments.fsdp import Sharding
     from ctrainer.trainer.run import TrainerRun
 
 logger = logging.getLogger("ctrainer.trainer")
@@ -54,7 +55,7 @@ _MAKE_OPTIMIZERS = (
 def plan_shards(trainer: TrainerRun) -> None:
     """Read how the model is to be sharded; what does not go with it is rejected."""
     check_is_whole(trainer.model)
-    trainer._sharding = sharding_of(trainer.args) if moves_by_units(trainer) else None
+    trainer._sharding = plan_of(trainer.args)
     integrations.show_sharding(trainer)
     if trainer._sharding is None:
         check_has_values(trainer, trainer.model)
@@ -102,11 +103,11 @@ def check_has_values(trainer: TrainerRun, model: Any) -> None:
         )
 
 
-def moves_by_units(trainer: TrainerRun) -> bool:
-    """Whether sharding moves the model to its device, of which no GPU needs to have
-    room for the whole."""
-    plan = sharding_of(trainer.args)
-    return plan is not None and not plan.replicates
+def plan_of(args: Any) -> Sharding | None:
+    """How the model is to be sharded, which then moves it to its device: no GPU needs
+    to have room for the whole. None: not at all."""
+    plan = sharding_of(args)
+    return None if plan is None or plan.replicates else plan
 
 
 def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
