@@ -49,6 +49,7 @@ class Drawn:
     uneven: bool
     resumes: str
     overflows: bool
+    stays: bool  # the trainer that goes on resumes
 
     @property
     def rate(self) -> float:
@@ -97,6 +98,7 @@ def drawn(number: int) -> Drawn:
         uneven=draw.random() < 0.4,
         resumes=draw.choice(["", "same", "one"]),
         overflows=precision.startswith(("fp16", "amp")) and draw.random() < 0.5,
+        stays=draw.random() < 0.5,
     )  # fmt: skip
 
 
@@ -180,7 +182,10 @@ def trained(case: Drawn, folder: str, rank: int, ready: Any) -> dict[str, Any]:
             save(made, path, rank)
             ready()
             if case.resumes == "same":
-                made = ours(case, RANKS)
+                if case.stays:
+                    made.train_step(update[rank::RANKS])
+                else:
+                    made = ours(case, RANKS)
                 made.load_checkpoint(path)
         losses += loss_of(made.train_step(update[rank::RANKS]))
     return told(made, losses)
