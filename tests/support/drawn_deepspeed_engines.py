@@ -30,6 +30,7 @@ class Drawn:
     overlaps: bool
     holds: bool
     resumes: bool
+    stays: bool  # the engine that goes on resumes, in an update
 
     @property
     def is_rough(self) -> bool:
@@ -57,6 +58,7 @@ def drawn(number: int) -> Drawn:
         overlaps=draw.random() < 0.5,
         holds=draw.random() < 0.3,
         resumes=draw.random() < 0.5,
+        stays=draw.random() < 0.5,
     )
 
 
@@ -121,7 +123,10 @@ def trained(case: Drawn, initialize: Any, folder: str) -> dict[str, Any]:
     for update in range(UPDATES):
         if update == SAVED and case.resumes:
             engine.save_checkpoint(f"{folder}/saved")
-            engine = made(case, initialize, folder)
+            if case.stays:
+                one_pass(engine, own[0])
+            else:
+                engine = made(case, initialize, folder)
             engine.load_checkpoint(f"{folder}/saved")
         rates.append(engine.get_lr()[0])
         for at in range(case.accumulates):
