@@ -98,6 +98,7 @@ test-engine: ext $(TESTABLE) emulation
 # Torch has a GPU of the emulation in these processes. The second runs tests of the host
 # once more, on that GPU, with small draws.
 ON_DEVICE := $(addprefix tests/python/,optim callbacks trainer/test_trainer_precision.py \
+    trainer/test_training_again.py \
     trainer/test_fp16_training.py fsdp/test_drawn_trainings.py \
     $(addprefix compat/test_, fairscale.py deepspeed_drawn_engines.py deepspeed_engine.py) \
     fsdp/test_deepspeed_training.py $(addprefix fsdp/test_fsdp, .py _copies.py _dtypes.py \

@@ -305,8 +305,7 @@ class HfTrainerDeepSpeedConfig(HfDeepSpeedConfig):
 
         Args:
             args (TrainingArguments): Of the run.
-            model: Its config has hidden_size or hidden_sizes, where a key is "auto" by
-                these.
+            model: As in fill_hidden_sizes().
             num_training_steps (int): Updates of the run.
 
         Raises:
@@ -330,7 +329,12 @@ class HfTrainerDeepSpeedConfig(HfDeepSpeedConfig):
     def fill_hidden_sizes(self, model: Any) -> None:
         """Complete what the model's hidden size decides.
 
-        Raises ValueError where its config has none.
+        Args:
+            model: Its config has hidden_size or hidden_sizes, where a key is "auto" by
+                these.
+
+        Raises:
+            ValueError: a key is, and the config has neither.
         """
         wanted = [key for key in _BY_HIDDEN_SIZE if self.is_auto(key)]
         if not wanted:

@@ -548,7 +548,7 @@ class Failing(ctrainer.TrainerCallback):
 
 def failed(folder: str) -> dict[str, Any]:
     """The losses of the trainer of a run that has failed, as it goes on from a
-    checkpoint of `plain`, and what a sharded one says instead."""
+    checkpoint of `plain`, or what it says instead."""
     found: dict[str, Any] = {}
     for sharded in (False, True):
         made = trainer(f"{folder}/failed", "gpt2", sharded)
@@ -561,7 +561,7 @@ def failed(folder: str) -> dict[str, Any]:
                 errors.append(error)  # whose frames have the run's objects
             made.remove_callback(Failing)
         found["sharded" if sharded else "whole"] = (
-            str(errors[1]) if sharded else told(made)["losses"][-10:]
+            str(errors[1]) if errors[1:] else told(made)["losses"][-10:]
         )
     return found
 
