@@ -153,11 +153,11 @@ class TrainerRun(TrainerBase):
 
     def _leave_run(self) -> None:
         """After a failure: close the group, so that no rank waits for this one."""
-        survivors.leave_wrapper(self)
         try:
             self._leave_ranks()
         except RuntimeError as error:  # a collective is under way
             logger.warning("the group of the run stays open: %s", error)
+        survivors.leave_wrapper(self)
         self._end_train(False)
 
     def _inner_training_loop(
