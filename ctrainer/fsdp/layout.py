@@ -5,6 +5,7 @@ shards by parameter.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -12,7 +13,7 @@ import mmap
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,8 +41,8 @@ FROZEN_DTYPES = [
 
 
 def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
-    """Return a container with fn(tensor) for every tensor in dicts, lists, tuples, sets
-    and packed sequences.
+    """Return a container with fn(tensor) for every tensor in dicts and other mappings,
+    lists, tuples, sets and packed sequences.
 
     Args:
         fn (Callable[[torch.Tensor], Any]): Called with a tensor; None for the data of a
@@ -66,6 +67,11 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
         return container if made is None else container._replace(data=made)
     if isinstance(container, dict):
         return {key: apply_to_tensors(fn, value) for key, value in container.items()}
+    if isinstance(container, MutableMapping):
+        changed: Any = copy.copy(container)
+        for key, value in container.items():
+            changed[key] = apply_to_tensors(fn, value)
+        return changed
     if isinstance(container, tuple) and hasattr(container, "_fields"):
         return type(container)(*(apply_to_tensors(fn, value) for value in container))
     if isinstance(container, list | tuple | set):
@@ -74,7 +80,7 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any) -> Any:
 
 
 def collect_tensors(container: Any) -> list[torch.Tensor]:
-    """Return the tensors in dicts, lists, tuples, sets and packed sequences, each once.
+    """Return the tensors in such containers as apply_to_tensors() takes, each once.
 
     Args:
         container: The container, or a tensor.

@@ -230,6 +230,12 @@ class FullyShardedDataParallel(ShardedModule):
             f"expected to be in states {states} but current state is "
             f"{self.training_state}"
         )
+        if self.training_state is TrainingState.IDLE:
+            message += (
+                ": a backward comes through tensors that a forward has returned, alone "
+                "or in tuples, lists, sets, mappings and dataclasses, not in objects "
+                "of other classes"
+            )
         if self.rank == 0:  # an exception in a hook of autograd may not be shown
             print(f"Asserting FSDP instance is: {self}")
             print(f"ERROR: {message}")

@@ -700,6 +700,26 @@ visit_items(visit *v, PyObject *items_steal)
     return result;
 }
 
+/* 1 for a mapping, such as a UserDict or transformers' batches, else 0, or -1. */
+static int
+is_mapping(const visit *v, PyObject *op)
+{
+    PyObject *keys, *values;
+    int found = PyMapping_Check(op) && !PyType_Check(op)
+                    ? ctpy_lookup(op, v->state->str_keys, &keys)
+                    : 0;
+    if (found < 1) {
+        return found;
+    }
+    found = PyCallable_Check(keys) ? ctpy_lookup(op, v->state->str_values, &values) : 0;
+    if (found == 1) {
+        found = PyCallable_Check(values);
+        Py_DECREF(values);
+    }
+    Py_DECREF(keys);
+    return found;
+}
+
 /* The fields of a dataclass; another object is no container. */
 static int
 visit_fields(visit *v, PyObject *op)
@@ -740,11 +760,11 @@ visit_object(visit *v, PyObject *op)
     if (PyTuple_Check(op) || PyList_Check(op) || PyAnySet_Check(op)) {
         result = visit_items(v, PySequence_Tuple(op));
     }
-    else if (PyDict_Check(op)) {
-        result = visit_items(v, PyMapping_Values(op));
-    }
     else {
-        result = visit_fields(v, op);
+        const int maps = PyDict_Check(op) ? 1 : is_mapping(v, op);
+        result = maps < 0    ? -1
+                 : maps == 1 ? visit_items(v, PyMapping_Values(op))
+                             : visit_fields(v, op);
     }
     Py_LeaveRecursiveCall();
     return result;
