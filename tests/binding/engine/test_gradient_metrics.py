@@ -182,11 +182,15 @@ def test_no_log_tells_of_another_update() -> None:
 def test_a_parameter_that_the_model_does_not_know_is_told_by_its_number() -> None:
     model = Net()
     stranger = nn.Parameter(torch.ones(3))
-    stranger.grad = torch.full((3,), 2.0)
+
+    class Begins(ctrainer.TrainerCallback):
+        def on_step_begin(self, *given: Any, **kwargs: Any) -> None:
+            stranger.grad = torch.full((3,), 2.0)
+
     optimizer = optim.SGD([*model.parameters(), stranger], lr=0.0)
     logs = run(
         model=model, log_layer_grad_norms=True, logging_steps=1, max_steps=1,
-        parts={"optimizers": (optimizer, None)},
+        callbacks=[Begins()], parts={"optimizers": (optimizer, None)},
     )  # fmt: skip
     number = len(list(model.parameters()))
     assert logs[0][f"grad_norm/parameter {number} of the optimizer"] == math.sqrt(12.0)
