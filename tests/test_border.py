@@ -24,7 +24,7 @@ OF_OTHERS = {
     "accelerate": "_set_sync_gradients",
     "fairseq": """
         _build_optimizer _check_grad_norms _ema _log_oom _lr_scheduler _optimizer
-        _prepare_sample _wrapped_criterion _wrapped_model""",
+        _prepare_sample _reduce_and_log_stats _wrapped_criterion _wrapped_model""",
     "torch": """
         _current_autograd_node _current_graph_task_id _get_sequence_nr _opt_called
         _optimizer_step_post_hooks _optimizer_step_pre_hooks _sequence_nr

@@ -24,6 +24,7 @@ from ctrainer.fairseq import _sharding
 from ctrainer.fairseq._trainer_step import Step
 from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
 from ctrainer.fairseq.config.base import setting
+from ctrainer.fairseq.lazy import plain
 from ctrainer.runtime.notes import locate
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")
@@ -162,6 +163,14 @@ def _checked(filename: str, state: Any) -> dict[str, Any]:
     return state
 
 
+def _plain_metrics(metrics: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The state of metrics with floats in place of numbers that are lazy."""
+    for meters in metrics.values():
+        for *_, state in meters:
+            state.update({key: plain(value) for key, value in state.items()})
+    return metrics
+
+
 def _log_saved(filename: str) -> None:
     logger.info("Finished saving checkpoint to %s", filename)
 
@@ -204,6 +213,7 @@ class Checkpoints(Step):
 
     def _state_dict(self) -> dict[str, Any]:
         """The state without the parts of other processes."""
+        self._await_update()
         state: dict[str, Any] = {
             "args": None,
             "cfg": plain_config(self.cfg),
@@ -212,7 +222,7 @@ class Checkpoints(Step):
             "optimizer_history": [*(self._optim_history or []), self._history()],
             "task_state": self.task.state_dict() if self.task is not None else {},
             "extra_state": {
-                "metrics": self._metrics.state_dict(),
+                "metrics": _plain_metrics(self._metrics.state_dict()),
                 "previous_training_time": self.cumulative_training_time(),
             },
         }
@@ -327,6 +337,7 @@ class Checkpoints(Step):
             Exception: the weights do not fit; the message says which.
             AssertionError: another criterion or optimizer wrote it.
         """
+        self._await_update()
         self.finish_saves()
         self._optim_history = []
         logger.info("Preparing to load checkpoint %s", filename)
@@ -503,11 +514,20 @@ class Failures(Checkpoints):
         return {} if itr is None else {"train_iterator": itr.state_dict()}
 
     def _report_failure(
-        self, error: BaseException, samples: list[Any], place: int | None, rng: Any
+        self,
+        error: BaseException,
+        samples: list[Any],
+        place: int | None,
+        rng: Any,
+        enqueued: bool,
     ) -> None:
         """After an exception in train_step(): crash.pt and, where numbers of the update
         are not finite, their source. place: of the sample that failed; None: the
-        failure was in the update. rng: states of the generators before."""
+        failure was in the update. rng: states of the generators before. enqueued: the
+        update has been counted, and the gradients are others' by now."""
+        if enqueued:
+            self.set_num_updates(self.get_num_updates() - 1)
+            self.zero_grad()
         locate(error, "fairseq", (self, "update", samples, place))
         try:
             self._save_crash(error, samples, place, rng)
@@ -559,6 +579,10 @@ class Failures(Checkpoints):
         """Name the gradients that are not finite, then repeat the update's forward and
         backward, with the same random numbers, to name what was the first."""
         bad = nonfinite_grads(self.get_model())
+        tools.set_rng_state(rng)
+        with NanDetector(self._watched()) as detector:
+            self._repeat_step(samples)
+        bad = bad or nonfinite_grads(self.get_model())
         if bad:
             logger.error(
                 "gradients of %s parameters are not finite: %s%s",
@@ -566,9 +590,6 @@ class Failures(Checkpoints):
                 ", ".join(bad[:5]),
                 ", ..." if len(bad) > 5 else "",
             )
-        tools.set_rng_state(rng)
-        with NanDetector(self._watched()) as detector:
-            self._repeat_step(samples)
         first = (
             f"first not finite: {detector.findings[0]}"
             if detector.findings

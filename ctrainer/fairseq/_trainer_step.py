@@ -8,6 +8,7 @@ Source: fairseq, fairseq/trainer.py.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import operator
@@ -25,6 +26,7 @@ from ctrainer.fairseq._split import Samples
 from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
 from ctrainer.fairseq.config.base import setting
 from ctrainer.fairseq.ema import EMA
+from ctrainer.fairseq.lazy import LazyNorm, LazyNumber, LazyValues
 from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
 from ctrainer.fairseq.optim import build_trainer_optimizer
 from ctrainer.runtime.notes import locate
@@ -114,7 +116,17 @@ class Step(_C.FairseqTrainer):
             original_dummies=self.original_dummies,
             criterion_trains=self._criterion_trains,
             parts=self._parts,
+            lazy_norm=LazyNorm if self._enqueues_updates() else None,
         )
+
+    def _enqueues_updates(self) -> bool:
+        """Whether updates may be left to a GPU without a wait for their norm: nothing
+        but an error depends on it before the next update."""
+        if not self.cuda or self._ranks > 1 or self.is_fsdp:
+            return False
+        scales = self._fp16 or self._amp
+        averages = self._stores_ema or self._bmuf or self._slowmo
+        return not (scales or averages or self.quantizer)
 
     def _split_samples(self) -> Samples | None:
         """What splits samples that run out of memory, where cfg asks for that."""
@@ -131,6 +143,7 @@ class Step(_C.FairseqTrainer):
     def reinitialize(self) -> None:
         """Forget schedule, optimizer and wrappers, as after a change of the parameters,
         and read cfg again."""
+        self._await_update()
         self._lr_scheduler = self._optimizer = None
         self._wrapped_criterion = self._wrapped_model = None
         self._read_config()
@@ -389,15 +402,18 @@ class Step(_C.FairseqTrainer):
     ) -> Any:
         """Log speed, norm and share of clipped updates, let task.reduce_metrics() log
         the rest, and return the smoothed values as a dict."""
-        metrics, norm = self._metrics, math.nan
-        if grad_norm is not None:
-            norm = float(grad_norm)
-        if math.isfinite(norm):
+        metrics, norm = self._metrics, grad_norm
+        lazy = isinstance(norm, LazyNorm)  # its value is finite, or an error
+        if not lazy:
+            norm = math.nan if norm is None else float(norm)
+        if lazy or math.isfinite(norm):
             metrics.log_speed("ups", 1.0, 100, 2)
             metrics.log_scalar("gnorm", norm, 1, 400, 3)
             if self._clip_norm > 0:
-                clipped = 100.0 if norm > self._clip_norm else 0.0
-                metrics.log_scalar("clip", clipped, 1, 500, 1)
+                clipped = LazyNumber(self._percent_clipped, norm)
+                metrics.log_scalar(
+                    "clip", clipped if lazy else float(clipped), 1, 500, 1
+                )
         context = metrics.aggregate()
         meters = context.__enter__()
         try:
@@ -405,13 +421,14 @@ class Step(_C.FairseqTrainer):
                 self.task.reduce_metrics(logging_outputs, self.get_criterion())
             if "loss" not in meters:
                 self._log_no_loss()
-            output = meters.get_smoothed_values()
+            values = functools.partial(_smoothed, meters, sample_size)
+            # Of a GPU's tensors a read waits for the update.
+            return LazyValues(values) if self.cuda else values()
         finally:
             context.__exit__(None, None, None)  # fairseq's own forgets its `finally`
-        output["sample_size"] = sample_size
-        for name in ("ppl", "wps", "wpb", "bsz"):
-            output.pop(name, None)
-        return output
+
+    def _percent_clipped(self, norm: float) -> float:
+        return 100.0 if norm > self._clip_norm else 0.0
 
     def _log_no_loss(self) -> None:
         if "loss" not in self._warn_once:
@@ -573,6 +590,7 @@ class Step(_C.FairseqTrainer):
             raise_oom (bool, default False): Raise where it runs out of memory; else it
                 is tried once more.
         """
+        self._await_update()
         context = self._metrics.aggregate("valid")
         context.__enter__()
         try:
@@ -786,6 +804,15 @@ class Step(_C.FairseqTrainer):
         if self._cumulative_training_time is not None:
             return self._cumulative_training_time
         return self._local_cumulative_training_time()
+
+
+def _smoothed(meters: Any, sample_size: Any) -> Any:
+    """What a step returns of what it logged."""
+    output = meters.get_smoothed_values()
+    output["sample_size"] = sample_size
+    for name in ("ppl", "wps", "wpb", "bsz"):
+        output.pop(name, None)
+    return output
 
 
 _BLOCK = 64  # numbers in a collective

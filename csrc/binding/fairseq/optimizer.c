@@ -9,6 +9,8 @@
  *
  * Source of the rules: fairseq, optim/fp16_optimizer.py, amp_optimizer.py and
  * utils.clip_grad_norm_. */
+#include "binding/fairseq/optimizer.h"
+
 #include "binding/optim/optim.h"
 #include "binding/runtime/objects.h"
 
@@ -24,12 +26,15 @@ typedef enum fairseq_rules {
 
 typedef struct FairseqOptimizer {
     PyObject_HEAD
-    PyObject *inner;  /* the torch-like optimizer; NULL before __init__ */
-    PyObject *scaler; /* LossScaler, or NULL: the loss is not scaled */
-    PyObject *tools;  /* ctrainer.adapters.torch_fairseq, or None */
+    PyObject *inner;    /* the torch-like optimizer; NULL before __init__ */
+    PyObject *scaler;   /* LossScaler, or NULL: the loss is not scaled */
+    PyObject *tools;    /* ctrainer.adapters.torch_fairseq, or None */
+    PyObject *enqueued; /* the engine of the update that step() has enqueued, or NULL */
     fairseq_rules rules;
     bool in_backward;      /* a backward pass has begun and not ended */
     bool measured;         /* clip_grad_norm() was called since the last zero_grad() */
+    bool deferred;         /* step() measures, and clips to deferred_norm */
+    double deferred_norm;  /* 0: does not clip */
     double divisor;        /* of the gradients, in the next update; > 0 */
     ct_step_result result; /* of the last measurement */
 } FairseqOptimizer;
@@ -95,12 +100,13 @@ FairseqOptimizer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_XSETREF(self->scaler, scaler == Py_None ? NULL : Py_NewRef(scaler));
     Py_XSETREF(self->tools, Py_NewRef(tools));
     self->rules = rules;
-    self->measured = self->in_backward = false;
+    Py_CLEAR(self->enqueued);
+    self->measured = self->in_backward = self->deferred = false;
     self->divisor = 1.0;
     return 0;
 }
 
-#define OPTIMIZER_OBJECTS(V) V(inner) V(scaler) V(tools)
+#define OPTIMIZER_OBJECTS(V) V(inner) V(scaler) V(tools) V(enqueued)
 CTPY_LIFETIME(FairseqOptimizer, OPTIMIZER_OBJECTS)
 
 /* 0, or -1 with a RuntimeError before __init__. */
@@ -175,7 +181,7 @@ FairseqOptimizer_zero_grad(PyObject *op, PyObject *Py_UNUSED(unused))
     }
     /* New gradients will be sums of scaled losses. */
     self->divisor = scale;
-    self->measured = self->in_backward = false;
+    self->measured = self->in_backward = self->deferred = false;
     Py_RETURN_NONE;
 }
 
@@ -385,6 +391,7 @@ FairseqOptimizer_clip_grad_norm(PyObject *op, PyObject *args, PyObject *kwargs)
                             PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0)
                                                        : Py_None);
     }
+    self->deferred = false;
     if (measure(self) < 0 ||
         (aggregate != Py_None && aggregate_norm(self, aggregate) < 0)) {
         return NULL;
@@ -447,6 +454,84 @@ update(FairseqOptimizer *self)
     return failed;
 }
 
+/* The plain rule on the device: an update whose gradients are not finite is skipped. */
+static ct_step_config
+deferred_config(double max_norm)
+{
+    return (ct_step_config){.clip.max_norm = max_norm, .nonfinite = CT_NONFINITE_SKIP};
+}
+
+int
+ctpy_fairseq_defer(ctpy_state *names, PyObject *optimizer, double max_norm)
+{
+    FairseqOptimizer *self = (FairseqOptimizer *)optimizer;
+    PyObject *engine = NULL;
+    if (!PyObject_TypeCheck(optimizer, names->FairseqOptimizer)) {
+        return 0;
+    }
+    const ct_step_config config = deferred_config(max_norm);
+    int can = fairseq_optimizer_ready(self) < 0
+                  ? -1
+                  : ctpy_is_default(optimizer, names->str_clip_grad_norm);
+    if (can > 0) {
+        can = self->scaler == NULL && self->rules != FAIRSEQ_AMP
+                  ? ctpy_optimizer_engine(names, self->inner, &engine)
+                  : 0;
+    }
+    self->deferred = can > 0 && ctpy_engine_can_enqueue(engine, &config);
+    self->deferred_norm = max_norm;
+    Py_XDECREF(engine);
+    return can < 0 ? -1 : self->deferred;
+}
+
+/* What was deferred, measured and clipped by the host after all. */
+static int
+clip_now(FairseqOptimizer *self)
+{
+    self->deferred = false;
+    if (measure(self) < 0) {
+        return -1;
+    }
+    if (!self->result.finite) {
+        PyErr_SetString(PyExc_FloatingPointError, "gradients are Nan/Inf");
+        return -1;
+    }
+    return clip(self, self->deferred_norm);
+}
+
+static int
+update_deferred(FairseqOptimizer *self)
+{
+    const ct_step_config config = deferred_config(self->deferred_norm);
+    ct_step_scale scale = {.now = self->divisor};
+    PyObject *engine = NULL;
+    int done = ctpy_optimizer_engine(ctpy_state_borrow((PyObject *)self), self->inner,
+                                     &engine);
+    if (done == 1) {
+        done = ctpy_engine_enqueue(engine, self->inner, &config, &scale, NULL);
+    }
+    if (done == 0) {
+        Py_XDECREF(engine);
+        return clip_now(self) < 0 ? -1 : update(self);
+    }
+    self->deferred = false;
+    Py_XSETREF(self->enqueued, engine);
+    return done < 0 ? -1 : 0;
+}
+
+int
+ctpy_fairseq_take_enqueued(PyObject *optimizer, PyObject **engine, double *norm)
+{
+    FairseqOptimizer *self = (FairseqOptimizer *)optimizer;
+    if (self->deferred && clip_now(self) < 0) { /* nobody has called step() */
+        return -1;
+    }
+    *engine = self->enqueued;
+    self->enqueued = NULL;
+    *norm = self->result.grad_norm;
+    return 0;
+}
+
 /* Of amp: whether the gradients are finite, looked at if nobody has. */
 static int
 skips(FairseqOptimizer *self)
@@ -464,7 +549,8 @@ static int
 step(FairseqOptimizer *self)
 {
     int skip = skips(self);
-    if (skip < 0 || (!skip && update(self) < 0)) {
+    if (skip < 0 ||
+        (!skip && (self->deferred ? update_deferred(self) : update(self)) < 0)) {
         return -1;
     }
     if (self->scaler == NULL) {

@@ -12,6 +12,8 @@
  * Source: fairseq, fairseq/trainer.py. */
 #include "binding/comm/communicator.h"
 #include "binding/engine/parts.h"
+#include "binding/fairseq/optimizer.h"
+#include "binding/optim/optim.h"
 #include "binding/runtime/objects.h"
 
 #include "core/base/alloc.h"
@@ -23,10 +25,13 @@
 
 typedef struct FairseqTrainer {
     PyObject_HEAD
-    PyObject *metrics;  /* the module that the task logs into; NULL without settings */
-    PyObject *keywords; /* names of task.train_step's arguments, ema_model last */
-    PyObject *parts;    /* of samples without enough memory; NULL: these are dropped */
-    double clip_norm;   /* 0: no clipping */
+    PyObject *metrics;   /* the module that the task logs into; NULL without settings */
+    PyObject *keywords;  /* names of task.train_step's arguments, ema_model last */
+    PyObject *parts;     /* of samples without enough memory; NULL: these are dropped */
+    PyObject *lazy_norm; /* makes the norm of an enqueued update; NULL: none is */
+    PyObject *enqueued_engine; /* of an update whose result is not known; else NULL */
+    PyObject *enqueued_norm, *enqueued_samples, *enqueued_start; /* and that update's */
+    double clip_norm;                                            /* 0: no clipping */
     long long world_size; /* ranks of the data-parallel group */
     int amp, bmuf, slowmo, cuda;
     int original_dummies; /* a dummy in the last place voids the whole update */
@@ -69,7 +74,15 @@ FairseqTrainer_init(PyObject *Py_UNUSED(op), PyObject *Py_UNUSED(args),
     return 0;
 }
 
-#define TRAINER_OBJECTS(V) V(metrics) V(keywords) V(parts)
+#define TRAINER_OBJECTS(V)                                                             \
+    V(metrics)                                                                         \
+    V(keywords)                                                                        \
+    V(parts)                                                                           \
+    V(lazy_norm)                                                                       \
+    V(enqueued_engine)                                                                 \
+    V(enqueued_norm)                                                                   \
+    V(enqueued_samples)                                                                \
+    V(enqueued_start)
 CTPY_LIFETIME(FairseqTrainer, TRAINER_OBJECTS)
 
 /* ---- calls of Python ------------------------------------------------------------- */
@@ -170,28 +183,42 @@ LAZY(lr_scheduler, _lr_scheduler, _build_optimizer, NULL)
 
 static const char FairseqTrainer__take_settings_doc[] =
     "_take_settings($self, *, metrics, clip_norm, world_size, amp, bmuf, slowmo,\n"
-    "               cuda, original_dummies, criterion_trains, parts)\n--\n\n"
+    "               cuda, original_dummies, criterion_trains, parts,\n"
+    "               lazy_norm)\n--\n\n"
     "Set what train_step() needs of the config and the model.\n\n"
     "metrics: the module that the task logs into. world_size: ranks that exchange\n"
     "gradients. original_dummies: a dummy in the last place voids the whole update.\n"
-    "parts: a Parts of samples that run out of memory; None: these are dropped.";
+    "parts: a Parts of samples that run out of memory; None: these are dropped.\n"
+    "lazy_norm(trainer): makes the norm of an update that a GPU is still busy with,\n"
+    "which gets settle(norm); None: the host waits for each norm.";
 
 static PyObject *
 FairseqTrainer__take_settings(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "metrics", "clip_norm",        "world_size",       "amp",   "bmuf", "slowmo",
-        "cuda",    "original_dummies", "criterion_trains", "parts", NULL};
+    static char *names[] = {"metrics",
+                            "clip_norm",
+                            "world_size",
+                            "amp",
+                            "bmuf",
+                            "slowmo",
+                            "cuda",
+                            "original_dummies",
+                            "criterion_trains",
+                            "parts",
+                            "lazy_norm",
+                            NULL};
     FairseqTrainer *self = (FairseqTrainer *)op;
-    PyObject *metrics, *parts;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "$OdLppppppO:_take_settings", names, &metrics,
-            &self->clip_norm, &self->world_size, &self->amp, &self->bmuf, &self->slowmo,
-            &self->cuda, &self->original_dummies, &self->criterion_trains, &parts)) {
+    PyObject *metrics, *parts, *lazy_norm;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OdLppppppOO:_take_settings", names,
+                                     &metrics, &self->clip_norm, &self->world_size,
+                                     &self->amp, &self->bmuf, &self->slowmo,
+                                     &self->cuda, &self->original_dummies,
+                                     &self->criterion_trains, &parts, &lazy_norm)) {
         return NULL;
     }
     Py_XSETREF(self->metrics, Py_NewRef(metrics));
     Py_XSETREF(self->parts, parts == Py_None ? NULL : Py_NewRef(parts));
+    Py_XSETREF(self->lazy_norm, lazy_norm == Py_None ? NULL : Py_NewRef(lazy_norm));
     Py_RETURN_NONE;
 }
 
@@ -205,12 +232,14 @@ typedef struct update {
     PyObject *outputs;     /* list of the logging outputs of real samples */
     PyObject *dummies;     /* and of dummy ones */
     PyObject *sample_size; /* a number or a tensor */
-    PyObject *grad_norm;   /* of clip_grad_norm(), or NULL */
+    PyObject *grad_norm;   /* of clip_grad_norm(), or lazy; or NULL */
     Py_ssize_t place;      /* of the sample under way; -1 outside the samples */
     long ooms;             /* samples dropped for lack of memory */
     bool last_is_dummy, overflow, raise_oom;
     bool part_follows; /* of the same sample */
     bool synced;       /* the sums are over all ranks */
+    bool deferred;     /* the optimizer's step() clips */
+    bool enqueued;     /* a GPU had the update when the host went on */
 } update;
 
 static void
@@ -511,6 +540,140 @@ run_samples(PyObject *op, update *u)
     return sum_samples(op, u);
 }
 
+/* ---- failures -------------------------------------------------------------------- */
+
+/* Calls _report_failure() once for an exception and keeps the exception set. The hook
+ * writes crash.pt and searches for the source of numbers that are not finite. */
+static void
+report_failure(PyObject *op, update *u)
+{
+    FairseqTrainer *self = (FairseqTrainer *)op;
+    if (self->handled || u->samples == NULL ||
+        !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return;
+    }
+    self->handled = true;
+    PyObject *failure = ctpy_take_exception();
+    PyObject *place = u->place < 0 ? Py_NewRef(Py_None) : PyLong_FromSsize_t(u->place);
+    PyErr_Clear();
+    ctpy_set_exception_steal(failure);
+    PyObject *more[] = {u->samples, place == NULL ? Py_None : place,
+                        u->start == NULL ? Py_None : u->start,
+                        u->enqueued ? Py_True : Py_False};
+    report(op, ctpy_state_borrow(op)->str__report_failure, more, 4);
+    Py_XDECREF(place);
+}
+
+/* ---- an update that a GPU is still busy with --------------------------------------
+ *
+ * With nobody who looks at the norm before the update, on one GPU, the host enqueues
+ * norm, clipping and update, and counts the update as made. The result is awaited in
+ * the next update, after the forward and backward pass of the next samples, or where
+ * the norm is read, before a validation and a checkpoint. Gradients that are not finite
+ * are an error then, with the samples that they are of. */
+
+/* 1: step() clips, and u->grad_norm will be known later; 0: clip() has to; -1. */
+static int
+defer(PyObject *op, PyObject *optimizer, update *u)
+{
+    const FairseqTrainer *self = (FairseqTrainer *)op;
+    ctpy_state *names = ctpy_state_borrow(op);
+    PyObject *const hooks[] = {names->str_clip_grad_norm, names->str__check_grad_norms,
+                               names->str__reduce_and_log_stats};
+    int can = self->lazy_norm != NULL;
+    for (int i = 0; can > 0 && i < 3; i++) {
+        can = ctpy_is_default(op, hooks[i]);
+    }
+    if (can > 0) {
+        can = ctpy_fairseq_defer(names, optimizer, self->clip_norm);
+    }
+    if (can > 0) {
+        u->grad_norm = PyObject_CallOneArg(self->lazy_norm, op);
+        can = u->grad_norm == NULL ? -1 : 1;
+    }
+    u->deferred = can > 0;
+    return can;
+}
+
+/* norm.settle(value) */
+static int
+settle(PyObject *op, PyObject *norm, double value)
+{
+    PyObject *number = PyFloat_FromDouble(value);
+    PyObject *answer = number == NULL
+                           ? NULL
+                           : PyObject_CallMethodOneArg(
+                                 norm, ctpy_state_borrow(op)->str_settle, number);
+    Py_XDECREF(number);
+    return ctpy_drop_steal(answer);
+}
+
+/* After the optimizer's step. */
+static int
+leave_enqueued(PyObject *op, PyObject *optimizer, const update *u)
+{
+    FairseqTrainer *self = (FairseqTrainer *)op;
+    PyObject *engine = NULL;
+    double norm;
+    if (!u->deferred) {
+        return 0;
+    }
+    if (ctpy_fairseq_take_enqueued(optimizer, &engine, &norm) < 0) {
+        return -1;
+    }
+    if (engine == NULL) { /* the host had to measure after all */
+        return settle(op, u->grad_norm, norm);
+    }
+    Py_XSETREF(self->enqueued_engine, engine);
+    Py_XSETREF(self->enqueued_norm, Py_NewRef(u->grad_norm));
+    Py_XSETREF(self->enqueued_samples, Py_NewRef(u->samples));
+    Py_XSETREF(self->enqueued_start, Py_NewRef(u->start));
+    return 0;
+}
+
+/* Waits for the result of the last update, unless that is known. */
+static int
+await_update(PyObject *op)
+{
+    FairseqTrainer *self = (FairseqTrainer *)op;
+    PyObject *engine = self->enqueued_engine;
+    ct_step_result result;
+    if (engine == NULL) {
+        return 0;
+    }
+    update u = {
+        .samples = self->enqueued_samples,
+        .start = self->enqueued_start,
+        .grad_norm = self->enqueued_norm,
+        .place = -1,
+        .enqueued = true,
+    };
+    self->enqueued_engine = self->enqueued_norm = NULL;
+    self->enqueued_samples = self->enqueued_start = NULL;
+    int failed = ctpy_engine_await(engine, &result) < 0 ||
+                 settle(op, u.grad_norm, result.grad_norm) < 0;
+    if (!failed && !result.finite) {
+        PyErr_SetString(PyExc_FloatingPointError, "gradients are Nan/Inf");
+        report_failure(op, &u);
+        self->handled = self->depth > 0; /* not again for the update under way */
+        failed = true;
+    }
+    Py_DECREF(engine);
+    update_release(&u);
+    return failed ? -1 : 0;
+}
+
+static const char FairseqTrainer__await_update_doc[] =
+    "_await_update($self, /)\n--\n\n"
+    "Wait for the result of the last update where a GPU is still busy with it.\n\n"
+    "Raises FloatingPointError where the norm of its gradients is Inf or NaN.";
+
+static PyObject *
+FairseqTrainer__await_update(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    return await_update(op) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 /* ---- from gradients to parameters ------------------------------------------------ */
 
 /* Adds up the gradients of all ranks for wrappers that leave the sum to the trainer. */
@@ -603,12 +766,17 @@ static int
 use_gradients(PyObject *op, update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
+    if (await_update(op) < 0) {
+        return -1;
+    }
     PyObject *optimizer = PyObject_GetAttr(op, names->str_optimizer);
     int failed = optimizer == NULL || all_reduce(op, optimizer, names->str_model) < 0 ||
                  (((FairseqTrainer *)op)->criterion_trains &&
                   all_reduce(op, optimizer, names->str_criterion) < 0) ||
-                 normalise(op, optimizer, u) < 0 || clip(op, u) < 0 ||
-                 optimizer_step(op, optimizer) < 0;
+                 normalise(op, optimizer, u) < 0;
+    const int deferred = failed ? -1 : defer(op, optimizer, u);
+    failed = deferred < 0 || (deferred == 0 && clip(op, u) < 0) ||
+             optimizer_step(op, optimizer) < 0 || leave_enqueued(op, optimizer, u) < 0;
     Py_XDECREF(optimizer);
     return failed ? -1 : 0;
 }
@@ -677,27 +845,6 @@ run(PyObject *op, update *u)
     return ctpy_call_hook(op, ctpy_state_borrow(op)->str__finish_update, stack, 4);
 }
 
-/* Calls _report_failure() once for an exception and keeps the exception set. The hook
- * writes crash.pt and searches for the source of numbers that are not finite. */
-static void
-report_failure(PyObject *op, update *u)
-{
-    FairseqTrainer *self = (FairseqTrainer *)op;
-    if (self->handled || u->samples == NULL ||
-        !PyErr_ExceptionMatches(PyExc_Exception)) {
-        return;
-    }
-    self->handled = true;
-    PyObject *failure = ctpy_take_exception();
-    PyObject *place = u->place < 0 ? Py_NewRef(Py_None) : PyLong_FromSsize_t(u->place);
-    PyErr_Clear();
-    ctpy_set_exception_steal(failure);
-    PyObject *more[] = {u->samples, place == NULL ? Py_None : place,
-                        u->start == NULL ? Py_None : u->start};
-    report(op, ctpy_state_borrow(op)->str__report_failure, more, 3);
-    Py_XDECREF(place);
-}
-
 static const char FairseqTrainer_train_step_doc[] =
     "train_step($self, samples, raise_oom=False)\n--\n\n"
     "Do forward and backward of each of samples, and one update of the parameters.\n"
@@ -764,11 +911,13 @@ static PyGetSetDef FairseqTrainer_getset[] = {
 };
 
 static PyMethodDef FairseqTrainer_methods[] = {
+    {"_await_update",  FairseqTrainer__await_update,                               METH_NOARGS,
+     FairseqTrainer__await_update_doc                                                                                            },
     {"_take_settings", (PyCFunction)(void (*)(void))FairseqTrainer__take_settings,
-     METH_VARARGS | METH_KEYWORDS,                                                    FairseqTrainer__take_settings_doc},
+     METH_VARARGS | METH_KEYWORDS,                                                              FairseqTrainer__take_settings_doc},
     {"train_step",     (PyCFunction)(void (*)(void))FairseqTrainer_train_step,
-     METH_VARARGS | METH_KEYWORDS,                                                    FairseqTrainer_train_step_doc    },
-    {NULL,             NULL,                                                       0, NULL                             },
+     METH_VARARGS | METH_KEYWORDS,                                                              FairseqTrainer_train_step_doc    },
+    {NULL,             NULL,                                                       0,           NULL                             },
 };
 
 static PyType_Slot FairseqTrainer_slots[] = {

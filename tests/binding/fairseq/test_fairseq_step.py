@@ -107,8 +107,9 @@ class Trainer(Step):
         self.calls.append(f"seed at {self.get_num_updates()}")
 
     def _report_failure(
-        self, error: BaseException, samples: Any, place: Any, rng: Any
+        self, error: BaseException, samples: Any, place: Any, rng: Any, enqueued: bool
     ) -> None:
+        assert not enqueued
         self.crashes.append((type(error), samples, place, rng is None))
 
 

@@ -1,0 +1,244 @@
+"""fairseq's updates that the host enqueues without waiting for their norm: the runs are
+those in which the host measures first, and a norm that is not finite is told of with
+the samples that it is of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import any_gpu
+import fairseq_tiny as tiny
+import pytest
+import torch
+from draws import draws
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctrainer.fairseq import metrics
+from ctrainer.fairseq.replay import replay
+
+UPDATES = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu() -> torch.device:
+    return any_gpu.device()
+
+
+class Criterion(tiny.Criterion):
+    """Logs the loss where it is, as fairseq's criterions do."""
+
+    def forward(self, model: Any, sample: dict[str, Any]) -> Any:
+        logits = model(sample["words"]).float().flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(
+            logits, sample["target"].flatten(), reduction="sum"
+        )
+        loss = loss * sample.get("factor", 1.0)
+        size = sample["target"].numel()
+        numbers = {"ntokens": size, "nsentences": len(logits), "sample_size": size}
+        return loss, size, {"loss": loss.data, **numbers}
+
+
+def trainer_of(enqueues: bool, **changes: Any) -> Any:
+    trainer = tiny.trainer(criterion=Criterion(), common__cpu=False, **changes)
+    if not enqueues:
+        trainer._enqueues_updates = lambda: False
+        trainer._read_config()
+    return trainer
+
+
+def values_of(name: str) -> dict[str, str]:
+    found = metrics.get_smoothed_values(name)
+    return {k: str(v) for k, v in found.items() if k not in ("ups", "wps", "train_wall")}
+
+
+def run(enqueues: bool, looks: set[int], **changes: Any) -> tuple[Any, Any, list[int]]:
+    """A trainer, what there is to see of its updates, and the waits of each. After
+    the updates in `looks` somebody reads the log, as at log_interval."""
+    trainer = trainer_of(enqueues, **changes)
+    freq = changes.get("optimization__update_freq", [1])[0]
+    seen: list[Any] = []
+    waits = []
+    with metrics.aggregate("train_inner"):
+        for i, samples in enumerate(tiny.groups(tiny.batches(UPDATES * freq), freq)):
+            before = any_gpu.waits()
+            output = trainer.train_step(samples)
+            waits.append(any_gpu.waits() - before)
+            if i in looks:
+                seen.append(values_of("train_inner"))
+                metrics.reset_meters("train_inner")
+                seen.append(output)
+    seen += [dict(output), values_of("train"), trainer.get_num_updates()]
+    state = trainer.state_dict()
+    seen += [str(state.pop(k)) for k in ("optimizer_history", "last_optimizer_state")]
+    for meters in state["extra_state"]["metrics"].values():
+        for _, key, _, values in meters:
+            assert {type(v) for v in values.values()} <= {
+                int, float, torch.Tensor, type(None),
+            }  # fmt: skip
+            if key in ("gnorm", "clip"):
+                seen.append(values)
+    seen += [p.detach().cpu().tolist() for p in trainer.model.parameters()]
+    return trainer, seen, waits
+
+
+RUNS = st.fixed_dictionaries(
+    {
+        "optimization__clip_norm": st.sampled_from([0.0, 0.05, 1.0]),
+        "optimization__update_freq": st.sampled_from([[1], [2]]),
+        "optimizer___name": st.sampled_from(
+            ["adam", "sgd", "adamax", "nag", "adadelta", "adagrad", "adafactor"]
+        ),
+        "lr_scheduler___name": st.sampled_from(
+            ["inverse_sqrt", "fixed", "reduce_lr_on_plateau"]
+        ),
+        "common__bf16": st.booleans(),
+        "common__seed": st.integers(1, 3),
+    }
+)
+
+
+@settings(max_examples=draws(10, 120), deadline=None)
+@given(options=RUNS, looks=st.sets(st.integers(0, UPDATES - 1), max_size=3))
+def test_a_run_is_the_one_in_which_the_host_measures_first(
+    options: dict[str, Any], looks: set[int]
+) -> None:
+    if options["optimizer___name"] == "adafactor":
+        options = {**options, "optimizer__relative_step": False}
+    _, enqueued, waits = run(True, looks, **options)
+    _, measured, others = run(False, looks, **options)
+    assert enqueued == measured
+    # The first update is measured, and one behind a look has no result to wait for.
+    assert any_gpu.REAL or (waits[0] > 0 and not any(waits[1:]))
+    assert any_gpu.REAL or all(others)
+
+
+WAITING: list[dict[str, Any]] = [
+    {"common__fp16": True},
+    {"common__amp": True},
+    {"ema__store_ema": True, "ema__ema_decay": 0.5},
+    {"optimizer___name": "lamb"},
+]
+
+
+@pytest.mark.parametrize("options", WAITING, ids=str)
+def test_what_depends_on_the_norm_waits_for_it(options: dict[str, Any]) -> None:
+    _, _, waits = run(True, set(), **options)
+    assert any_gpu.REAL or all(waits)
+
+
+def failing(tmp_path: Path, **changes: Any) -> tuple[Any, list[Any]]:
+    """A trainer whose third update was not finite, and the weights before."""
+    trainer = trainer_of(True, checkpoint__save_dir=str(tmp_path), **changes)
+    first, second, bad = tiny.batches(3)
+    trainer.train_step([first])
+    trainer.train_step([second])
+    weights = [p.detach().cpu().clone() for p in trainer.model.parameters()]
+    trainer.train_step([bad | {"factor": torch.tensor(float("nan"))}])
+    return trainer, weights
+
+
+READERS: dict[str, Any] = {
+    "the next update": lambda t: t.train_step(tiny.batches(1)),
+    "the log": lambda t: metrics.get_smoothed_values("train"),
+    "a validation": lambda t: t.valid_step(tiny.batches(1)[0]),
+    "a checkpoint": lambda t: t.save_checkpoint("checkpoint.pt", {}),
+    "the state": lambda t: t.state_dict(),
+    "a load": lambda t: t.load_checkpoint("checkpoint.pt"),
+    "a new start": lambda t: t.reinitialize(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_norm_that_is_not_finite_is_told_of_by_the_first_reader(
+    tmp_path: Path,
+    reader: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer, weights = failing(tmp_path, optimization__clip_norm=1.0)
+    with pytest.raises(FloatingPointError, match="gradients are Nan/Inf") as raised:
+        READERS[reader](trainer)
+    assert not (tmp_path / "checkpoint.pt").exists()
+    notes = "\n".join(raised.value.__notes__)
+    assert "first not finite: output[0] of criterion (Criterion)" in notes
+    assert "gradients of 3 parameters are not finite: embed.weight" in caplog.text
+    assert "update 3 failed" in caplog.text
+    assert trainer.get_num_updates() == 2
+    for now, before in zip(trainer.model.parameters(), weights, strict=True):
+        assert torch.equal(now.cpu(), before)
+    verdict = replay(str(tmp_path / "crash.pt"), trainer_of(False))
+    assert verdict.startswith("not finite: output[0] of criterion (Criterion)")
+
+
+def test_training_goes_on_behind_the_error(tmp_path: Path) -> None:
+    """The next updates are those of a run in which the host measures first."""
+    runs = []
+    for enqueues in (True, False):
+        trainer = trainer_of(enqueues, checkpoint__save_dir=str(tmp_path))
+        batches = tiny.batches(6)
+        batches[2] = batches[2] | {"factor": torch.tensor(float("inf"))}
+        told = 0
+        for batch in batches:
+            try:
+                trainer.train_step([batch])
+                trainer._await_update()
+            except FloatingPointError:
+                told += 1
+        assert told == 1
+        assert trainer.get_num_updates() == 5
+        runs.append([p.detach().cpu().tolist() for p in trainer.model.parameters()])
+    assert runs[0] == runs[1]
+
+
+class Apart(tiny.Task):
+    """Its own way to step."""
+
+    steps = True
+
+    def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
+        if self.steps:
+            super().optimizer_step(optimizer, model, update_num)
+
+
+def test_a_task_that_does_not_step_is_measured_all_the_same() -> None:
+    task = Apart()
+    trainer = tiny.trainer(task=task, criterion=Criterion(), common__cpu=False)
+    batches = tiny.batches(4)
+    trainer.train_step([batches[0]])
+    task.steps = False
+    before = [p.detach().cpu().clone() for p in trainer.model.parameters()]
+    trainer.train_step([batches[1]])
+    for now, old in zip(trainer.model.parameters(), before, strict=True):
+        assert torch.equal(now.cpu(), old)
+    assert metrics.get_smoothed_values("train")["gnorm"] > 0
+    with pytest.raises(FloatingPointError):
+        trainer.train_step([batches[2] | {"factor": torch.tensor(float("nan"))}])
+
+
+@pytest.mark.parametrize("hook", ["clip_grad_norm", "_check_grad_norms"])
+def test_an_override_sees_every_norm(hook: str) -> None:
+    trainer = trainer_of(True)
+    seen: list[float] = []
+    ours = getattr(trainer, hook)
+
+    def override(value: Any) -> Any:
+        answer = ours(value)
+        seen.append(float(value if answer is None else answer))
+        return answer
+
+    setattr(trainer, hook, override)
+    for batch in tiny.batches(3):
+        trainer.train_step([batch])
+    assert len(seen) == 3
+    assert all(norm > 0 for norm in seen)
+
+
+def test_a_trainer_may_go_before_its_norm_is_read() -> None:
+    trainer = trainer_of(True)
+    for batch in tiny.batches(3):
+        trainer.train_step([batch])
+    del trainer
+    assert str(metrics.get_smoothed_values("train")["gnorm"]) in ("nan", "None")
