@@ -252,7 +252,7 @@ def on_gpu(
     """The wrapper of a module on a GPU: ours over NCCL; torch's for another
     args.ddp_backend or, with a warning that says why, where the plugin or NCCL is
     missing."""
-    reason = nccl.why_not_served(communicator, args)
+    reason = nccl.why_not_served(communicator, args.device, args.ddp_backend)
     if reason:
         logger.warning(
             "torch's DistributedDataParallel averages the gradients, and the host "

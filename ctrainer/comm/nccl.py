@@ -58,13 +58,14 @@ def serve(over: _C.Communicator, device: torch.device) -> None:
     over.serve_gpu(beside(over, device))
 
 
-def why_not_served(over: _C.Communicator, args: Any) -> str:
-    """serve() for args.device, unless args.ddp_backend names another backend; "", or on
-    all ranks why not."""
-    if args.ddp_backend not in (None, "nccl"):
-        return f"ddp_backend is {args.ddp_backend!r}, and not nccl"
+def why_not_served(
+    over: _C.Communicator, device: torch.device, backend: str | None
+) -> str:
+    """serve(), unless the run's backend is another; "", or on all ranks why not."""
+    if backend not in (None, "nccl"):
+        return f"the backend is {backend!r}, and not nccl"
     try:
-        serve(over, args.device)
+        serve(over, device)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -669,7 +669,7 @@ class Step(_C.FairseqTrainer):
         if self._group is None:
             from ctrainer.fairseq import wrappers
 
-            self._group = wrappers.ranks(self.data_parallel_process_group, self.device)
+            self._group = wrappers.ranks(self.data_parallel_process_group)
         return self._group
 
     @property
@@ -773,6 +773,11 @@ class Step(_C.FairseqTrainer):
         model = self.model if self.is_fsdp else self._model
         params = tools.trainable(model, self._criterion)
         several = self.data_parallel_world_size > 1
+        if several and self._bmuf:  # with it the model has no wrapper
+            from ctrainer.fairseq import wrappers
+
+            backend = wrappers.backend_of(self.cfg.distributed_training)
+            wrappers.serves(self._communicator, self.device, backend)
         self._optimizer = build_trainer_optimizer(
             self.cfg, params, self._communicator if several else None
         )

@@ -7,6 +7,7 @@ fairseq/distributed/legacy_distributed_data_parallel.py.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ctrainer import _C
 from ctrainer.bmuf import BMUF
-from ctrainer.comm import parallel, run
+from ctrainer.comm import nccl, parallel, run
 from ctrainer.comm.data_parallel import DataParallel, ModuleShown, synchronize
 from ctrainer.comm.process_group import shared_communicator
 
-_HOST = torch.device("cpu")
+logger = logging.getLogger("ctrainer.fairseq.trainer")
 
 # SlowMo's momentum, by default, of so many workers at most
 _SLOW_MOMENTUM = ((16, 0.0), (32, 0.2), (64, 0.5), (math.inf, 0.6))
@@ -66,10 +67,11 @@ def wrap(options: Any, module: nn.Module, group: Any, device: Any) -> nn.Module:
         return LocalDistributed(
             module,
             group,
+            backend_of(options),
             options.localsgd_frequency,
             _slow_momentum(options, dist.get_world_size(group)),
         )
-    return LegacyDistributed(module, group)
+    return LegacyDistributed(module, group, backend_of(options))
 
 
 def wrap_apart(options: Any, module: nn.Module, group: Any, device: Any) -> nn.Module:
@@ -88,7 +90,7 @@ def wrap_apart(options: Any, module: nn.Module, group: Any, device: Any) -> nn.M
                 "or backward pass, which split_oom_batches repeats on one rank alone: "
                 f"leave out one of both, {name} or split_oom_batches"
             )
-    return LegacyDistributed(module, group)
+    return LegacyDistributed(module, group, backend_of(options))
 
 
 def _parallel(
@@ -102,18 +104,19 @@ def _parallel(
         "gradient_as_bucket_view": getattr(options, "gradient_as_bucket_view", False),
     }
     buffers = getattr(options, "broadcast_buffers", False)
-    if device.type == "cuda":
-        return _on_gpu(module, group, device, hook, {**settings, _BUFFERS: buffers})
+    over = ranks(group)
+    if not serves(over, device, backend_of(options)):
+        return _by_torch(module, group, device, hook, {**settings, _BUFFERS: buffers})
     return Distributed(
         module,
-        ranks(group, device),
+        over,
         broadcast_buffers=buffers,
         comm_hook="no" if hook == "none" else hook,
         **settings,
     )
 
 
-def _on_gpu(
+def _by_torch(
     module: nn.Module, group: Any, device: Any, hook: str, settings: dict[str, Any]
 ) -> nn.Module:
     made = GPUDistributed(
@@ -124,16 +127,32 @@ def _on_gpu(
     return made
 
 
-def ranks(group: Any, device: Any) -> _C.Communicator:
-    """What the processes of a group exchange everything over: in host memory the group
-    of the run, in shared memory, where it is this process group on one machine; else
-    the process group. The first call is a collective."""
-    if group is not None and device.type != "cuda":
+def ranks(group: Any) -> _C.Communicator:
+    """What the processes of a group exchange everything over: the group of the run, in
+    shared memory, where it is this process group on one machine; else the process
+    group. The first call is a collective."""
+    if group is not None:
         here = run.place()
         same = (here.rank, here.world_size) == (dist.get_rank(group), _size(group))
         if same and here.on_one_machine:
             return run.world()
     return shared_communicator(group)
+
+
+def serves(over: _C.Communicator, device: Any, backend: str) -> bool:
+    """Have the group exchange what is on a GPU over NCCL; false, with a warning that
+    says why, where it cannot. A collective."""
+    reason = ""
+    if device.type != "cpu":
+        reason = nccl.why_not_served(over, device, backend)
+    if reason:
+        logger.warning("what is on the GPUs is not exchanged by ctrainer: %s", reason)
+    return not reason
+
+
+def backend_of(options: Any) -> str:
+    """The backend that fairseq's group distributed_training names."""
+    return str(getattr(options, "distributed_backend", "nccl"))
 
 
 def _size(group: Any) -> int:
@@ -155,7 +174,7 @@ class Distributed(_Transparent, DataParallel):
 
 
 class GPUDistributed(_Transparent, DistributedDataParallel):
-    """torch's wrapper, for modules on a GPU."""
+    """torch's wrapper, for modules on a GPU without the plugin or NCCL."""
 
 
 class _Silent(_Transparent):
@@ -182,13 +201,14 @@ class LegacyDistributed(_Silent):
     sample leaves nobody waiting.
     """
 
-    def __init__(self, module: nn.Module, group: Any) -> None:
+    def __init__(self, module: nn.Module, group: Any, backend: str) -> None:
         super().__init__(module)
-        self._group = group
-        on_gpu = any(p.is_cuda for p in module.parameters())
-        if on_gpu:
+        self._group, over = group, ranks(group)
+        self._reducer: _C.GradReducer | None = None
+        if serves(over, _device_of(module), backend):
+            self._reducer = _reducer(module, over)
+        else:
             _broadcast(module, group)
-        self._reducer = None if on_gpu else _reducer(module, ranks(group, _HOST))
 
     @torch.no_grad()
     def all_reduce_grads(self) -> None:
@@ -234,16 +254,18 @@ class LocalDistributed(_Silent):
     """
 
     def __init__(
-        self, module: nn.Module, group: Any, frequency: int, momentum: float = 0.0
-    ) -> None:
+        self, module: nn.Module, group: Any, backend: str, frequency: int,
+        momentum: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(module)
-        self._group = ranks(group, next(module.parameters()).device)
+        self._group = ranks(group)
+        serves(self._group, _device_of(module), backend)
         self._frequency = frequency
         self._momentum = momentum
         self._averages: BMUF | None = None
         self._slow: BMUF | None = None
         self._saved: dict[str, Any] = {}
-        _broadcast(module, group)
+        synchronize(module, self._group)
 
     def blocks_state_dict(self) -> dict[str, Any]:
         """What all ranks have alike: the updates, and with a momentum of the averages
@@ -329,6 +351,10 @@ class _Updated:
 
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 @torch.no_grad()

@@ -22,7 +22,8 @@ FILE = "blocks.pt"
 def make_blocks(trainer: TrainerRun) -> None:
     """Make self._blocks if the arguments ask for it and there are several ranks:
     all begin with the first one's parameters."""
-    way, group = way_of(trainer.args), trainer._communicator
+    args, group = trainer.args, trainer._communicator
+    way = way_of(args)
     trainer._blocks = None
     if way is None or group.world_size == 1:
         return
@@ -31,10 +32,10 @@ def make_blocks(trainer: TrainerRun) -> None:
     if not trainer._inputs_stay:
         from ctrainer.comm import nccl
 
-        reason = nccl.why_not_served(group, trainer.args)
+        reason = nccl.why_not_served(group, args.device, args.ddp_backend)
         if reason:
             logger.warning("the sums of blocks go through the host: %s", reason)
-    options = SimpleNamespace(**options_of(trainer.args, way))
+    options = SimpleNamespace(**options_of(args, way))
     look = "nesterov" if way == "use_diloco" else None
     trainer._blocks = BMUF(options, trainer.optimizer, group, look=look)
     trainer._blocks.regroup(group)

