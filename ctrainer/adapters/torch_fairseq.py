@@ -62,6 +62,20 @@ def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, device="cpu")
 
 
+def is_on_gpu(value: Any) -> bool:
+    """Whether a value is a tensor of one number, in the memory of a GPU."""
+    there = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return there and value.numel() == 1 and not value.is_complex()
+
+
+def totals_of(rows: list[list[torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """The sum of each row of numbers, which all have as many, in float64."""
+    numbers = [number.detach().double().reshape(()) for row in rows for number in row]
+    if not numbers:
+        return torch.zeros(len(rows), dtype=torch.float64, device=device)
+    return torch.stack(numbers).view(len(rows), -1).sum(1)
+
+
 # Modules
 
 

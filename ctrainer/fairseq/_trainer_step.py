@@ -122,7 +122,7 @@ class Step(_C.FairseqTrainer):
     def _enqueues_updates(self) -> bool:
         """Whether updates may be left to a GPU without a wait for their norm: nothing
         but an error depends on it before the next update."""
-        if not self.cuda or self._ranks > 1 or self.is_fsdp:
+        if not self.cuda or self.is_fsdp:
             return False
         scales = self._fp16 or self._amp
         averages = self._stores_ema or self._bmuf or self._slowmo
@@ -449,9 +449,10 @@ class Step(_C.FairseqTrainer):
         ooms: int,
         samples: list[Any],
         last_is_dummy: bool,
-    ) -> tuple[list[Any], Any, bool] | None:
-        """(logging outputs, sample size, whether these are sums over the ranks) of an
-        update; None where no rank has a sample left.
+    ) -> tuple[list[Any], Any, bool, bool] | None:
+        """(logging outputs, sample size, whether these are sums over the ranks, whether
+        all ranks leave the update to their GPUs) of an update; None where no rank has a
+        sample left.
 
         outputs, dummies: of the real samples and of the dummies. ooms: how many samples
         ran out of memory.
@@ -459,7 +460,7 @@ class Step(_C.FairseqTrainer):
         void = last_is_dummy and self.original_dummies
         size = sample_size * 0.0 if void else sample_size
         size = size.float() if hasattr(size, "float") else float(size)
-        synced, real = False, float(len(outputs))
+        synced, real, enqueue = False, float(len(outputs)), self._can_enqueue()
         if self._ranks > 1 and self._sync_stats():
             step = (
                 f"train_step() after {self.get_num_updates()} updates (number of "
@@ -467,11 +468,11 @@ class Step(_C.FairseqTrainer):
             )
             seconds = self._local_cumulative_training_time()
             logs, sums = self._aggregate_in(
-                step, outputs or dummies, size, ooms, seconds, len(outputs),
+                step, outputs or dummies, size, ooms, seconds, len(outputs), enqueue,
                 ignore=real == 0 or void,
             )  # fmt: skip
-            size, dropped, seconds, real = (float(number) for number in sums)
-            ooms = int(dropped)
+            size, dropped, seconds, real, can = (float(number) for number in sums)
+            ooms, enqueue = int(dropped), can == self._ranks
             self._cumulative_training_time = seconds / self._ranks
             synced = True
             if real > 0:  # else the dummies' outputs remain
@@ -480,7 +481,7 @@ class Step(_C.FairseqTrainer):
             self._metrics.log_scalar_sum("oom", ooms, 600)
             if real == 0 and not (self._bmuf and self._ranks > 1):
                 return None
-        return outputs or dummies, size, synced
+        return outputs or dummies, size, synced, enqueue
 
     def _local_cumulative_training_time(self) -> float:
         return time.time() - self._start_time + self._previous_training_time
@@ -518,11 +519,14 @@ class Step(_C.FairseqTrainer):
         """([sums of the logs], sums of the extra numbers) over all ranks, in a
         collective of 64 numbers and, of more, a second one. Ranks that log different
         keys, or have no logs, exchange the logs themselves instead: all ranks see that
-        in the first 64 numbers, so that none waits in a collective of its own.
+        in the first 64 numbers, so that none waits in a collective of its own. Tensors
+        on a GPU are added up there, over NCCL, and no host waits for them.
         """
         logs, extras = list(logging_outputs), _extra_numbers(extra_stats_to_sum)
         keys = sorted(logs[0]) if logs else []
-        names = "\0".join([*keys, ""]).encode()
+        there = [key for key in keys if self._stays_on_gpu(logs, key)]
+        keys = [key for key in keys if key not in there]
+        names = "\0".join([*keys, "", *there]).encode()
         hashed = float(zlib.crc32(names) & 0xFFFF)  # of which squares add up exactly
         first = _EXTRAS + len(extras)
         totals = [0.0 if ignore else _total(logs, key) for key in keys]
@@ -536,9 +540,22 @@ class Step(_C.FairseqTrainer):
             if len(values) > _BLOCK:
                 sums += self._sums_of(values[_BLOCK:])
             found: list[Any] = [dict(zip(keys, sums[first:], strict=False))]
+            if there:
+                found[0] |= self._sums_on_gpu(logs, there, ignore)
         else:
             found = self._gather_logs(None if ignore else logs)
         return found, tuple(sums[_EXTRAS:first])
+
+    def _stays_on_gpu(self, logs: list[Any], key: str) -> bool:
+        on_nccl = self._communicator.gpu is not None
+        return on_nccl and all(tools.is_on_gpu(log.get(key)) for log in logs)
+
+    def _sums_on_gpu(self, logs: list[Any], keys: list[str], ignore: bool) -> Any:
+        """The sums over logs and ranks of numbers on the GPU, as tensors of float64."""
+        rows = [[] if ignore else [log[key] for log in logs] for key in keys]
+        totals = tools.totals_of(rows, self.device)
+        _C.sum_tensor(self._communicator, totals)
+        return dict(zip(keys, totals, strict=True))
 
     def _sums_of(self, values: list[float]) -> list[float]:
         return self._communicator.sum_numbers(self._step_name, values)

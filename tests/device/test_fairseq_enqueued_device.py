@@ -10,79 +10,20 @@ from typing import Any
 import any_gpu
 import fairseq_tiny as tiny
 import pytest
+import ranks
 import torch
 from draws import draws
+from fairseq_enqueued import UPDATES, Criterion, run, trainer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctrainer.fairseq import metrics
 from ctrainer.fairseq.replay import replay
 
-UPDATES = 6
-
 
 @pytest.fixture(scope="module", autouse=True)
 def gpu() -> torch.device:
     return any_gpu.device()
-
-
-class Criterion(tiny.Criterion):
-    """Logs the loss where it is, as fairseq's criterions do."""
-
-    def forward(self, model: Any, sample: dict[str, Any]) -> Any:
-        logits = model(sample["words"]).float().flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(
-            logits, sample["target"].flatten(), reduction="sum"
-        )
-        loss = loss * sample.get("factor", 1.0)
-        size = sample["target"].numel()
-        numbers = {"ntokens": size, "nsentences": len(logits), "sample_size": size}
-        return loss, size, {"loss": loss.data, **numbers}
-
-
-def trainer_of(enqueues: bool, **changes: Any) -> Any:
-    trainer = tiny.trainer(criterion=Criterion(), common__cpu=False, **changes)
-    if not enqueues:
-        trainer._enqueues_updates = lambda: False
-        trainer._read_config()
-    return trainer
-
-
-def values_of(name: str) -> dict[str, str]:
-    found = metrics.get_smoothed_values(name)
-    return {
-        k: str(v) for k, v in found.items() if k not in ("ups", "wps", "train_wall")
-    }
-
-
-def run(enqueues: bool, looks: set[int], **changes: Any) -> tuple[Any, Any, list[int]]:
-    """A trainer, what there is to see of its updates, and the waits of each. After
-    the updates in `looks` somebody reads the log, as at log_interval."""
-    trainer = trainer_of(enqueues, **changes)
-    freq = changes.get("optimization__update_freq", [1])[0]
-    seen: list[Any] = []
-    waits = []
-    with metrics.aggregate("train_inner"):
-        for i, samples in enumerate(tiny.groups(tiny.batches(UPDATES * freq), freq)):
-            before = any_gpu.waits()
-            output = trainer.train_step(samples)
-            waits.append(any_gpu.waits() - before)
-            if i in looks:
-                seen.append(values_of("train_inner"))
-                metrics.reset_meters("train_inner")
-                seen.append(output)
-    seen += [dict(output), values_of("train"), trainer.get_num_updates()]
-    state = trainer.state_dict()
-    seen += [str(state.pop(k)) for k in ("optimizer_history", "last_optimizer_state")]
-    for meters in state["extra_state"]["metrics"].values():
-        for _, key, _, values in meters:
-            assert {type(v) for v in values.values()} <= {
-                int, float, torch.Tensor, type(None),
-            }  # fmt: skip
-            if key in ("gnorm", "clip"):
-                seen.append(values)
-    seen += [p.detach().cpu().tolist() for p in trainer.model.parameters()]
-    return trainer, seen, waits
 
 
 RUNS = st.fixed_dictionaries(
@@ -244,3 +185,20 @@ def test_a_trainer_may_go_before_its_norm_is_read() -> None:
         trainer.train_step([batch])
     del trainer
     assert str(metrics.get_smoothed_values("train")["gnorm"]) in ("nan", "None")
+
+
+@pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each rank")
+def test_ranks_enqueue_their_updates(tmp_path: Path) -> None:
+    """The same runs, whose ranks compare norms an update later and add up their logs
+    over NCCL; a rank whose norms an override sees has all ranks wait."""
+    told = ranks.told(ranks.run(tmp_path, "fairseq.enqueued_ranks"))
+    for found in told:
+        for name, (same, waits, others) in found["runs"].items():
+            assert same, name
+            assert all(others), name
+            waiting = waits if name == "overridden" else waits[:1]  # the first ones
+            assert all(waiting), (name, waits)
+            assert sum(waits) == len(waiting), (name, waits)
+        assert "gradients are Nan/Inf" in found["not finite"]
+        assert "gradients are inconsistent between workers" in found["drift"]
+        assert found["updates"] == [2, 2]

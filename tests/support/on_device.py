@@ -62,7 +62,7 @@ LEFT_OUT = {
     "trainer/test_out_of_memory.py::test_ranks_fail": "ranks of GPUs are rejected",
     "trainer/test_ranks_training.py": "accelerate asks for torch's own NCCL",
     "fairseq/test_fairseq_ranks.py::test_a_rank_that_dies": "at the time-out",
-    "fairseq/test_fairseq_ranks.py::test_slow_momentum_moves": "sets weights on the host",
+    "fairseq/test_fairseq_ranks.py::test_slow_momentum_moves": "it is on the host",
     "fairseq/test_fairseq_ranks_differ": "ranks go on behind collectives of NCCL's",
     "fairseq/test_fairseq_facts.py::TestConstruction": "says that there is no device",
     "fairseq/test_fairseq_program.py::test_a_killed_run": "it is killed on the host",

@@ -1,5 +1,5 @@
 /* Functions of the module that make ranks alike, or find out whether they are: tensors
- * become one rank's, and lines of text are compared. */
+ * become one rank's or the sum of all, and lines of text are compared. */
 #include "binding/comm/communicator.h"
 
 #include "core/base/alloc.h"
@@ -39,11 +39,12 @@ read_spans(ctpy_state *state, PyObject *tensors, placed_spans *all)
     return 0;
 }
 
+/* Behind what torch has enqueued on the device, whose stream waits in place of the
+ * host. */
 static ct_status
-broadcast_on_device(ct_comm *comm, const ct_span *span, const ctpy_target *target,
-                    int root, ct_error *err)
+run_on_device(ct_comm *comm, const ct_request *request, const ctpy_target *target,
+              ct_error *err)
 {
-    const ct_span bytes = {span->data, span->n * ct_dtype_size(span->dtype), CT_U8};
     int ordinal = target->ordinal;
     ct_staged staged;
     ct_error unused;
@@ -52,11 +53,19 @@ broadcast_on_device(ct_comm *comm, const ct_span *span, const ctpy_target *targe
     if (status != CT_OK) {
         return status;
     }
-    const ct_request request = {.what = CT_BROADCAST, .root = root, .in = bytes};
-    status = ct_comm_enqueue(there, &request, target->stream, err);
+    status = ct_comm_enqueue(there, request, target->stream, err);
     (void)ct_device_switch(target->device, &ordinal, &unused);
     ct_staged_fini(&staged);
     return status;
+}
+
+static ct_status
+broadcast_on_device(ct_comm *comm, const ct_span *span, const ctpy_target *target,
+                    int root, ct_error *err)
+{
+    const ct_span bytes = {span->data, span->n * ct_dtype_size(span->dtype), CT_U8};
+    const ct_request request = {.what = CT_BROADCAST, .root = root, .in = bytes};
+    return run_on_device(comm, &request, target, err);
 }
 
 static int
@@ -125,6 +134,50 @@ ctpy_broadcast_tensors(PyObject *module, PyObject *args)
                : NULL;
 }
 
+/* ---- sums of all ranks ----------------------------------------------------------- */
+
+static const char ctpy_sum_tensor_doc[] =
+    "sum_tensor($module, communicator, tensor, /)\n--\n\n"
+    "Replace the elements of a tensor by their sums over all ranks.\n\n"
+    "tensor: a tensor or array without gaps, of one length, dtype and kind of device "
+    "on\n"
+    "every rank. On a GPU for whose memory the group has NCCL, the stream waits for "
+    "the\n"
+    "sums in place of the host.\n\n"
+    "Raises RuntimeError naming the rank when another fails or stays away.";
+
+static PyObject *
+ctpy_sum_tensor(PyObject *module, PyObject *args)
+{
+    ctpy_state *state = PyModule_GetState(module);
+    const ctpy_place place = {.what = "tensor", .group = -1};
+    PyObject *communicator, *tensor;
+    ctpy_target target;
+    ctpy_view view;
+    ct_error err;
+    if (!PyArg_ParseTuple(args, "OO:sum_tensor", &communicator, &tensor) ||
+        ctpy_view_anywhere(state, tensor, &place, &view) < 0 ||
+        ctpy_target_of(state, tensor, &place, &view, &target) < 0) {
+        return NULL;
+    }
+    if (view.readonly) {
+        (void)ctpy_reject_readonly("tensor");
+        return NULL;
+    }
+    ct_comm *comm = ctpy_comm_borrow(state, communicator);
+    if (comm == NULL) {
+        return NULL;
+    }
+    const ct_request request = {
+        .what = CT_ALL_REDUCE, .op = CT_REDUCE_SUM, .in = view.span};
+    PyThreadState *thread = ctpy_comm_enter(communicator);
+    const ct_status status = target.device == &ct_device_cpu
+                                 ? ct_comm_run(comm, &request, &err)
+                                 : run_on_device(comm, &request, &target, &err);
+    ctpy_comm_leave(communicator, thread);
+    return status == CT_OK ? Py_NewRef(Py_None) : ctpy_raise(&err);
+}
+
 /* ---- lines that all ranks have to have ------------------------------------------- */
 
 static const char ctpy_check_ranks_agree_doc[] =
@@ -156,8 +209,9 @@ ctpy_check_ranks_agree(PyObject *module, PyObject *args)
 
 PyMethodDef ctpy_comm_alike_functions[] = {
     {"broadcast_tensors", ctpy_broadcast_tensors, METH_VARARGS,
-     ctpy_broadcast_tensors_doc                                     },
+     ctpy_broadcast_tensors_doc                                                    },
     {"check_ranks_agree", ctpy_check_ranks_agree, METH_VARARGS,
-     ctpy_check_ranks_agree_doc                                     },
-    {NULL,                NULL,                   0,            NULL},
+     ctpy_check_ranks_agree_doc                                                    },
+    {"sum_tensor",        ctpy_sum_tensor,        METH_VARARGS, ctpy_sum_tensor_doc},
+    {NULL,                NULL,                   0,            NULL               },
 };

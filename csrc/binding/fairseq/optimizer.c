@@ -462,7 +462,7 @@ deferred_config(double max_norm)
 }
 
 int
-ctpy_fairseq_defer(ctpy_state *names, PyObject *optimizer, double max_norm)
+ctpy_fairseq_can_defer(ctpy_state *names, PyObject *optimizer, double max_norm)
 {
     FairseqOptimizer *self = (FairseqOptimizer *)optimizer;
     PyObject *engine = NULL;
@@ -478,10 +478,18 @@ ctpy_fairseq_defer(ctpy_state *names, PyObject *optimizer, double max_norm)
                   ? ctpy_optimizer_engine(names, self->inner, &engine)
                   : 0;
     }
-    self->deferred = can > 0 && ctpy_engine_can_enqueue(engine, &config);
-    self->deferred_norm = max_norm;
+    if (can > 0) {
+        can = ctpy_engine_can_enqueue(engine, &config);
+    }
     Py_XDECREF(engine);
-    return can < 0 ? -1 : self->deferred;
+    return can;
+}
+
+void
+ctpy_fairseq_defer(PyObject *optimizer, double max_norm)
+{
+    ((FairseqOptimizer *)optimizer)->deferred = true;
+    ((FairseqOptimizer *)optimizer)->deferred_norm = max_norm;
 }
 
 /* What was deferred, measured and clipped by the host after all. */

@@ -31,8 +31,9 @@ typedef struct FairseqTrainer {
     PyObject *lazy_norm; /* makes the norm of an enqueued update; NULL: none is */
     PyObject *enqueued_engine; /* of an update whose result is not known; else NULL */
     PyObject *enqueued_norm, *enqueued_samples, *enqueued_start; /* and that update's */
-    double clip_norm;                                            /* 0: no clipping */
-    long long world_size; /* ranks of the data-parallel group */
+    PyObject *unchecked_norm; /* which other ranks' have not been compared with */
+    double clip_norm;         /* 0: no clipping */
+    long long world_size;     /* ranks of the data-parallel group */
     int amp, bmuf, slowmo, cuda;
     int original_dummies; /* a dummy in the last place voids the whole update */
     int criterion_trains; /* the criterion has parameters */
@@ -82,7 +83,8 @@ FairseqTrainer_init(PyObject *Py_UNUSED(op), PyObject *Py_UNUSED(args),
     V(enqueued_engine)                                                                 \
     V(enqueued_norm)                                                                   \
     V(enqueued_samples)                                                                \
-    V(enqueued_start)
+    V(enqueued_start)                                                                  \
+    V(unchecked_norm)
 CTPY_LIFETIME(FairseqTrainer, TRAINER_OBJECTS)
 
 /* ---- calls of Python ------------------------------------------------------------- */
@@ -238,7 +240,7 @@ typedef struct update {
     bool last_is_dummy, overflow, raise_oom;
     bool part_follows; /* of the same sample */
     bool synced;       /* the sums are over all ranks */
-    bool deferred;     /* the optimizer's step() clips */
+    bool deferred;     /* the optimizer's step() clips, on all ranks */
     bool enqueued;     /* a GPU had the update when the host went on */
 } update;
 
@@ -455,7 +457,7 @@ recover(PyObject *op, update *u)
 static int
 sum_samples(PyObject *op, update *u)
 {
-    int synced;
+    int synced, deferred;
     PyObject *outputs, *size, *ooms = PyLong_FromLong(u->ooms), *sums = NULL;
     if (ooms != NULL) {
         PyObject *stack[] = {u->outputs,     u->dummies,
@@ -468,11 +470,12 @@ sum_samples(PyObject *op, update *u)
         Py_XDECREF(sums);
         return sums == NULL ? -1 : 0;
     }
-    int failed = !PyArg_ParseTuple(sums, "OOp", &outputs, &size, &synced);
+    int failed = !PyArg_ParseTuple(sums, "OOpp", &outputs, &size, &synced, &deferred);
     if (!failed) {
         Py_SETREF(u->outputs, Py_NewRef(outputs));
         Py_SETREF(u->sample_size, Py_NewRef(size));
         u->synced = synced;
+        u->deferred = deferred;
     }
     Py_DECREF(sums);
     return failed ? -1 : 1;
@@ -566,15 +569,19 @@ report_failure(PyObject *op, update *u)
 
 /* ---- an update that a GPU is still busy with --------------------------------------
  *
- * With nobody who looks at the norm before the update, on one GPU, the host enqueues
- * norm, clipping and update, and counts the update as made. The result is awaited in
- * the next update, after the forward and backward pass of the next samples, or where
- * the norm is read, before a validation and a checkpoint. Gradients that are not finite
- * are an error then, with the samples that they are of. */
+ * With nobody who looks at the norm before the update the host enqueues norm, clipping
+ * and update, and counts the update as made. The result is awaited in the next update,
+ * after the forward and backward pass of the next samples, or where the norm is read,
+ * before a validation and a checkpoint. Gradients that are not finite are an error
+ * then, with the samples that they are of. Several ranks compare their norms in the
+ * next update, where all of them are. */
 
-/* 1: step() clips, and u->grad_norm will be known later; 0: clip() has to; -1. */
-static int
-defer(PyObject *op, PyObject *optimizer, update *u)
+static const char FairseqTrainer__can_enqueue_doc[] =
+    "_can_enqueue($self, /)\n--\n\n"
+    "Whether this rank can leave the next update to a GPU without a wait for its norm.";
+
+static PyObject *
+FairseqTrainer__can_enqueue(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     const FairseqTrainer *self = (FairseqTrainer *)op;
     ctpy_state *names = ctpy_state_borrow(op);
@@ -585,14 +592,26 @@ defer(PyObject *op, PyObject *optimizer, update *u)
         can = ctpy_is_default(op, hooks[i]);
     }
     if (can > 0) {
-        can = ctpy_fairseq_defer(names, optimizer, self->clip_norm);
+        PyObject *optimizer = PyObject_GetAttr(op, names->str_optimizer);
+        can = optimizer == NULL
+                  ? -1
+                  : ctpy_fairseq_can_defer(names, optimizer, self->clip_norm);
+        Py_XDECREF(optimizer);
     }
-    if (can > 0) {
-        u->grad_norm = PyObject_CallOneArg(self->lazy_norm, op);
-        can = u->grad_norm == NULL ? -1 : 1;
+    return can < 0 ? NULL : PyBool_FromLong(can);
+}
+
+/* Leaves norm and clipping to step(); u->grad_norm will be known later. */
+static int
+defer(PyObject *op, PyObject *optimizer, update *u)
+{
+    const FairseqTrainer *self = (FairseqTrainer *)op;
+    u->grad_norm = PyObject_CallOneArg(self->lazy_norm, op);
+    if (u->grad_norm == NULL) {
+        return -1;
     }
-    u->deferred = can > 0;
-    return can;
+    ctpy_fairseq_defer(optimizer, self->clip_norm);
+    return 0;
 }
 
 /* norm.settle(value) */
@@ -631,9 +650,35 @@ leave_enqueued(PyObject *op, PyObject *optimizer, const update *u)
     return 0;
 }
 
+/* self._check_grad_norms(norm), a collective: ranks with other norms than this one have
+ * other gradients. */
+static int
+compare_norms(PyObject *op, PyObject *norm)
+{
+    return ctpy_drop_steal(PyObject_CallMethodOneArg(
+        op, ctpy_state_borrow(op)->str__check_grad_norms, norm));
+}
+
+/* The norm of an enqueued update, which is known now. together: all ranks are here. */
+static int
+judge_enqueued(PyObject *op, const update *u, bool finite, bool together)
+{
+    FairseqTrainer *self = (FairseqTrainer *)op;
+    if (together && compare_norms(op, u->grad_norm) < 0) {
+        return -1;
+    }
+    if (!together && self->world_size > 1) {
+        Py_XSETREF(self->unchecked_norm, Py_NewRef(u->grad_norm));
+    }
+    if (!finite) {
+        PyErr_SetString(PyExc_FloatingPointError, "gradients are Nan/Inf");
+    }
+    return finite ? 0 : -1;
+}
+
 /* Waits for the result of the last update, unless that is known. */
 static int
-await_update(PyObject *op)
+await_update(PyObject *op, bool together)
 {
     FairseqTrainer *self = (FairseqTrainer *)op;
     PyObject *engine = self->enqueued_engine;
@@ -652,8 +697,7 @@ await_update(PyObject *op)
     self->enqueued_samples = self->enqueued_start = NULL;
     int failed = ctpy_engine_await(engine, &result) < 0 ||
                  settle(op, u.grad_norm, result.grad_norm) < 0;
-    if (!failed && !result.finite) {
-        PyErr_SetString(PyExc_FloatingPointError, "gradients are Nan/Inf");
+    if (!failed && judge_enqueued(op, &u, result.finite, together) < 0) {
         report_failure(op, &u);
         self->handled = self->depth > 0; /* not again for the update under way */
         failed = true;
@@ -661,6 +705,21 @@ await_update(PyObject *op)
     Py_DECREF(engine);
     update_release(&u);
     return failed ? -1 : 0;
+}
+
+/* In train_step() of all ranks: also compares the norm that one of them has read. */
+static int
+await_together(PyObject *op)
+{
+    FairseqTrainer *self = (FairseqTrainer *)op;
+    if (await_update(op, true) < 0) {
+        return -1;
+    }
+    PyObject *norm = self->unchecked_norm;
+    self->unchecked_norm = NULL;
+    const int failed = norm == NULL ? 0 : compare_norms(op, norm);
+    Py_XDECREF(norm);
+    return failed;
 }
 
 static const char FairseqTrainer__await_update_doc[] =
@@ -671,7 +730,7 @@ static const char FairseqTrainer__await_update_doc[] =
 static PyObject *
 FairseqTrainer__await_update(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    return await_update(op) < 0 ? NULL : Py_NewRef(Py_None);
+    return await_update(op, false) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* ---- from gradients to parameters ------------------------------------------------ */
@@ -725,9 +784,7 @@ clip(PyObject *op, update *u)
         Py_DECREF(limit);
     }
     if (u->grad_norm == NULL ||
-        (!self->slowmo && !self->bmuf &&
-         ctpy_drop_steal(PyObject_CallMethodOneArg(op, names->str__check_grad_norms,
-                                                   u->grad_norm)) < 0)) {
+        (!self->slowmo && !self->bmuf && compare_norms(op, u->grad_norm) < 0)) {
         return -1;
     }
     const double norm = PyFloat_AsDouble(u->grad_norm);
@@ -766,7 +823,7 @@ static int
 use_gradients(PyObject *op, update *u)
 {
     ctpy_state *names = ctpy_state_borrow(op);
-    if (await_update(op) < 0) {
+    if (await_together(op) < 0) {
         return -1;
     }
     PyObject *optimizer = PyObject_GetAttr(op, names->str_optimizer);
@@ -774,8 +831,7 @@ use_gradients(PyObject *op, update *u)
                  (((FairseqTrainer *)op)->criterion_trains &&
                   all_reduce(op, optimizer, names->str_criterion) < 0) ||
                  normalise(op, optimizer, u) < 0;
-    const int deferred = failed ? -1 : defer(op, optimizer, u);
-    failed = deferred < 0 || (deferred == 0 && clip(op, u) < 0) ||
+    failed = failed || (u->deferred ? defer(op, optimizer, u) : clip(op, u)) < 0 ||
              optimizer_step(op, optimizer) < 0 || leave_enqueued(op, optimizer, u) < 0;
     Py_XDECREF(optimizer);
     return failed ? -1 : 0;
@@ -911,6 +967,8 @@ static PyGetSetDef FairseqTrainer_getset[] = {
 };
 
 static PyMethodDef FairseqTrainer_methods[] = {
+    {"_can_enqueue",   FairseqTrainer__can_enqueue,                                METH_NOARGS,
+     FairseqTrainer__can_enqueue_doc                                                                                             },
     {"_await_update",  FairseqTrainer__await_update,                               METH_NOARGS,
      FairseqTrainer__await_update_doc                                                                                            },
     {"_take_settings", (PyCFunction)(void (*)(void))FairseqTrainer__take_settings,
