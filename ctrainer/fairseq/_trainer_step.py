@@ -410,10 +410,9 @@ class Step(_C.FairseqTrainer):
             metrics.log_speed("ups", 1.0, 100, 2)
             metrics.log_scalar("gnorm", norm, 1, 400, 3)
             if self._clip_norm > 0:
-                clipped = LazyNumber(self._percent_clipped, norm)
-                metrics.log_scalar(
-                    "clip", clipped if lazy else float(clipped), 1, 500, 1
-                )
+                share = functools.partial(_percent_clipped, self._clip_norm)
+                clipped = LazyNumber(share, norm) if lazy else share(norm)
+                metrics.log_scalar("clip", clipped, 1, 500, 1)
         context = metrics.aggregate()
         meters = context.__enter__()
         try:
@@ -423,12 +422,10 @@ class Step(_C.FairseqTrainer):
                 self._log_no_loss()
             values = functools.partial(_smoothed, meters, sample_size)
             # Of a GPU's tensors a read waits for the update.
-            return LazyValues(values) if self.cuda else values()
+            known = {"sample_size": sample_size}
+            return LazyValues(values, known) if self.cuda else values()
         finally:
             context.__exit__(None, None, None)  # fairseq's own forgets its `finally`
-
-    def _percent_clipped(self, norm: float) -> float:
-        return 100.0 if norm > self._clip_norm else 0.0
 
     def _log_no_loss(self) -> None:
         if "loss" not in self._warn_once:
@@ -826,6 +823,10 @@ class Step(_C.FairseqTrainer):
         if self._cumulative_training_time is not None:
             return self._cumulative_training_time
         return self._local_cumulative_training_time()
+
+
+def _percent_clipped(limit: float, norm: float) -> float:
+    return 100.0 if norm > limit else 0.0
 
 
 def _smoothed(meters: Any, sample_size: Any) -> Any:

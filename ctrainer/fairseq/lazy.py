@@ -23,6 +23,15 @@ def plain(value: Any) -> Any:
     return float(value) if isinstance(value, LazyNumber) else value
 
 
+def is_known(value: Any) -> bool:
+    """Return whether a number has its value, which only a LazyNumber may lack.
+
+    Args:
+        value: The number.
+    """
+    return not isinstance(value, LazyNumber) or value.is_known
+
+
 def _lazily(compute: Callable[..., float]) -> Callable[..., Any]:
     """A method whose result is lazy as long as an operand is not known."""
 
@@ -56,20 +65,21 @@ class LazyNumber:
     """
 
     def __init__(self, compute: Callable[..., float], *operands: Any) -> None:
-        self._compute, self._operands = compute, operands
+        # Of known ones the values: a sum of all updates keeps none of its terms.
+        known = [plain(n) if is_known(n) else n for n in operands]
+        self._compute, self._operands = compute, known
         self._value: float | None = None
 
     @property
     def is_known(self) -> bool:
         """Whether a read waits for nothing."""
-        operands = [n for n in self._operands if isinstance(n, LazyNumber)]
-        known = bool(operands) and all(number.is_known for number in operands)
+        known = bool(self._operands) and all(map(is_known, self._operands))
         return self._value is not None or known
 
     def __float__(self) -> float:
         if self._value is None:
             self._value = float(self._compute(*map(plain, self._operands)))
-            self._operands = ()
+            self._operands = []
         return self._value
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -123,15 +133,19 @@ class LazyValues(dict[str, Any]):
 
     Args:
         fill (Callable[[], Mapping[str, Any]]): Returns what is in it.
+        known (Mapping[str, Any]): A part of that, not empty: json takes a dict for
+            empty that has nothing.
 
     Example:
         >>> from ctrainer.fairseq.lazy import LazyValues
-        >>> LazyValues(lambda: {"loss": 0.5})["loss"]
+        >>> LazyValues(lambda: {"loss": 0.5, "size": 2}, {"size": 2})["loss"]
         0.5
     """
 
-    def __init__(self, fill: Callable[[], Mapping[str, Any]]) -> None:
-        super().__init__()
+    def __init__(
+        self, fill: Callable[[], Mapping[str, Any]], known: Mapping[str, Any]
+    ) -> None:
+        super().__init__(known)
         self._fill: Callable[[], Mapping[str, Any]] | None = fill
 
     def fill(self) -> None:
@@ -139,6 +153,7 @@ class LazyValues(dict[str, Any]):
         if self._fill is not None:
             values = self._fill()
             self._fill = None
+            dict.clear(self)
             dict.update(self, values)
 
     def __reduce__(self) -> tuple[Any, ...]:

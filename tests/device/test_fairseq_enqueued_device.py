@@ -4,6 +4,8 @@ the samples that it is of."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +182,13 @@ def test_an_override_sees_every_norm(hook: str) -> None:
 
 
 def test_a_trainer_may_go_before_its_norm_is_read() -> None:
-    trainer = trainer_of(True)
+    trainer = trainer_of(True, optimization__clip_norm=0.5)
     for batch in tiny.batches(3):
         trainer.train_step([batch])
+    gone = weakref.ref(trainer)
     del trainer
+    gc.collect()
+    assert gone() is None
     assert str(metrics.get_smoothed_values("train")["gnorm"]) in ("nan", "None")
 
 

@@ -205,8 +205,13 @@ def crashed(sample: dict[str, Any], kind: type[Exception], **options: Any) -> An
     ours = tiny.trainer(**options)
     ours._epoch_itr = SimpleNamespace(state_dict=lambda: {"epoch": 3})
     run(ours, tiny.batches(2))
-    with pytest.raises(kind) as info:
+
+    def fail() -> None:
         ours.train_step([tiny.batches(1)[0], sample])
+        ours._await_update()  # of a GPU
+
+    with pytest.raises(kind) as info:
+        fail()
     return ours, info.value, tools.load_file("checkpoints/crash.pt")
 
 
