@@ -575,6 +575,7 @@ class Step(_C.FairseqTrainer):
         """
         if self._ranks == 1:
             return
+        self._check_collectives()
         gathered = np.zeros(self._ranks)
         self._communicator.all_gather(gathered, np.array([float(grad_norm)]))
         norms: list[float] = gathered.tolist()
@@ -593,6 +594,26 @@ class Step(_C.FairseqTrainer):
             f"GPUs in training?\n{rule}\ngrad_norm across the workers:\n{table}\n\n"
             f"{rule}"
         )
+
+    def _check_collectives(self) -> None:
+        """Raise RuntimeError where a collective of the GPUs has failed in the update
+        that the host has waited for: the streams have continued with wrong values."""
+        if not self.cuda:
+            return
+        if self._group is not None:
+            self._group.check()
+        if self.is_fsdp and self._wrapped_model is not None:
+            self._wrapped_model.communicator.check()
+
+    def _await_update(self) -> None:
+        """Wait for the result of the last update where a GPU is still busy with it.
+
+        Raises:
+            FloatingPointError: the norm of its gradients is Inf or NaN.
+            RuntimeError: a collective of the GPUs has failed.
+        """
+        super()._await_update()
+        self._check_collectives()
 
     # Validation
 

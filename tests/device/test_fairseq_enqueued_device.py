@@ -207,3 +207,26 @@ def test_ranks_enqueue_their_updates(tmp_path: Path) -> None:
         assert "gradients are Nan/Inf" in found["not finite"]
         assert "gradients are inconsistent between workers" in found["drift"]
         assert found["updates"] == [2, 2]
+
+
+@pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each rank")
+@pytest.mark.parametrize(
+    ("backend", "enqueues", "from_last"),
+    [
+        ("pytorch_ddp", True, 1), ("pytorch_ddp", True, 2), ("pytorch_ddp", False, 2),
+        ("legacy_ddp", True, 2), ("legacy_ddp", False, 2), ("fully_sharded", False, 1),
+        ("fully_sharded", False, 2),
+    ],
+)  # fmt: skip
+def test_no_update_behind_a_failed_collective_is_saved(
+    tmp_path: Path, backend: str, enqueues: bool, from_last: int
+) -> None:
+    """Its weights are wrong, and the streams have continued."""
+    for rank in ranks.run(
+        tmp_path, "fairseq.broken_behind", backend=backend, enqueues=enqueues,
+        from_last=from_last,
+    ):  # fmt: skip
+        assert rank.code == 0, rank.output
+        error, saved = rank.told
+        assert "not done, within 2 seconds" in error
+        assert saved == []

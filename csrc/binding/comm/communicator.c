@@ -450,6 +450,26 @@ Communicator_barrier(PyObject *op, PyObject *Py_UNUSED(unused))
                                                                   : Py_NewRef(Py_None);
 }
 
+static const char Communicator_check_doc[] =
+    "check($self, /)\n--\n\n"
+    "Raise RuntimeError where a collective that a stream waited for has failed, so "
+    "that\n"
+    "the stream continued with wrong values: for a host that has waited for the "
+    "stream.";
+
+static PyObject *
+Communicator_check(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    ct_comm *comm = ctpy_comm_borrow(ctpy_state_borrow(op), op);
+    ct_error err;
+    if (comm == NULL) {
+        return NULL;
+    }
+    return ct_comm_check(comm->on_gpu == NULL ? comm : comm->on_gpu, &err) == CT_OK
+               ? Py_NewRef(Py_None)
+               : ctpy_raise(&err);
+}
+
 /* ---- numbers --------------------------------------------------------------------- */
 
 static const char Communicator_sum_numbers_doc[] =
@@ -794,6 +814,7 @@ static PyMethodDef Communicator_methods[] = {
     METHOD(all_reduce, METH_VARARGS | METH_KEYWORDS),
     METHOD(all_to_all, METH_VARARGS | METH_KEYWORDS),
     METHOD(barrier, METH_NOARGS),
+    METHOD(check, METH_NOARGS),
     METHOD(broadcast, METH_VARARGS | METH_KEYWORDS),
     METHOD(broadcast_bytes, METH_VARARGS | METH_KEYWORDS),
     METHOD(close, METH_NOARGS),
