@@ -8,6 +8,7 @@ from typing import Any
 
 import any_gpu
 import pytest
+import ranks
 import tiny
 import torch
 from fsdp_scenarios import on_meta
@@ -216,6 +217,19 @@ def test_an_engine_moves_a_unit_at_a_time(gpu: torch.device, whole: list[int]) -
         assert sum(whole) == sum(p.numel() for p in tiny.gpt2().parameters())
         whole.clear()
     assert all(loss < 3.9 for loss in losses)
+
+
+@pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each rank")
+@pytest.mark.parametrize(("stage", "from_last"), [(0, 1), (1, 3), (3, 1), (3, 2)])
+def test_an_engine_saves_no_update_behind_a_failed_collective(
+    tmp_path: Path, stage: int, from_last: int
+) -> None:
+    program, options = "fsdp.deepspeed_broken_behind", {"from_last": from_last}
+    for rank in ranks.run(tmp_path, program, stage=stage, **options):
+        assert rank.code == 0, rank.output
+        error, saved = rank.told
+        assert "not done, within 2 seconds" in error
+        assert saved == []
 
 
 LAYERS = [nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)]

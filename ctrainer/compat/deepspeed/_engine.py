@@ -373,7 +373,8 @@ class DeepSpeedEngine(ModuleShown):
             lr_kwargs (dict | None, default None): Of the scheduler's step().
 
         Raises:
-            RuntimeError: there is no optimizer, or it is called in no_sync().
+            RuntimeError: there is no optimizer, or it is called in no_sync(), or a
+                collective of the ranks' GPUs has failed in the update.
         """
         self._check_optimizer("step")
         if not self._syncs:
@@ -394,6 +395,7 @@ class DeepSpeedEngine(ModuleShown):
             scaler=self._scaler,
             shards=unit.communicator if self._is_sharded else None,
         )
+        self.communicator.check()  # of GPUs whose sum of the gradients never came
         self._norm, self._applied = norm if updated else math.inf, updated
         if self._strays:
             self.zero_grad()
