@@ -103,7 +103,7 @@ ON_DEVICE := $(addprefix tests/python/,optim callbacks trainer/test_trainer_prec
     $(addprefix compat/test_, fairscale.py deepspeed_drawn_engines.py deepspeed_engine.py) \
     fsdp/test_deepspeed_training.py $(addprefix fsdp/test_fsdp, .py _copies.py _dtypes.py \
     _meta.py _prefetch.py _threads.py _trainer.py _values.py) \
-    $(addprefix fairseq/test_fairseq_, optimizers.py sharding.py trainer.py))
+    $(addprefix fairseq/test_fairseq_, optimizers.py ranks.py sharding.py trainer.py))
 ALL_ON_DEVICE := $(addprefix tests/python/,optim callbacks fairseq trainer checkpoint \
     evaluate data bmuf ddp fsdp compat) \
     tests/binding/trainer tests/binding/evaluate tests/parity

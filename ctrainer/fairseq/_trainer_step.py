@@ -704,7 +704,9 @@ class Step(_C.FairseqTrainer):
         if self._group is None:
             from ctrainer.fairseq import wrappers
 
-            self._group = wrappers.ranks(self.data_parallel_process_group)
+            self._group = wrappers.ranks(
+                self.data_parallel_process_group, self.cfg.distributed_training
+            )
         return self._group
 
     @property
@@ -811,8 +813,8 @@ class Step(_C.FairseqTrainer):
         if several and self._bmuf:  # with it the model has no wrapper
             from ctrainer.fairseq import wrappers
 
-            backend = wrappers.backend_of(self.cfg.distributed_training)
-            wrappers.serves(self._communicator, self.device, backend)
+            options = self.cfg.distributed_training
+            wrappers.serves(self._communicator, self.device, options)
         self._optimizer = build_trainer_optimizer(
             self.cfg, params, self._communicator if several else None
         )

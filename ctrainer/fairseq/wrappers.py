@@ -63,15 +63,12 @@ def wrap(options: Any, module: nn.Module, group: Any, device: Any) -> nn.Module:
             f"distributed_training.ddp_comm_hook is {hook!r}: hooks are for "
             f"--ddp-backend=pytorch_ddp, and it is {backend}"
         )
+    over = ranks(group, options)
+    served = serves(over, device, options)
     if backend == "slowmo":
-        return LocalDistributed(
-            module,
-            group,
-            backend_of(options),
-            options.localsgd_frequency,
-            _slow_momentum(options, dist.get_world_size(group)),
-        )
-    return LegacyDistributed(module, group, backend_of(options))
+        momentum = _slow_momentum(options, over.world_size)
+        return LocalDistributed(module, over, options.localsgd_frequency, momentum)
+    return LegacyDistributed(module, group, over if served else None)
 
 
 def wrap_apart(options: Any, module: nn.Module, group: Any, device: Any) -> nn.Module:
@@ -90,7 +87,9 @@ def wrap_apart(options: Any, module: nn.Module, group: Any, device: Any) -> nn.M
                 "or backward pass, which split_oom_batches repeats on one rank alone: "
                 f"leave out one of both, {name} or split_oom_batches"
             )
-    return LegacyDistributed(module, group, backend_of(options))
+    over = ranks(group, options)
+    served = serves(over, device, options)
+    return LegacyDistributed(module, group, over if served else None)
 
 
 def _parallel(
@@ -104,8 +103,8 @@ def _parallel(
         "gradient_as_bucket_view": getattr(options, "gradient_as_bucket_view", False),
     }
     buffers = getattr(options, "broadcast_buffers", False)
-    over = ranks(group)
-    if not serves(over, device, backend_of(options)):
+    over = ranks(group, options)
+    if not serves(over, device, options):
         return _by_torch(module, group, device, hook, {**settings, _BUFFERS: buffers})
     return Distributed(
         module,
@@ -127,32 +126,34 @@ def _by_torch(
     return made
 
 
-def ranks(group: Any) -> _C.Communicator:
+def ranks(group: Any, options: Any) -> _C.Communicator:
     """What the processes of a group exchange everything over: the group of the run, in
     shared memory, where it is this process group on one machine; else the process
-    group. The first call is a collective."""
+    group. The first call is a collective.
+
+    options: fairseq's group distributed_training, whose heartbeat_timeout is how long
+    ranks wait for each other where the call joins the run.
+    """
     if group is not None:
+        seconds = getattr(options, "heartbeat_timeout", -1)
         here = run.place()
         same = (here.rank, here.world_size) == (dist.get_rank(group), _size(group))
         if same and here.on_one_machine:
-            return run.world()
+            return run.world(seconds if seconds > 0 else None)
     return shared_communicator(group)
 
 
-def serves(over: _C.Communicator, device: Any, backend: str) -> bool:
+def serves(over: _C.Communicator, device: Any, options: Any) -> bool:
     """Have the group exchange what is on a GPU over NCCL; false, with a warning that
-    says why, where it cannot. A collective."""
+    says why, where it cannot, or options.distributed_backend names another backend. A
+    collective."""
     reason = ""
     if device.type != "cpu":
+        backend = getattr(options, "distributed_backend", "nccl")
         reason = nccl.why_not_served(over, device, backend)
     if reason:
         logger.warning("what is on the GPUs is not exchanged by ctrainer: %s", reason)
     return not reason
-
-
-def backend_of(options: Any) -> str:
-    """The backend that fairseq's group distributed_training names."""
-    return str(getattr(options, "distributed_backend", "nccl"))
 
 
 def _size(group: Any) -> int:
@@ -201,13 +202,14 @@ class LegacyDistributed(_Silent):
     sample leaves nobody waiting.
     """
 
-    def __init__(self, module: nn.Module, group: Any, backend: str) -> None:
+    def __init__(
+        self, module: nn.Module, group: Any, over: _C.Communicator | None
+    ) -> None:
+        """over: the ranks of the process group; None: torch averages."""
         super().__init__(module)
-        self._group, over = group, ranks(group)
-        self._reducer: _C.GradReducer | None = None
-        if serves(over, _device_of(module), backend):
-            self._reducer = _reducer(module, over)
-        else:
+        self._group = group
+        self._reducer = None if over is None else _reducer(module, over)
+        if over is None:
             _broadcast(module, group)
 
     @torch.no_grad()
@@ -254,12 +256,14 @@ class LocalDistributed(_Silent):
     """
 
     def __init__(
-        self, module: nn.Module, group: Any, backend: str, frequency: int,
+        self,
+        module: nn.Module,
+        over: _C.Communicator,
+        frequency: int,
         momentum: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(module)
-        self._group = ranks(group)
-        serves(self._group, _device_of(module), backend)
+        self._group = over
         self._frequency = frequency
         self._momentum = momentum
         self._averages: BMUF | None = None
@@ -351,10 +355,6 @@ class _Updated:
 
     def state_dict(self) -> dict[str, Any]:
         return {}
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
 
 
 @torch.no_grad()

@@ -201,9 +201,9 @@ def test_ranks_enqueue_their_updates(tmp_path: Path) -> None:
         for name, (same, waits, others) in found["runs"].items():
             assert same, name
             assert all(others), name
-            waiting = waits if name == "overridden" else waits[:1]  # the first ones
+            waiting = waits if name in ("overridden", "others stay") else waits[:1]
             assert all(waiting), (name, waits)
-            assert sum(waits) == len(waiting), (name, waits)
+            assert not any(waits[len(waiting) :]), (name, waits)
         assert "gradients are Nan/Inf" in found["not finite"]
         assert "gradients are inconsistent between workers" in found["drift"]
         assert found["updates"] == [2, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import any_gpu
@@ -16,6 +18,8 @@ UPDATES = 6
 class Criterion(tiny.Criterion):
     """Logs the loss where it is, as fairseq's criterions do."""
 
+    stays = True
+
     def forward(self, model: Any, sample: dict[str, Any]) -> Any:
         logits = model(sample["words"]).float().flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(
@@ -24,7 +28,8 @@ class Criterion(tiny.Criterion):
         loss = loss * sample.get("factor", 1.0)
         size = sample["target"].numel()
         numbers = {"ntokens": size, "nsentences": len(logits), "sample_size": size}
-        return loss, size, {"loss": loss.data, **numbers}
+        logged = loss.data if self.stays else loss.item()
+        return loss, size, {"loss": logged, **numbers}
 
 
 def trainer_of(enqueues: bool, **changes: Any) -> Any:
@@ -44,13 +49,22 @@ def values_of(name: str) -> dict[str, str]:
 
 
 def run(
-    enqueues: bool, looks: set[int], rank: int = 0, world: int = 1, **changes: Any
+    enqueues: bool,
+    looks: set[int],
+    rank: int = 0,
+    world: int = 1,
+    without: Mapping[int, Iterable[int]] = MappingProxyType({}),
+    **changes: Any,
 ) -> tuple[Any, list[Any], list[int]]:
     """A trainer, what there is to see of its updates, and the waits of each. After
-    the updates in `looks` somebody reads the log, as at log_interval."""
+    the updates in `looks` somebody reads the log, as at log_interval. without: the
+    updates for which a rank has no batch."""
     trainer = trainer_of(enqueues, **changes)
     freq = changes.get("optimization__update_freq", [1])[0]
-    mine = tiny.batches(UPDATES * freq * world)[rank::world]
+    trainer.reset_dummy_batch("DUMMY")
+    mine: list[Any] = tiny.batches(UPDATES * freq * world)[rank::world]
+    for update in without.get(rank, ()):
+        mine[update] = None
     seen: list[Any] = []
     waits = []
     with metrics.aggregate("train_inner"):

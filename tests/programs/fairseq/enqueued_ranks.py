@@ -7,7 +7,7 @@ import any_gpu
 import fairseq_tiny as tiny
 import numpy as np
 import torch
-from fairseq_enqueued import run, trainer_of
+from fairseq_enqueued import Criterion, run, trainer_of
 from programs.run import folder, join_gloo, rank, tell, world
 from torch import nn
 
@@ -27,6 +27,8 @@ CASES = {
         "optimizer___name": "adafactor",
         "optimizer__relative_step": False,
     },
+    "without a batch": {**TWO, "without": {1: [2, 4], 0: [3]}},
+    "others stay": TWO,
     "overridden": TWO,
 }
 
@@ -70,6 +72,7 @@ def is_close(seen, host):
 found = {"runs": {}}
 for name, changes in CASES.items():
     looks = {3} if name == "clipped" else set()
+    Criterion.stays = name != "others stay" or rank == 0
     cls = Overridden if name == "overridden" and rank == 1 else tiny.Trainer
     with mock.patch.object(tiny, "Trainer", cls):
         _, enqueued, waits = run(True, looks, rank, world, **changes)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
 from ranks import run_alone
 
 from ctrainer.fairseq import distributed
@@ -189,3 +190,13 @@ def test_a_worker_that_fails_ends_the_others_and_is_named(
     # A thread of gloo that releases a tensor later than this ends the process by an
     # abort, so that its parent may see that in place of the exception.
     assert (tmp_path / "threads1").read_text() == ""
+
+
+def test_heartbeat_timeout_is_that_of_collectives_in_shared_memory(
+    tmp_path: Path,
+) -> None:
+    first = ranks.run(tmp_path, "fairseq.heartbeat")[0]
+    assert first.code == 0, first.output
+    error, seconds = first.told
+    assert "did not come within 2 seconds" in error
+    assert seconds < 6
