@@ -205,8 +205,9 @@ def test_ranks_enqueue_their_updates(tmp_path: Path) -> None:
             assert all(waiting), (name, waits)
             assert not any(waits[len(waiting) :]), (name, waits)
         assert "gradients are Nan/Inf" in found["not finite"]
-        assert "gradients are inconsistent between workers" in found["drift"]
-        assert found["updates"] == [2, 2]
+        for name in ("drift", "drift, read"):
+            assert "gradients are inconsistent between workers" in found[name]
+        assert found["updates"][:2] == [2, 2]
 
 
 @pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each rank")

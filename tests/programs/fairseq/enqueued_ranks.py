@@ -11,6 +11,8 @@ from fairseq_enqueued import Criterion, run, trainer_of
 from programs.run import folder, join_gloo, rank, tell, world
 from torch import nn
 
+from ctrainer.fairseq import metrics
+
 any_gpu.device()
 join_gloo()
 
@@ -84,15 +86,17 @@ for name, changes in CASES.items():
     found["runs"][name] = [same, waits, others]
 
 found["updates"] = []
-for name, factor in (("not finite", "nan"), ("drift", "1")):
+for name, factor in (("not finite", "nan"), ("drift", "1"), ("drift, read", "1")):
     trainer = trainer_of(True, checkpoint__save_dir=f"{folder}/{name}", **LEGACY)
     batches = tiny.batches(8)[rank::world]
     for batch in batches[:2]:
         trainer.train_step([batch])
     try:
-        if name == "drift" and rank == 1:
+        if name != "not finite" and rank == 1:
             trainer._wrapped_model = Drifted(trainer.model)
         trainer.train_step([{**batches[2], "factor": torch.tensor(float(factor))}])
+        if name == "drift, read" and rank == 0:  # which is no collective
+            metrics.get_smoothed_values("train")
         trainer.train_step([batches[3]])
     except FloatingPointError as error:
         found[name] = str(error)
