@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import inspect
 import io
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -60,6 +61,16 @@ def autocast(module: Module, enabled: bool) -> contextlib.AbstractContextManager
 
 def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, device="cpu")
+
+
+def is_idle_within(seconds: float) -> bool:
+    """Whether the accelerator's current stream has done its work within a time."""
+    stream, end = torch.accelerator.current_stream(), time.monotonic() + seconds
+    while not stream.query():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def is_on_gpu(value: Any) -> bool:

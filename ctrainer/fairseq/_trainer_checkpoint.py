@@ -139,6 +139,7 @@ def load_residuals(
 # fairseq's checkpoints: its dictionary, written whole or not at all.
 
 
+_STUCK_SECONDS = 10.0  # of a GPU that other ranks may have left
 _SLOWMO = "slowmo"  # of extra_state: what LocalDistributed has of its blocks
 
 
@@ -541,9 +542,13 @@ class Failures(Checkpoints):
         """Write crash.pt, unless the trainer has not got as far as an optimizer."""
         if self._optimizer is None:
             return
+        in_doubt = self._leave_stuck_groups() and self._enqueued_engine is not None
         folder = setting(self.cfg, "checkpoint", "save_dir", "checkpoints")
         rank = self.data_parallel_rank
         path = os.path.join(folder, f"crash.rank{rank}.pt" if rank else "crash.pt")
+        if in_doubt:
+            logger.error("%s is not written: the last update was not done", path)
+            return
         try:
             os.makedirs(folder, exist_ok=True)
             tools.save_file(path, self._crash_state(error, samples, place, rng))
@@ -555,6 +560,16 @@ class Failures(Checkpoints):
             self.get_num_updates() + 1,
             path,
         )
+
+    def _leave_stuck_groups(self) -> bool:
+        """Where another rank has failed, this one's GPU may wait for its part of a
+        collective until the time-out, and a copy of the weights would, too. Then this
+        rank leaves, and true is returned."""
+        groups = self._groups_on_gpus()
+        stuck = bool(groups) and not tools.is_idle_within(_STUCK_SECONDS)
+        for group in groups if stuck else ():
+            group.close()  # which aborts what the streams wait for
+        return stuck
 
     def _crash_state(
         self, error: BaseException, samples: list[Any], place: int | None, rng: Any

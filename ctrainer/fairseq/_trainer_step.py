@@ -21,6 +21,7 @@ import numpy as np
 
 from ctrainer import _C
 from ctrainer.adapters import torch_fairseq as tools
+from ctrainer.comm.run import is_open
 from ctrainer.fairseq import _sharding
 from ctrainer.fairseq._split import Samples
 from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
@@ -598,12 +599,16 @@ class Step(_C.FairseqTrainer):
     def _check_collectives(self) -> None:
         """Raise RuntimeError where a collective of the GPUs has failed in the update
         that the host has waited for: the streams have continued with wrong values."""
-        if not self.cuda:
-            return
-        if self._group is not None:
-            self._group.check()
-        if self.is_fsdp and self._wrapped_model is not None:
-            self._wrapped_model.communicator.check()
+        for group in self._groups_on_gpus():
+            group.check()
+
+    def _groups_on_gpus(self) -> list[_C.Communicator]:
+        """Those whose collectives streams wait for, unless they have been closed."""
+        groups = [self._group] if self.cuda and self._ranks > 1 else []
+        if groups and self.is_fsdp and self._wrapped_model is not None:
+            groups.append(self._wrapped_model.communicator)
+        made = [group for group in groups if group is not None and is_open(group)]
+        return [g for g in made if g.gpu is not None or g.backend == "nccl"]
 
     def _await_update(self) -> None:
         """Wait for the result of the last update where a GPU is still busy with it.

@@ -231,3 +231,17 @@ def test_no_update_behind_a_failed_collective_is_saved(
         error, saved = rank.told
         assert "not done, within 2 seconds" in error
         assert saved == []
+
+
+@pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each rank")
+@pytest.mark.parametrize("backend", ["pytorch_ddp", "legacy_ddp"])
+def test_a_rank_whose_gpu_waits_for_one_that_died_saves_the_failed_update(
+    tmp_path: Path, backend: str
+) -> None:
+    """Long before the time-out, with the weights of before."""
+    first = ranks.run(tmp_path, "fairseq.left_on_gpu", backend=backend)[0]
+    assert first.code == 0, first.output
+    error, seconds, same = first.told
+    assert "rank 1 (process" in error
+    assert seconds < 60
+    assert same

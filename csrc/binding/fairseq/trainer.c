@@ -966,6 +966,12 @@ static PyGetSetDef FairseqTrainer_getset[] = {
     {NULL,           NULL,                        NULL, NULL,                                 NULL},
 };
 
+static PyMemberDef FairseqTrainer_members[] = {
+    {"_enqueued_engine", T_OBJECT, offsetof(FairseqTrainer, enqueued_engine), READONLY,
+     "Of the update that a GPU may be busy with, or None."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyMethodDef FairseqTrainer_methods[] = {
     {"_can_enqueue",   FairseqTrainer__can_enqueue,                                METH_NOARGS,
      FairseqTrainer__can_enqueue_doc                                                                                             },
@@ -987,6 +993,7 @@ static PyType_Slot FairseqTrainer_slots[] = {
     {Py_tp_dealloc,  FairseqTrainer_dealloc    },
     {Py_tp_methods,  FairseqTrainer_methods    },
     {Py_tp_getset,   FairseqTrainer_getset     },
+    {Py_tp_members,  FairseqTrainer_members    },
     {0,              NULL                      },
 };
 
