@@ -53,6 +53,16 @@ enum {
 char default_streams[DEVICES]; /* no other call has their addresses by chance */
 thread_local c10::StreamId current_streams[DEVICES]; /* 0: the default one */
 
+/* The answer of a query, which is no error of the next launch: torch clears it, too. */
+bool
+has_ended(cudaError_t answer)
+{
+    if (answer == cudaErrorNotReady) {
+        (void)cudaGetLastError();
+    }
+    return answer == cudaSuccess;
+}
+
 cudaStream_t
 native(c10::StreamId id, c10::DeviceIndex device)
 {
@@ -185,7 +195,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     bool queryEvent(void *event) const override
     {
-        return event == nullptr || cudaEventQuery((cudaEvent_t)event) == cudaSuccess;
+        return event == nullptr || has_ended(cudaEventQuery((cudaEvent_t)event));
     }
     void destroyEvent(void *event, const c10::DeviceIndex) const noexcept override
     {
@@ -193,8 +203,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     bool queryStream(const c10::Stream &stream) const override
     {
-        return cudaStreamQuery(native(stream.id(), stream.device_index())) ==
-               cudaSuccess;
+        return has_ended(cudaStreamQuery(native(stream.id(), stream.device_index())));
     }
     void synchronizeStream(const c10::Stream &stream) const override
     {
