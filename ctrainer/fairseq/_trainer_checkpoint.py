@@ -21,10 +21,10 @@ from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.adapters.nan_detector import NanDetector, nonfinite_grads
 from ctrainer.checkpoint.files import is_there, naming
 from ctrainer.fairseq import _sharding
+from ctrainer.fairseq._lazy import plain
 from ctrainer.fairseq._trainer_step import Step
 from ctrainer.fairseq.checkpoint_utils import upgrade_state_dict
 from ctrainer.fairseq.config.base import setting
-from ctrainer.fairseq.lazy import plain
 from ctrainer.runtime.notes import locate
 
 logger = logging.getLogger("ctrainer.fairseq.trainer")

@@ -23,11 +23,11 @@ from ctrainer import _C
 from ctrainer.adapters import torch_fairseq as tools
 from ctrainer.comm.run import is_open
 from ctrainer.fairseq import _sharding
+from ctrainer.fairseq._lazy import LazyNorm, LazyNumber, LazyValues
 from ctrainer.fairseq._split import Samples
 from ctrainer.fairseq.checkpoint_utils import BackgroundSaves
 from ctrainer.fairseq.config.base import setting
 from ctrainer.fairseq.ema import EMA
-from ctrainer.fairseq.lazy import LazyNorm, LazyNumber, LazyValues
 from ctrainer.fairseq.lr_scheduler import build_lr_scheduler
 from ctrainer.fairseq.optim import build_trainer_optimizer
 from ctrainer.runtime.notes import locate

@@ -376,6 +376,8 @@ AREAS = {
                 "core/data/test_batches.c binding/data/test_batches.py "
                 "core/data/test_blocks.c core/data/test_index.c "
                 "binding/data/test_blocks.py",
+            "ctrainer/fairseq/_lazy.py":
+                "python/fairseq/test_fairseq_lazy.py",
             "ctrainer/fairseq/meters.py":
                 "python/fairseq/test_fairseq_meters.py "
                 "python/fairseq/test_fairseq_metrics.py",

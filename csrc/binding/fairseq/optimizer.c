@@ -492,7 +492,7 @@ ctpy_fairseq_defer(PyObject *optimizer, double max_norm)
     ((FairseqOptimizer *)optimizer)->deferred_norm = max_norm;
 }
 
-/* What was deferred, measured and clipped by the host after all. */
+/* Deferred work, measured and clipped by the host after all. */
 static int
 clip_now(FairseqOptimizer *self)
 {
@@ -531,7 +531,7 @@ int
 ctpy_fairseq_take_enqueued(PyObject *optimizer, PyObject **engine, double *norm)
 {
     FairseqOptimizer *self = (FairseqOptimizer *)optimizer;
-    if (self->deferred && clip_now(self) < 0) { /* nobody has called step() */
+    if (self->deferred && clip_now(self) < 0) { /* step() was not called */
         return -1;
     }
     *engine = self->enqueued;

@@ -31,7 +31,7 @@ typedef struct FairseqTrainer {
     PyObject *lazy_norm; /* makes the norm of an enqueued update; NULL: none is */
     PyObject *enqueued_engine; /* of an update whose result is not known; else NULL */
     PyObject *enqueued_norm, *enqueued_samples, *enqueued_start; /* and that update's */
-    PyObject *unchecked_norm; /* which other ranks' have not been compared with */
+    PyObject *unchecked_norm; /* not yet compared with the norms of other ranks */
     double clip_norm;         /* 0: no clipping */
     long long world_size;     /* ranks of the data-parallel group */
     int amp, bmuf, slowmo, cuda;
@@ -241,7 +241,7 @@ typedef struct update {
     bool part_follows; /* of the same sample */
     bool synced;       /* the sums are over all ranks */
     bool deferred;     /* the optimizer's step() clips, on all ranks */
-    bool enqueued;     /* a GPU had the update when the host went on */
+    bool enqueued;     /* the GPU was left alone with the update */
 } update;
 
 static void
@@ -569,12 +569,12 @@ report_failure(PyObject *op, update *u)
 
 /* ---- an update that a GPU is still busy with --------------------------------------
  *
- * With nobody who looks at the norm before the update the host enqueues norm, clipping
- * and update, and counts the update as made. The result is awaited in the next update,
+ * Where no hook reads the norm before the update, the host enqueues norm, clipping and
+ * update, and counts the update as made. The result is awaited in the next update,
  * after the forward and backward pass of the next samples, or where the norm is read,
  * before a validation and a checkpoint. Gradients that are not finite are an error
- * then, with the samples that they are of. Several ranks compare their norms in the
- * next update, where all of them are. */
+ * then, reported with the samples of the update. Ranks compare norms in the next
+ * update, in which all ranks take part. */
 
 static const char FairseqTrainer__can_enqueue_doc[] =
     "_can_enqueue($self, /)\n--\n\n"
@@ -601,7 +601,7 @@ FairseqTrainer__can_enqueue(PyObject *op, PyObject *Py_UNUSED(unused))
     return can < 0 ? NULL : PyBool_FromLong(can);
 }
 
-/* Leaves norm and clipping to step(); u->grad_norm will be known later. */
+/* Leaves norm and clipping to step(); u->grad_norm becomes known later. */
 static int
 defer(PyObject *op, PyObject *optimizer, update *u)
 {
@@ -650,8 +650,8 @@ leave_enqueued(PyObject *op, PyObject *optimizer, const update *u)
     return 0;
 }
 
-/* self._check_grad_norms(norm), a collective: ranks with other norms than this one have
- * other gradients. */
+/* self._check_grad_norms(norm), a collective: ranks with different norms have different
+ * gradients. */
 static int
 compare_norms(PyObject *op, PyObject *norm)
 {
@@ -659,7 +659,7 @@ compare_norms(PyObject *op, PyObject *norm)
         op, ctpy_state_borrow(op)->str__check_grad_norms, norm));
 }
 
-/* The norm of an enqueued update, which is known now. together: all ranks are here. */
+/* The known norm of an enqueued update. together: all ranks make the call. */
 static int
 judge_enqueued(PyObject *op, const update *u, bool finite, bool together)
 {
@@ -676,7 +676,7 @@ judge_enqueued(PyObject *op, const update *u, bool finite, bool together)
     return finite ? 0 : -1;
 }
 
-/* Waits for the result of the last update, unless that is known. */
+/* Waits for the result of the last update, if an engine is enqueued. */
 static int
 await_update(PyObject *op, bool together)
 {
@@ -699,7 +699,7 @@ await_update(PyObject *op, bool together)
                  settle(op, u.grad_norm, result.grad_norm) < 0;
     if (!failed && judge_enqueued(op, &u, result.finite, together) < 0) {
         report_failure(op, &u);
-        self->handled = self->depth > 0; /* not again for the update under way */
+        self->handled = self->depth > 0; /* the update under way is not reported */
         failed = true;
     }
     Py_DECREF(engine);
@@ -707,7 +707,7 @@ await_update(PyObject *op, bool together)
     return failed ? -1 : 0;
 }
 
-/* In train_step() of all ranks: also compares the norm that one of them has read. */
+/* In train_step() of all ranks: also compares a norm that one rank alone has read. */
 static int
 await_together(PyObject *op)
 {

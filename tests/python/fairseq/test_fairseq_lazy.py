@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrainer.fairseq.lazy import LazyNorm, LazyNumber, LazyValues
+from ctrainer.fairseq._lazy import LazyNorm, LazyNumber, LazyValues
 from ctrainer.fairseq.meters import AverageMeter
 
 

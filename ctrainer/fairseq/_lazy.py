@@ -59,7 +59,7 @@ class LazyNumber:
         *operands: Numbers, LazyNumber among them.
 
     Example:
-        >>> from ctrainer.fairseq.lazy import LazyNumber
+        >>> from ctrainer.fairseq._lazy import LazyNumber
         >>> round(LazyNumber(lambda: 1.5) * 2 + 1, 1)
         4.0
     """
@@ -137,7 +137,7 @@ class LazyValues(dict[str, Any]):
             empty that has nothing.
 
     Example:
-        >>> from ctrainer.fairseq.lazy import LazyValues
+        >>> from ctrainer.fairseq._lazy import LazyValues
         >>> LazyValues(lambda: {"loss": 0.5, "size": 2}, {"size": 2})["loss"]
         0.5
     """
