@@ -542,7 +542,8 @@ class Failures(Checkpoints):
         """Write crash.pt, unless the trainer has not got as far as an optimizer."""
         if self._optimizer is None:
             return
-        in_doubt = self._leave_stuck_groups() and self._enqueued_engine is not None
+        stuck = not isinstance(error, ArithmeticError) and self._leave_stuck_groups()
+        in_doubt = stuck and self._enqueued_engine is not None
         folder = setting(self.cfg, "checkpoint", "save_dir", "checkpoints")
         rank = self.data_parallel_rank
         path = os.path.join(folder, f"crash.rank{rank}.pt" if rank else "crash.pt")

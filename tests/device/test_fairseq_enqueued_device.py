@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import any_gpu
@@ -179,6 +180,29 @@ def test_an_override_sees_every_norm(hook: str) -> None:
         trainer.train_step([batch])
     assert len(seen) == 3
     assert all(norm > 0 for norm in seen)
+
+
+class Swapped(tiny.Trainer):
+    """Its optimizer is another one after the passes."""
+
+    def _sum_samples(self, *args: Any, **more: Any) -> Any:
+        outputs, size, synced, enqueue = super()._sum_samples(*args, **more)
+        if enqueue:
+            self._optimizer = SimpleNamespace(
+                all_reduce_grads=lambda module: None, multiply_grads=lambda c: None
+            )
+        return outputs, size, synced, True
+
+
+def test_an_optimizer_that_is_swapped_within_an_update_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tiny, "Trainer", Swapped)
+    trainer = trainer_of(True, checkpoint__save_dir=str(tmp_path))
+    first, second = tiny.batches(2)
+    trainer.train_step([first])
+    with pytest.raises(TypeError, match=r"is a types\.SimpleNamespace"):
+        trainer.train_step([second])
 
 
 def test_a_trainer_may_go_before_its_norm_is_read() -> None:

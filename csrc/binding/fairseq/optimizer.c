@@ -485,11 +485,19 @@ ctpy_fairseq_can_defer(ctpy_state *names, PyObject *optimizer, double max_norm)
     return can;
 }
 
-void
-ctpy_fairseq_defer(PyObject *optimizer, double max_norm)
+int
+ctpy_fairseq_defer(ctpy_state *names, PyObject *optimizer, double max_norm)
 {
+    if (!PyObject_TypeCheck(optimizer, names->FairseqOptimizer)) {
+        PyErr_Format(PyExc_TypeError,
+                     "the optimizer is a %.100s; expected the FairseqOptimizer that it "
+                     "was before the backward pass",
+                     Py_TYPE(optimizer)->tp_name);
+        return -1;
+    }
     ((FairseqOptimizer *)optimizer)->deferred = true;
     ((FairseqOptimizer *)optimizer)->deferred_norm = max_norm;
+    return 0;
 }
 
 /* Deferred work, measured and clipped by the host after all. */

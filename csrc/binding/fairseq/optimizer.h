@@ -10,11 +10,13 @@
 int ctpy_fairseq_can_defer(ctpy_state *names, PyObject *optimizer, double max_norm);
 
 /* In place of clip_grad_norm(max_norm): the next step() measures and clips as well, and
- * the GPU skips an update whose gradients are not finite. */
-void ctpy_fairseq_defer(PyObject *optimizer, double max_norm);
+ * the GPU skips an update whose gradients are not finite. 0, or -1 with a TypeError for
+ * anything but a FairseqOptimizer. */
+int ctpy_fairseq_defer(ctpy_state *names, PyObject *optimizer, double max_norm);
 
-/* After step(): the engine whose update is enqueued, for ctpy_engine_await(), or NULL
- * for an update that was not: *norm is then that of the gradients. 0, or -1. */
+/* After step() of such an optimizer: the engine whose update is enqueued, for
+ * ctpy_engine_await(), or NULL for an update that was not: *norm is then that of the
+ * gradients. 0, or -1. */
 int ctpy_fairseq_take_enqueued(PyObject *optimizer, PyObject **engine, double *norm);
 
 #endif

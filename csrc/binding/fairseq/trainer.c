@@ -475,7 +475,7 @@ sum_samples(PyObject *op, update *u)
         Py_SETREF(u->outputs, Py_NewRef(outputs));
         Py_SETREF(u->sample_size, Py_NewRef(size));
         u->synced = synced;
-        u->deferred = deferred;
+        u->deferred = deferred && ((FairseqTrainer *)op)->lazy_norm != NULL;
     }
     Py_DECREF(sums);
     return failed ? -1 : 1;
@@ -607,11 +607,9 @@ defer(PyObject *op, PyObject *optimizer, update *u)
 {
     const FairseqTrainer *self = (FairseqTrainer *)op;
     u->grad_norm = PyObject_CallOneArg(self->lazy_norm, op);
-    if (u->grad_norm == NULL) {
-        return -1;
-    }
-    ctpy_fairseq_defer(optimizer, self->clip_norm);
-    return 0;
+    return u->grad_norm == NULL
+               ? -1
+               : ctpy_fairseq_defer(ctpy_state_borrow(op), optimizer, self->clip_norm);
 }
 
 /* norm.settle(value) */
