@@ -542,14 +542,11 @@ class Failures(Checkpoints):
         """Write crash.pt, unless the trainer has not got as far as an optimizer."""
         if self._optimizer is None:
             return
-        stuck = not isinstance(error, ArithmeticError) and self._leave_stuck_groups()
-        in_doubt = stuck and self._enqueued_engine is not None
+        if not isinstance(error, ArithmeticError):
+            self._leave_stuck_groups()
         folder = setting(self.cfg, "checkpoint", "save_dir", "checkpoints")
         rank = self.data_parallel_rank
         path = os.path.join(folder, f"crash.rank{rank}.pt" if rank else "crash.pt")
-        if in_doubt:
-            logger.error("%s is not written: the last update was not done", path)
-            return
         try:
             os.makedirs(folder, exist_ok=True)
             tools.save_file(path, self._crash_state(error, samples, place, rng))
@@ -562,15 +559,15 @@ class Failures(Checkpoints):
             path,
         )
 
-    def _leave_stuck_groups(self) -> bool:
+    def _leave_stuck_groups(self) -> None:
         """Where another rank has failed, this one's GPU may wait for its part of a
-        collective until the time-out, and a copy of the weights would, too. Then this
-        rank leaves, and true is returned."""
+        collective until the time-out, and a copy of the weights would, too: then this
+        rank leaves."""
         groups = self._groups_on_gpus()
-        stuck = bool(groups) and not tools.is_idle_within(_STUCK_SECONDS)
-        for group in groups if stuck else ():
-            group.close()  # which aborts what the streams wait for
-        return stuck
+        if groups and not tools.is_idle_within(_STUCK_SECONDS):
+            self._in_doubt = self._enqueued_engine is not None
+            for group in groups:
+                group.close()  # which aborts what the streams wait for
 
     def _crash_state(
         self, error: BaseException, samples: list[Any], place: int | None, rng: Any

@@ -62,6 +62,7 @@ class Step(_C.FairseqTrainer):
     _start_time: float
     _average_model: Any
     _step_name: str | None = None  # of the sums that are under way
+    _in_doubt = False  # the groups were left before the last update was done
 
     # Settings
 
@@ -601,6 +602,11 @@ class Step(_C.FairseqTrainer):
         that the host has waited for: the streams have continued with wrong values."""
         for group in self._groups_on_gpus():
             group.check()
+        if self._in_doubt:
+            raise RuntimeError(
+                "the GPU had not done the last update when another rank failed, and may"
+                " have used wrong gradients: load a checkpoint into a new Trainer"
+            )
 
     def _groups_on_gpus(self) -> list[_C.Communicator]:
         """Those whose collectives streams wait for, unless they have been closed."""

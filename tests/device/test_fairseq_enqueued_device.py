@@ -257,15 +257,31 @@ def test_no_update_behind_a_failed_collective_is_saved(
         assert saved == []
 
 
+def left_alone(folder: Path, backend: str, enqueued: bool) -> ranks.Rank:
+    program, options = "fairseq.left_on_gpu", {"enqueued": enqueued}
+    return ranks.run(folder, program, backend=backend, **options)[0]
+
+
 @pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each rank")
 @pytest.mark.parametrize("backend", ["pytorch_ddp", "legacy_ddp"])
 def test_a_rank_whose_gpu_waits_for_one_that_died_saves_the_failed_update(
     tmp_path: Path, backend: str
 ) -> None:
     """Long before the time-out, with the weights of before."""
-    first = ranks.run(tmp_path, "fairseq.left_on_gpu", backend=backend)[0]
+    first = left_alone(tmp_path, backend, enqueued=False)
     assert first.code == 0, first.output
     error, seconds, same = first.told
     assert "rank 1 (process" in error
     assert seconds < 60
     assert same
+
+
+@pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each rank")
+def test_an_update_in_doubt_is_not_saved(tmp_path: Path) -> None:
+    """A rank dies whose GPU has not sent the gradients of an enqueued update."""
+    first = left_alone(tmp_path, "pytorch_ddp", enqueued=True)
+    assert first.code == 0, first.output
+    error, seconds, files = first.told
+    assert "the GPU had not done the last update" in error
+    assert seconds < 60
+    assert files == []
