@@ -216,6 +216,9 @@ def test_a_trainer_may_go_before_its_norm_is_read() -> None:
     assert str(metrics.get_smoothed_values("train")["gnorm"]) in ("nan", "None")
 
 
+WAITING_RANKS = ("overridden", "others stay", "sharded state")
+
+
 @pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each rank")
 def test_ranks_enqueue_their_updates(tmp_path: Path) -> None:
     """The same runs, whose ranks compare norms an update later and add up their logs
@@ -225,7 +228,7 @@ def test_ranks_enqueue_their_updates(tmp_path: Path) -> None:
         for name, (same, waits, others) in found["runs"].items():
             assert same, name
             assert all(others), name
-            waiting = waits if name in ("overridden", "others stay") else waits[:1]
+            waiting = waits if name in WAITING_RANKS else waits[:1]
             assert all(waiting), (name, waits)
             assert not any(waits[len(waiting) :]), (name, waits)
         assert "gradients are Nan/Inf" in found["not finite"]

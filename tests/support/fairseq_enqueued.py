@@ -77,8 +77,16 @@ def run(
                 metrics.reset_meters("train_inner")
                 seen.append(output)
     seen += [dict(output), values_of("train"), trainer.get_num_updates()]
+    if not hasattr(trainer.cfg.distributed_training, "zero_sharding"):
+        seen += state_of(trainer)
+    seen += [p.detach().cpu().tolist() for p in trainer.model.parameters()]
+    return trainer, seen, waits
+
+
+def state_of(trainer: Any) -> list[Any]:
+    """What of its state no clock and no device decides."""
     state = trainer.state_dict()
-    seen += [str(state.pop(k)) for k in ("optimizer_history", "last_optimizer_state")]
+    seen = [str(state.pop(k)) for k in ("optimizer_history", "last_optimizer_state")]
     for meters in state["extra_state"]["metrics"].values():
         for _, key, _, values in meters:
             assert {type(v) for v in values.values()} <= {
@@ -86,5 +94,4 @@ def run(
             }  # fmt: skip
             if key in ("gnorm", "clip"):
                 seen.append(values)
-    seen += [p.detach().cpu().tolist() for p in trainer.model.parameters()]
-    return trainer, seen, waits
+    return seen

@@ -31,6 +31,7 @@ CASES = {
     },
     "without a batch": {**TWO, "without": {1: [2, 4], 0: [3]}},
     "others stay": TWO,
+    "sharded state": {**TWO, "distributed_training__zero_sharding": "os"},
     "overridden": TWO,
 }
 
