@@ -29,6 +29,14 @@ def gpu() -> torch.device:
     return any_gpu.device()
 
 
+@pytest.fixture(autouse=True)
+def empty_folder(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For crash.pt where a test names none."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
+
+
 RUNS = st.fixed_dictionaries(
     {
         "optimization__clip_norm": st.sampled_from([0.0, 0.05, 1.0]),
