@@ -28,7 +28,7 @@ class Criterion(tiny.Criterion):
         loss = loss * sample.get("factor", 1.0)
         size = sample["target"].numel()
         numbers = {"ntokens": size, "nsentences": len(logits), "sample_size": size}
-        logged = loss.data if self.stays else loss.item()
+        logged = loss.detach().clone() if self.stays else loss.item()
         return loss, size, {"loss": logged, **numbers}
 
 
@@ -66,17 +66,22 @@ def run(
     for update in without.get(rank, ()):
         mine[update] = None
     seen: list[Any] = []
+    outputs: list[Any] = []
     waits = []
     with metrics.aggregate("train_inner"):
         for i, samples in enumerate(tiny.groups(mine, freq)):
             before = any_gpu.waits()
-            output = trainer.train_step(samples)
+            outputs.append(trainer.train_step(samples))
             waits.append(any_gpu.waits() - before)
             if i in looks:
                 seen.append(values_of("train_inner"))
                 metrics.reset_meters("train_inner")
-                seen.append(output)
-    seen += [dict(output), values_of("train"), trainer.get_num_updates()]
+                seen.append(outputs[-1])
+    seen += [
+        [dict(output) for output in outputs],
+        values_of("train"),
+        trainer.get_num_updates(),
+    ]
     if not hasattr(trainer.cfg.distributed_training, "zero_sharding"):
         seen += state_of(trainer)
     seen += [p.detach().cpu().tolist() for p in trainer.model.parameters()]
