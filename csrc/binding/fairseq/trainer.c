@@ -1,9 +1,10 @@
 /* ctrainer._C.FairseqTrainer: train_step(), one update of fairseq's Trainer.
  *
  * The file has the forward and backward pass of the samples, the exchange and the use
- * of the gradients, and the treatment of failures. Settings, sums over ranks, metrics
- * and validation are methods of ctrainer/fairseq/_trainer_step.py, called once an
- * update. All hooks are looked up on the instance, so that overrides win.
+ * of the gradients, updates that a GPU is still busy with, and the treatment of
+ * failures. Settings, sums over ranks, metrics and validation are methods of
+ * ctrainer/fairseq/_trainer_step.py, called once an update. All hooks are looked up on
+ * the instance, so that overrides win.
  *
  * Invariant: .grad, the sample size and the logging outputs belong to the same samples,
  * also after a sample ran out of memory. An aggregator of the metrics that was entered
