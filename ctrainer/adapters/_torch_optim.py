@@ -53,14 +53,21 @@ def devices_elsewhere(parameters: Iterable[torch.Tensor]) -> set[str]:
     return {str(device) for device in first}
 
 
+# DeepSpeed's make no learning rate of anything but their number of batches.
+_KNOWN_SCHEDULES = (
+    LRScheduler.__module__, "ctrainer.deepspeed_schedules", "ctrainer.schedules",
+)  # fmt: skip
+
+
 def step_undo(scheduler: Any) -> Callable[[], None] | None:
-    """What takes the next step of one of torch's schedules back.
+    """What takes the next step of a schedule of torch's or ctrainer's back.
 
     None where that is not known: for classes of others, and for learning rates that are
     tensors, which a step fills.
     """
     made_of = [scheduler, *getattr(scheduler, "_schedulers", [])]
-    groups = scheduler.optimizer.param_groups if _all_of_torch(made_of) else []
+    known = all(type(s).__module__ in _KNOWN_SCHEDULES for s in made_of)
+    groups = scheduler.optimizer.param_groups if known else []
     set_by_step = [
         {name: group[name] for name in ("lr", "momentum", "betas") if name in group}
         for group in groups
@@ -75,10 +82,6 @@ def step_undo(scheduler: Any) -> Callable[[], None] | None:
             group.update(values)
 
     return undo
-
-
-def _all_of_torch(schedulers: list[Any]) -> bool:
-    return all(type(s).__module__ == LRScheduler.__module__ for s in schedulers)
 
 
 def embeddings(model: nn.Module) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tiny import Net
 
 import ctrainer
-from ctrainer import optim
+from ctrainer import deepspeed_schedules, optim
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,11 +191,13 @@ SCHEDULES: dict[str, Any] = {
     "product": lambda o: LRS.ChainedScheduler(
         [LRS.ConstantLR(o, 0.3, 4), LRS.MultiplicativeLR(o, lambda step: 0.9)]
     ),
+    "DeepSpeed's": lambda o: deepspeed_schedules.WarmupCosineLR(o, UPDATES, 0.1, 3),
+    "DeepSpeed's, betas, too": lambda o: deepspeed_schedules.OneCycle(o, 0.001, 0.02),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_skipped_update_takes_the_step_of_torchs_schedules_back(
+def test_a_skipped_update_takes_the_step_of_known_schedules_back(
     tmp_path: Path, name: str
 ) -> None:
     class Own(ctrainer.Trainer):

@@ -220,12 +220,15 @@ def test_an_engine_moves_a_unit_at_a_time(gpu: torch.device, whole: list[int]) -
 
 
 @pytest.mark.skipif(any_gpu.REAL, reason="NCCL needs a GPU for each rank")
-@pytest.mark.parametrize(("stage", "from_last"), [(0, 1), (1, 3), (3, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "from_last", "asks"),
+    [(0, 1, False), (0, 1, True), (1, 3, False), (3, 1, False), (3, 2, True)],
+)
 def test_an_engine_saves_no_update_behind_a_failed_collective(
-    tmp_path: Path, stage: int, from_last: int
+    tmp_path: Path, stage: int, from_last: int, asks: bool
 ) -> None:
     program, options = "fsdp.deepspeed_broken_behind", {"from_last": from_last}
-    for rank in ranks.run(tmp_path, program, stage=stage, **options):
+    for rank in ranks.run(tmp_path, program, stage=stage, asks=asks, **options):
         assert rank.code == 0, rank.output
         error, saved = rank.told
         assert "not done, within 2 seconds" in error

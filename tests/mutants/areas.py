@@ -554,7 +554,8 @@ AREAS = {
             "ctrainer/compat/deepspeed/_config.py":
                 "python/compat/test_deepspeed_config_classes.py",
             "ctrainer/compat/deepspeed/_engine.py ctrainer/compat/deepspeed/zero.py":
-                "python/compat/test_deepspeed_engine.py",
+                "python/compat/test_deepspeed_engine.py "
+                "device/test_deepspeed_enqueued_device.py",
             "ctrainer/compat/deepspeed/_files.py ctrainer/compat/deepspeed/_saving.py "
             "ctrainer/compat/deepspeed/ds_to_universal.py "
             "ctrainer/compat/deepspeed/zero_to_fp32.py":

@@ -161,6 +161,31 @@ apply(ctpy_state *state, ctpy_step *step)
                      PyObject_CallMethodNoArgs(step->optimizer, state->str_step));
 }
 
+/* An update that the host does not wait for. */
+typedef struct ahead {
+    int wanted;
+    PyObject *group;      /* of the ranks that all have to want it, or None */
+    PyObject *next_scale; /* a tensor for the loss scale behind the update, or NULL */
+    ct_step_scale scale;
+} ahead;
+
+/* Leaves norm and update to the device, if every rank of the group can. 1; 0: the host
+ * has to measure first; or -1. */
+static int
+enqueue(ctpy_state *state, ctpy_step *step, ahead *how)
+{
+    double all = how->wanted && step->engine != NULL &&
+                 ctpy_engine_can_enqueue(step->engine, &step->config);
+    how->scale.now = step->loss_scale;
+    if (how->group != Py_None &&
+        ctpy_comm_reduce_numbers(state, how->group, NULL, &all, 1, CT_REDUCE_MIN) < 0) {
+        return -1;
+    }
+    return all > 0.0 ? ctpy_engine_enqueue(step->engine, step->optimizer, &step->config,
+                                           &how->scale, how->next_scale)
+                     : 0;
+}
+
 static int
 update_scale(ctpy_state *state, const ctpy_step *step, PyObject *scaler)
 {
@@ -172,29 +197,41 @@ update_scale(ctpy_state *state, const ctpy_step *step, PyObject *scaler)
 
 static const char ctpy_update_parameters_doc[] =
     "update_parameters($module, optimizer, adapter, max_norm, skips, *, scaler=None,\n"
-    "                  shards=None)\n--\n\n"
+    "                  shards=None, enqueue=False, group=None, next_scale=None)\n--\n\n"
     "Divide the gradients by the loss scale, clip, update, and set them to None.\n\n"
     "Returns the norm of all gradients before clipping, and whether the update was "
-    "made.\n"
+    "made;\n"
+    "or where a GPU is still busy with it the OptimEngine, whose grad_norm and "
+    "updated\n"
+    "wait for it.\n"
     "optimizer: of ctrainer.optim, or any. adapter: of ctrainer.adapters, for "
     "gradients\n"
     "where no kernels of ctrainer work. max_norm, >= 0: 0 does not clip. skips: leave\n"
     "out an update whose gradients are not finite. scaler: a LossScaler, which then\n"
     "updates its scale. shards: the Communicator of ranks that each have a part of\n"
-    "every parameter, with which the call is collective.";
+    "every parameter, with which the call is collective. enqueue: let no host wait "
+    "for\n"
+    "the GPU. group: the Communicator of ranks that all have to want and to be able\n"
+    "to; None: this one alone. next_scale: with enqueue and a scaler a tensor of one\n"
+    "float32 on the GPU, and what LossScaler._foresee() returns: the update puts the\n"
+    "next loss scale there, and the caller updates the scaler when the result is "
+    "known.";
 
 static PyObject *
 ctpy_update_parameters(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"optimizer", "adapter", "max_norm", "skips",
-                            "scaler",    "shards",  NULL};
+    static char *names[] = {"optimizer", "adapter", "max_norm", "skips",      "scaler",
+                            "shards",    "enqueue", "group",    "next_scale", NULL};
     ctpy_state *state = PyModule_GetState(module);
     ctpy_step step = {.loss_scale = 1.0};
-    PyObject *optimizer, *adapter, *scaler = Py_None, *shards = Py_None, *result = NULL;
-    int skips;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOdp|$OO:update_parameters", names,
-                                     &optimizer, &adapter, &step.config.clip.max_norm,
-                                     &skips, &scaler, &shards)) {
+    PyObject *optimizer, *adapter, *result = NULL;
+    PyObject *scaler = Py_None, *shards = Py_None;
+    ahead how = {.group = Py_None};
+    int skips, enqueued = -1;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "OOdp|$OOpO(Odd):update_parameters", names, &optimizer,
+            &adapter, &step.config.clip.max_norm, &skips, &scaler, &shards, &how.wanted,
+            &how.group, &how.next_scale, &how.scale.clean, &how.scale.overflow)) {
         return NULL;
     }
     step.optimizer = Py_NewRef(optimizer);
@@ -205,11 +242,13 @@ ctpy_update_parameters(PyObject *module, PyObject *args, PyObject *kwargs)
          ctpy_get_double(scaler, state->str_scale, &step.loss_scale) == 0) &&
         (shards == Py_None || ctpy_step_shard(state, &step, shards) == 0) &&
         ctpy_optimizer_engine(state, optimizer, &step.engine) >= 0 &&
-        measure(state, &step) == 0 && apply(state, &step) == 0 &&
+        (enqueued = enqueue(state, &step, &how)) >= 0 &&
+        (enqueued || (measure(state, &step) == 0 && apply(state, &step) == 0)) &&
         ctpy_grads_drop(state, optimizer) == 0 &&
-        update_scale(state, &step, scaler) == 0) {
-        result = Py_BuildValue("dO", step.result.grad_norm,
-                               step.result.updated ? Py_True : Py_False);
+        (enqueued || update_scale(state, &step, scaler) == 0)) {
+        result = enqueued ? Py_NewRef(step.engine)
+                          : Py_BuildValue("dO", step.result.grad_norm,
+                                          step.result.updated ? Py_True : Py_False);
     }
     ctpy_step_release(&step);
     return result;

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -157,8 +158,9 @@ class DeepSpeedEngine(ModuleShown):
         module (nn.Module): The model; sharded, a ctrainer.fsdp.FullyShardedDataParallel
             that shows the model's attributes and names.
         optimizer (torch.optim.Optimizer | None): Of this rank's parts of the
-            parameters; its `overflow` says whether the last update was skipped,
-            `cur_scale` is the loss scale.
+            parameters; its `overflow` is true where the last update was skipped (on a
+            GPU an object that waits for the update when it is asked), `cur_scale` is
+            the loss scale, of the last update that was not waited for on a GPU.
         lr_scheduler (Any): The schedule, or None.
         global_steps, micro_steps, skipped_steps, global_samples (int): Updates, those
             skipped among them, passes, and samples of all ranks.
@@ -191,13 +193,15 @@ class DeepSpeedEngine(ModuleShown):
         self.global_rank = self.communicator.rank
         self.world_size = self.dp_world_size = self.communicator.world_size
         self.local_rank = place().local_rank
-        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self.global_steps = self.micro_steps = self._skipped_steps = 0
         self._passes = 0  # of the update under way
         self.global_samples = 0
         self.training_dataloader: DataLoader[Any] | None = None
         self._boundary: bool | None = None
         self._syncs, self._applied = True, False
         self._norm: float | None = None
+        self._enqueued: _Enqueued | None = None
+        self._next_scale: torch.Tensor | None = None
         trained = [p for p in model.parameters() if p.requires_grad]
         chosen = trained if model_parameters is None else list(model_parameters)
         named = dict(model.named_parameters())
@@ -214,6 +218,8 @@ class DeepSpeedEngine(ModuleShown):
         self.lr_scheduler = self._make_scheduler(lr_scheduler)
         fp16 = config.float16_config.enabled
         self._scaler = make_loss_scaler(loss_scaler_of(config.hf)) if fp16 else None
+        if fp16 and device.type != "cpu":
+            self._next_scale = torch.ones((), device=device)
         self._skips = self._skips_nonfinite()
         self._strays = self._has_strays()
         self._publish(overflow=False)
@@ -358,16 +364,27 @@ class DeepSpeedEngine(ModuleShown):
         self._check_optimizer("backward")
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        scaled = loss if self._scaler is None else loss * self._scaler.scale
-        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        scaled = loss if self._scaler is None else loss * self._loss_scale(self._scaler)
+        scaled.backward(retain_graph=retain_graph)
         return loss
+
+    def _loss_scale(self, scaler: Any) -> Any:
+        """The loss scale, which behind an enqueued update the GPU alone knows."""
+        return scaler.scale if self._enqueued is None else self._next_scale
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a pass; at the last one of an update clip, update, zero the gradients
         and step the schedule.
 
         An update whose gradients are not finite is skipped, but in stage 0 in float32,
-        and with bf16 in the stages 1 and 2 where check_grad_overflow is False.
+        and with bf16 in the stages 1 and 2 where check_grad_overflow is False. On a GPU
+        the update is enqueued, and counts as made until its result is awaited: in the
+        next update, before a checkpoint, and by was_step_applied(),
+        get_global_grad_norm(), skipped_steps and optimizer.overflow. The schedule's
+        step is taken back then if the update was skipped. step() waits with an
+        optimizer that is not ctrainer's, for an update that may take a loss scale to
+        its minimum, and, where updates may be skipped, with a schedule that is neither
+        ctrainer's nor torch's.
 
         Args:
             lr_kwargs (dict | None, default None): Of the scheduler's step().
@@ -387,27 +404,86 @@ class DeepSpeedEngine(ModuleShown):
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         unit: Any = self.module
-        norm, updated = _C.update_parameters(
+        adapter = adapters.for_model(unit)
+        self._await_update()
+        undo, ahead = self._ahead(adapter)
+        found = _C.update_parameters(
             self.optimizer,
-            adapters.for_model(unit),
+            adapter,
             self.gradient_clipping(),
             self._skips,
             scaler=self._scaler,
             shards=unit.communicator if self._is_sharded else None,
+            **ahead,
         )
-        self.communicator.check()  # of GPUs whose sum of the gradients never came
-        self._norm, self._applied = norm if updated else math.inf, updated
         if self._strays:
             self.zero_grad()
-        self._publish(overflow=not updated)
-        if not updated:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
+        if isinstance(found, tuple):
+            self._take(*found)
+            self._applied = found[1]
+        else:
+            self._enqueued = _Enqueued(self, found, undo)
+            self._publish(overflow=self._enqueued if self._skips else False)
+            self._applied = True
+        if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
 
-    def _publish(self, overflow: bool) -> None:
+    def _ahead(self, adapter: Any) -> tuple[Callable[[], None] | None, dict[str, Any]]:
+        """What takes the schedule's next step back, and how update_parameters() leaves
+        the update to the GPU."""
+        undo, can = None, True
+        if self.device.type == "cpu":
+            return undo, {}
+        how: dict[str, Any] = {"group": self.communicator if self._is_sharded else None}
+        if self._skips and self.lr_scheduler is not None:
+            undo = adapter.step_undo(self.lr_scheduler)
+            can = undo is not None
+        if self._scaler is not None:
+            scales = self._scaler._foresee()
+            if scales is not None:
+                how["next_scale"] = self._next_scale, *scales
+            can = can and scales is not None
+        return undo, how | {"enqueue": can}
+
+    def _take(self, norm: float, updated: bool) -> None:
+        """Take the result of an update."""
+        self._check_collectives()
+        self._norm = norm if updated else math.inf
+        self._skipped_steps += not updated
+        self._publish(overflow=not updated)
+
+    def _await_update(self) -> None:
+        """Wait for the result of the last update where a GPU is still busy with it."""
+        enqueued, self._enqueued = self._enqueued, None
+        if enqueued is not None:
+            norm, updated = enqueued.result()
+            if self._scaler is not None:
+                self._scaler.update(not updated)
+            if not updated and enqueued.undo is not None:
+                enqueued.undo()
+            self._applied = self._applied and updated
+            self._take(norm, updated)
+
+    def _check_collectives(self) -> None:
+        """Raise RuntimeError where GPUs' sum of the gradients never came."""
+        self.communicator.check()
+        if self._is_sharded:
+            unit: Any = self.module
+            unit.communicator.check()
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of updates that were skipped."""
+        self._await_update()
+        return self._skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, number: int) -> None:
+        self._skipped_steps = number
+
+    def _publish(self, overflow: bool | _Enqueued) -> None:
         """Show the loss scale, and whether the last update was skipped."""
         scale = 1.0 if self._scaler is None else self._scaler.scale
         if self.optimizer is not None:
@@ -455,6 +531,7 @@ class DeepSpeedEngine(ModuleShown):
 
     def was_step_applied(self) -> bool:
         """Return whether the last step() has updated the parameters."""
+        self._await_update()
         return self._applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -492,7 +569,10 @@ class DeepSpeedEngine(ModuleShown):
 
         Raises:
             ValueError: client_state has a key of the checkpoint's own.
+            RuntimeError: a collective of the ranks' GPUs has failed.
         """
+        self._await_update()
+        self._check_collectives()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder = os.path.join(save_dir, name)
         os.makedirs(folder, exist_ok=True)
@@ -545,6 +625,7 @@ class DeepSpeedEngine(ModuleShown):
                 "custom_load_fn is not supported: load weights with "
                 "engine.module.load_full_state_dict()"
             )
+        self._await_update()
         universal = self._config.load_universal_checkpoint
         latest = "latest_universal" if universal else "latest"
         if tag is None and not os.path.isfile(os.path.join(load_dir, latest)):
@@ -586,6 +667,7 @@ class DeepSpeedEngine(ModuleShown):
     def _zero3_consolidated_16bit_state_dict(self) -> dict[str, Any] | None:
         """The whole weights in the dtype that layers compute in; None but on the first
         rank. Collective."""
+        self._await_update()
         unit: Any = self.module
         low = unit.compute_dtype if self._is_sharded else None
         state: dict[str, Any] = (
@@ -605,6 +687,7 @@ class DeepSpeedEngine(ModuleShown):
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of all gradients of the last update before clipping, inf of
         one that was skipped; None before the first."""
+        self._await_update()
         return self._norm
 
     def get_lr(self) -> list[float]:
@@ -681,4 +764,49 @@ class DeepSpeedEngine(ModuleShown):
 
     def destroy(self) -> None:
         """Let go of the optimizer."""
-        self.optimizer = self.lr_scheduler = None
+        self.optimizer = self.lr_scheduler = self._enqueued = None
+
+
+class _Enqueued:
+    """An update that a GPU is still busy with; true where it was skipped.
+
+    Args:
+        engine (DeepSpeedEngine): Of the update.
+        updates (_C.OptimEngine): Knows the result.
+        undo (Callable[[], None] | None): Takes the schedule's step back.
+    """
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        updates: _C.OptimEngine,
+        undo: Callable[[], None] | None,
+    ) -> None:
+        self._engine, self._updates, self.undo = weakref.ref(engine), updates, undo
+        self._result: tuple[float, bool] | None = None
+
+    def result(self) -> tuple[float, bool]:
+        """Return the norm of the gradients, and whether the update was made."""
+        if self._result is None:
+            norm = self._updates.grad_norm
+            assert norm is not None
+            self._result = norm, self._updates.updated
+        return self._result
+
+    def __bool__(self) -> bool:
+        engine = self._engine()
+        if engine is not None:
+            engine._await_update()
+        return not self.result()[1]
+
+    def __eq__(self, other: Any) -> bool:
+        return bool(bool(self) == other)
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, (bool(self),)
