@@ -294,6 +294,7 @@ class TrainerRun(TrainerBase):
             self.model = self.model_wrapped = self.call_model_init(trial)
             self.optimizer = self.lr_scheduler = None
             self._shard_group = self._replica_group = None
+        shards.check_group(self)
         if self._adapter.is_wrapped(self.model_wrapped):
             self.model_wrapped = self.model  # of the run before
         if self._sharding is None:
@@ -317,7 +318,7 @@ class TrainerRun(TrainerBase):
             self._debugged = self.model
         folder = self._resolve_checkpoint(resume)
         if folder is not None:
-            self._load_from_checkpoint(folder)
+            shards.load_by(self, "_load_from_checkpoint", folder)
         return folder
 
     def _seed(self) -> None:
@@ -595,7 +596,7 @@ class TrainerRun(TrainerBase):
         self._together("saving the last checkpoint", self._wait_for_save)
         set_mode("eval", self.optimizer)  # a schedule-free one leaves its average
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            shards.end_with_best(self)
+            shards.load_by(self, "_load_best_model")
         if not self._stopped:  # a run that is stopped resumes from its last
             checkpoint.leave_best(self, trial)
         self.control = self.callback_handler.on_train_end(

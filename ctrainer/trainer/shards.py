@@ -18,6 +18,7 @@ from ctrainer.arguments.fsdp import sharding_of
 from ctrainer.arguments.optimizers import RECIPES
 from ctrainer.checkpoint import Sink
 from ctrainer.checkpoint.files import naming
+from ctrainer.comm.run import is_open
 from ctrainer.runtime import messages
 from ctrainer.trainer import checkpoint as files
 from ctrainer.trainer import survivors
@@ -103,6 +104,16 @@ def check_has_values(trainer: TrainerRun, model: Any) -> None:
         )
 
 
+def check_group(trainer: TrainerRun) -> None:
+    """Raise RuntimeError for shards of a run that has failed, whose group is closed."""
+    if trainer._shard_group is not None and not is_open(trainer._shard_group):
+        raise RuntimeError(
+            "the model's shards are those of a run that has failed, whose ranks have "
+            "left their group: resume in a new Trainer with a new model, or pass "
+            "model_init, which makes the model anew in each train()"
+        )
+
+
 def plan_of(args: Any) -> Sharding | None:
     """How the model is to be sharded, which then moves it to its device: no GPU needs
     to have room for the whole. None: not at all."""
@@ -117,6 +128,7 @@ def shard_model(trainer: TrainerRun, checkpoint: str | None) -> None:
         return
     from ctrainer.fsdp import trained_model
 
+    check_group(trainer)
     anew = False
     if not isinstance(trainer.model, trained_model.TrainedModel):
         zero = deepspeed.config_of(trainer.args)
@@ -411,17 +423,19 @@ def load_weight_average(trainer: TrainerRun, checkpoint: str | None) -> None:
             average.load_state_dict(state)
 
 
-def end_with_best(trainer: TrainerRun) -> None:
-    """Call _load_best_model(); an override finds the model whole, as self.model."""
-    if trainer._shard_group is None or not is_overridden(trainer, "_load_best_model"):
-        trainer._load_best_model()
+def load_by(trainer: TrainerRun, hook: str, *args: Any) -> None:
+    """Call a hook that loads weights; an override finds the model whole, as self.model,
+    also where it is sharded."""
+    load = getattr(trainer, hook)
+    if trainer._shard_group is None or not is_overridden(trainer, hook):
+        load(*args)
         return
     from ctrainer.fsdp import trained_model
 
     sharded = trainer.model
     with trained_model.rewritten(sharded) as trainer.model:
         try:
-            trainer._load_best_model()
+            load(*args)
         finally:
             trainer.model = sharded
 

@@ -550,20 +550,36 @@ def failed(folder: str) -> dict[str, Any]:
     """The losses of the trainer of a run that has failed, as it goes on from a
     checkpoint of `plain`, or what it says instead."""
     found: dict[str, Any] = {}
-    for sharded in (False, True):
-        made = trainer(f"{folder}/failed", "gpt2", sharded)
+    for name in ("whole", "sharded", "made anew"):
+        made = trainer(f"{folder}/failed", "gpt2", name != "whole")
+        made.model_init = (lambda: tiny.gpt2()) if name == "made anew" else None
         made.add_callback(Failing)
         errors = []
         for _ in range(2):
             try:
                 made.train(resume_from_checkpoint=f"{folder}/plain/checkpoint-10")
-            except (ArithmeticError, ValueError) as error:
+            except (ArithmeticError, RuntimeError) as error:
                 errors.append(error)  # whose frames have the run's objects
             made.remove_callback(Failing)
-        found["sharded" if sharded else "whole"] = (
-            str(errors[1]) if errors[1:] else told(made)["losses"][-10:]
-        )
+        found[name] = str(errors[1]) if errors[1:] else told(made)["losses"][-10:]
     return found
+
+
+class Loading(ctrainer.Trainer):
+    def _load_from_checkpoint(self, folder: str) -> None:  # type: ignore[override]
+        self.model.load_state_dict(load_file(f"{folder}/model.safetensors"), False)
+
+
+def loaded(folder: str) -> list[list[float]]:
+    """The losses behind a checkpoint that an override loads into whole models: into one
+    that is not yet sharded, and into the sharded one of the run before."""
+    made = trainer(f"{folder}/loaded", "gpt2")
+    made.__class__ = Loading
+    losses = []
+    for _ in range(2):
+        made.train(resume_from_checkpoint=f"{folder}/plain/checkpoint-10")
+        losses.append(told(made)["losses"][-10:])
+    return losses
 
 
 class Spoiling(ctrainer.Trainer):

@@ -10,6 +10,7 @@ machines._this_machine = lambda: f"machine {rank}"  # as for hybrid sharding
 results = {name: runs.both(folder, name) for name in runs.CASES}
 results["plain"] = runs.plain(folder)
 results["failed"] = runs.failed(folder)
+results["loaded"] = runs.loaded(folder)
 results["saved"] = runs.saved(folder)
 results["factored"] = runs.of_whole_parameters(folder)
 results["quantized"] = runs.of_quantized_state(folder)

@@ -238,9 +238,19 @@ def test_a_trainer_goes_on_after_a_failure_unless_its_model_is_sharded(
         assert rank["failed"]["whole"] == rank["plain"][10:]
         sharded = rank["failed"]["sharded"]
         if accelerator() is None:
-            assert "by a training that failed on this rank" in sharded
+            assert "or pass model_init, which makes the model anew" in sharded
         else:  # units over NCCL have a group of their own
             assert sharded == pytest.approx(rank["plain"][10:], rel=1e-6)
+        anew = rank["failed"]["made anew"]
+        assert anew == pytest.approx(rank["plain"][10:], rel=1e-6)
+
+
+def test_an_override_that_loads_a_checkpoint_finds_whole_models(
+    told: list[Any],
+) -> None:
+    for rank in told:
+        for losses in rank["loaded"]:
+            assert losses == pytest.approx(rank["plain"][10:], rel=1e-6)
 
 
 def test_gradients_that_are_nan_on_one_rank_skip_the_update_on_all(
