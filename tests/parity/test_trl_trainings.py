@@ -1,5 +1,5 @@
 """Each trainer of TRL: losses as on transformers' engine: plain, with LoRA, resumed,
-and with TRL's defaults."""
+with TRL's defaults, twice, and after a failure."""
 
 import pytest
 from ranks import run_alone

@@ -5,13 +5,15 @@ transformers': how far apart are what they log and the trained weights?
 
 With N ranks each engine is started as torchrun would start it, and what the first rank
 finds is compared. ARGUMENTS, a dict in JSON, are ours alone: {"fsdp": "full_shard"}
-compares with whole models. Each is run whole, and again from its checkpoint in the
-middle. A NAME is one of RUNS, or the beginning of some; several may be given, and
-without one, all are run. Prints a line for each, and ends with 1 where one of ours
-fails, differs or enters the loop of transformers.
+compares with whole models. Each is run whole, from its checkpoint in the middle, and in
+a trainer that fails, resumes and trains from the start again. A NAME is one of RUNS, or
+the beginning of some; several may be given, and without one, all are run. Prints a line
+for each, and ends with 1 where one of ours fails, differs or enters the loop of
+transformers.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -29,6 +31,7 @@ from ranks import free_port, torchrun
 RANK, RANKS = (int(os.environ.get(n, m)) for n, m in (("RANK", 0), ("WORLD_SIZE", 1)))
 BOUND = 1e-4
 BOUNDS = {"sentence_bf16": 1e-2}  # a last bit of a weight is many of a bfloat16
+WAYS = ("plain", "resumed", "again")
 STEPS = 6  # saved and evaluated after every second one
 WORDS = "red green blue fast slow cat dog bird fish tree house river cloud".split()
 # Ends of the names of what is measured of time.
@@ -852,8 +855,9 @@ class Events:
         )
 
 
-def observed(engine, make, folder, checkpoint=None):
-    """What a training logs, and what it leaves behind."""
+def observed(engine, make, folder, checkpoint=None, again=False):
+    """What a training logs, and what it leaves behind; with again of one that fails,
+    resumes in the same trainer, and trains from the start once more."""
     import torch
 
     made = make(folder)
@@ -862,10 +866,21 @@ def observed(engine, make, folder, checkpoint=None):
     trainer.add_callback(events)
     if RANKS > 1 and engine == "theirs":  # torch cannot restore to its "cpu:0"
         vars(trainer.args)["_setup_devices"] = torch.device("cpu")
+    history = []
+    if again:
+        from fails_once import FailsOnce
+
+        fails = os.environ["FAILS"] == "1"
+        trainer.add_callback(FailsOnce(3 if fails else -1))
+        for at in (None, f"{folder}/checkpoint-2"):
+            with contextlib.suppress(ArithmeticError):
+                train(resume_from_checkpoint=at)
+                assert at or not fails, "the callback's error was lost"
+            history += trainer.state.log_history
     train(resume_from_checkpoint=checkpoint)
     logs = [
         {name: value for name, value in log.items() if not name.endswith(MEASURED)}
-        for log in trainer.state.log_history
+        for log in history + trainer.state.log_history
     ]
     model = trainer.model
     weights = getattr(model, "full_state_dict", model.state_dict)()
@@ -907,13 +922,14 @@ def serve(engine, folder, names):
     results = {}
     for name in names:
         place, result = f"{folder}/{name}", {}
-        for way in ("plain", "resumed"):
+        for way in WAYS:
             entered.clear()
             middle = f"{place}/checkpoint-4" if way == "resumed" else None
             try:
                 if middle and RANK == 0:
                     keep_only(place, middle)
-                result[way] = observed(engine, RUNS[name], place, middle)
+                again = way == "again"
+                result[way] = observed(engine, RUNS[name], place, middle, again)
             except Exception:
                 result[way] = {"error": traceback.format_exc()}
             result[way]["entered"] = len(entered)
@@ -958,6 +974,13 @@ def correct_mean(logs):
     for log in logs:
         if "train_loss" in log:
             log["train_loss"] = sum(losses) / len(losses)
+
+
+def leave_out_means(*found):
+    """Leave out the mean of all losses, of which one run has resumed."""
+    for one in found:
+        for log in one.get("logs", ()):
+            log.pop("train_loss", None)
 
 
 def without_intended(ours, theirs, way):
@@ -1010,6 +1033,8 @@ def main(chosen, ranks, arguments):
             os.mkdir(f"{root}/{engine}")
             command = [sys.executable, "-m", __spec__.name, engine, f"{root}/{engine}"]
             given = {"ARGUMENTS_OF_OURS": arguments} if engine == "ours" else {}
+            # Shards of a run that has failed are of a group that is left.
+            given["FAILS"] = "0" if "fsdp" in arguments else "1"
             port = free_port()
             for rank in range(ranks):
                 of_rank = torchrun(rank, ranks, engine, port) if ranks > 1 else {}
@@ -1028,12 +1053,14 @@ def main(chosen, ranks, arguments):
                 into.update(json.load(file))
     good = True
     for name in names:
-        for way in ("plain", "resumed"):
+        for way in WAYS:
             mine, other = ours[name][way], theirs[name][way]
             if ranks > 1:
                 without_intended(mine, other, way)
             if way == "resumed" and "logs" in other:
                 correct_mean(other["logs"])
+            if way == "again":
+                leave_out_means(mine, other)
             text, fine = verdict(mine, other, BOUNDS.get(name, BOUND))
             print(f"{'ok ' if fine else 'NOT'} {name} {way}: {text}")
             good &= fine

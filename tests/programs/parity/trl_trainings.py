@@ -8,12 +8,13 @@ with whole models. Prints a table of differences, and ends with 1 where one of o
 fails, differs or enters the loop of transformers. ENGINE [NAME ...], "ours" or
 "theirs", prints that one's JSON.
 
-Each trainer runs plain, with LoRA, both resumed from the checkpoint in the middle, and
-with TRL's defaults (bf16, recomputation), evaluations and an epoch that ends within an
-update.
+Each trainer runs plain, with LoRA, both resumed from the checkpoint in the middle, with
+TRL's defaults (bf16, recomputation), evaluations and an epoch that ends within an
+update, twice, and resumed in the same trainer after a failure.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -27,12 +28,16 @@ from ranks import free_port, torchrun
 
 RANK, RANKS = (int(os.environ.get(n, m)) for n, m in (("RANK", 0), ("WORLD_SIZE", 1)))
 PLACES = ("_inner_training_loop", "_run_epoch", "train", "training_step")
-VARIANTS = ("plain", "peft", "resume", "peft_resume", "defaults")
+VARIANTS = (
+    "plain", "peft", "resume", "peft_resume", "defaults", "again", "after_failure"
+)  # fmt: skip
 # What is measured of time, and the mean loss, which ours resumes.
 BOUND = 1e-4  # of differences of losses
 BOUND_BF16 = 5e-3  # of ours with other arguments: autocast computes some in float32
 # PRM's loss is twice too large there, and IW-OPD's resumed run ends at its checkpoint.
-NOT_AS_THERE = ("prm", "iw_opd resume", "iw_opd peft_resume")
+NOT_AS_THERE = (
+    "prm", "iw_opd resume", "iw_opd peft_resume", "iw_opd after_failure"
+)  # fmt: skip
 APART = ("eps", "runtime", "per_second", "time", "perf/", "total_flos", "train_loss")
 
 
@@ -386,6 +391,7 @@ def trained(name, variant, folder):
 
     import torch
     from datasets import Dataset
+    from fails_once import FailsOnce
     from peft import LoraConfig
     from transformers import set_seed
     from trl import DPOConfig
@@ -442,8 +448,16 @@ def trained(name, variant, folder):
         train_dataset=data, processing_class=tokenizer(), **keywords,
     )  # fmt: skip
     last = {"resume_from_checkpoint": f"{output}/checkpoint-2"}
-    made.train(**(last if "resume" in variant else {}))
-    return type(made).__mro__, made.state.log_history
+    before = []
+    if variant in ("again", "after_failure"):
+        made.add_callback(FailsOnce(3 if variant == "after_failure" else -1))
+        with contextlib.suppress(ArithmeticError):
+            made.train()
+        before = made.state.log_history
+        assert before[-1]["step"] == (4 if variant == "again" else 2)
+    resumed = "resume" in variant or variant == "after_failure"
+    made.train(**(last if resumed else {}))
+    return type(made).__mro__, before + made.state.log_history
 
 
 def run(engine, names):
