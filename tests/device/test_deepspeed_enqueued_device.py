@@ -3,6 +3,8 @@ the runs are those in which the host measures first."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +124,22 @@ def test_ranks_enqueue_what_they_would_have_measured(tmp_path: Path) -> None:
             assert waits[0] > 0, name
             measures = name.startswith("one rank's schedule")
             assert [count > 0 for count in waits[1:]] == [measures] * (UPDATES - 1)
+
+
+@pytest.mark.parametrize("schedule", ["WarmupLR", "torch"])
+def test_an_engine_that_is_dropped_in_an_update_frees_its_optimizer(
+    schedule: str,
+) -> None:
+    engine = made(**PLAIN | {"stage": 3, "schedule": schedule})
+    x, y = (torch.ones(2, n, device=engine.device) for n in (5, 3))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            engine.backward(engine(x, y))
+            engine.step()
+        optimizer = weakref.ref(engine.optimizer)
+        del engine
+        assert optimizer() is None
+    finally:
+        gc.enable()

@@ -160,7 +160,7 @@ class DeepSpeedEngine(ModuleShown):
         optimizer (torch.optim.Optimizer | None): Of this rank's parts of the
             parameters; its `overflow` is true where the last update was skipped (on a
             GPU an object that waits for the update when it is asked), `cur_scale` is
-            the loss scale, of the last update that was not waited for on a GPU.
+            the loss scale, on a GPU behind the last update whose result is known.
         lr_scheduler (Any): The schedule, or None.
         global_steps, micro_steps, skipped_steps, global_samples (int): Updates, those
             skipped among them, passes, and samples of all ranks.
@@ -201,6 +201,7 @@ class DeepSpeedEngine(ModuleShown):
         self._syncs, self._applied = True, False
         self._norm: float | None = None
         self._enqueued: _Enqueued | None = None
+        self._undo: Callable[[], None] | None = None  # of its step of the schedule
         self._next_scale: torch.Tensor | None = None
         trained = [p for p in model.parameters() if p.requires_grad]
         chosen = trained if model_parameters is None else list(model_parameters)
@@ -422,7 +423,7 @@ class DeepSpeedEngine(ModuleShown):
             self._take(*found)
             self._applied = found[1]
         else:
-            self._enqueued = _Enqueued(self, found, undo)
+            self._enqueued, self._undo = _Enqueued(self, found), undo
             self._publish(overflow=self._enqueued if self._skips else False)
             self._applied = True
         if self._applied and self.lr_scheduler is not None:
@@ -456,13 +457,14 @@ class DeepSpeedEngine(ModuleShown):
 
     def _await_update(self) -> None:
         """Wait for the result of the last update where a GPU is still busy with it."""
-        enqueued, self._enqueued = self._enqueued, None
+        enqueued, undo = self._enqueued, self._undo
+        self._enqueued = self._undo = None
         if enqueued is not None:
             norm, updated = enqueued.result()
             if self._scaler is not None:
                 self._scaler.update(not updated)
-            if not updated and enqueued.undo is not None:
-                enqueued.undo()
+            if not updated and undo is not None:
+                undo()
             self._applied = self._applied and updated
             self._take(norm, updated)
 
@@ -764,7 +766,7 @@ class DeepSpeedEngine(ModuleShown):
 
     def destroy(self) -> None:
         """Let go of the optimizer."""
-        self.optimizer = self.lr_scheduler = self._enqueued = None
+        self.optimizer = self.lr_scheduler = self._enqueued = self._undo = None
 
 
 class _Enqueued:
@@ -773,16 +775,10 @@ class _Enqueued:
     Args:
         engine (DeepSpeedEngine): Of the update.
         updates (_C.OptimEngine): Knows the result.
-        undo (Callable[[], None] | None): Takes the schedule's step back.
     """
 
-    def __init__(
-        self,
-        engine: DeepSpeedEngine,
-        updates: _C.OptimEngine,
-        undo: Callable[[], None] | None,
-    ) -> None:
-        self._engine, self._updates, self.undo = weakref.ref(engine), updates, undo
+    def __init__(self, engine: DeepSpeedEngine, updates: _C.OptimEngine) -> None:
+        self._engine, self._updates = weakref.ref(engine), updates
         self._result: tuple[float, bool] | None = None
 
     def result(self) -> tuple[float, bool]:
