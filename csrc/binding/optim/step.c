@@ -225,13 +225,16 @@ ctpy_update_parameters(PyObject *module, PyObject *args, PyObject *kwargs)
     ctpy_state *state = PyModule_GetState(module);
     ctpy_step step = {.loss_scale = 1.0};
     PyObject *optimizer, *adapter, *result = NULL;
-    PyObject *scaler = Py_None, *shards = Py_None;
+    PyObject *scaler = Py_None, *shards = Py_None, *next_scale = Py_None;
     ahead how = {.group = Py_None};
     int skips, enqueued = -1;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOdp|$OOpO(Odd):update_parameters", names, &optimizer,
-            &adapter, &step.config.clip.max_norm, &skips, &scaler, &shards, &how.wanted,
-            &how.group, &how.next_scale, &how.scale.clean, &how.scale.overflow)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOdp|$OOpOO:update_parameters",
+                                     names, &optimizer, &adapter,
+                                     &step.config.clip.max_norm, &skips, &scaler,
+                                     &shards, &how.wanted, &how.group, &next_scale) ||
+        (next_scale != Py_None &&
+         !PyArg_Parse(next_scale, "(Odd)", &how.next_scale, &how.scale.clean,
+                      &how.scale.overflow))) {
         return NULL;
     }
     step.optimizer = Py_NewRef(optimizer);
